@@ -16,7 +16,13 @@ __all__ = [
 
 
 class InvalidArgumentError(ValueError):
-    """Ranks passed different or unusable arguments to one collective call. Raised on every rank."""
+    """Ranks passed different or unusable arguments to one collective call. Raised on every rank.
+
+    Attributes:
+        raised_on_all_ranks: Whether every rank has the same text, so that printing it once will do.
+    """
+
+    raised_on_all_ranks = False
 
 
 class DeadlineExceededError(TimeoutError):

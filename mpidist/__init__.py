@@ -1,0 +1,81 @@
+"""The programming model of tf.distribute on MPI.
+
+One MPI rank is one replica. A strategy runs a step function on every rank and combines what the ranks computed:
+within a node, across nodes, on NumPy or CuPy arrays.
+"""
+
+from mpidist import cluster_resolver as cluster_resolver
+from mpidist import contexts as _contexts
+from mpidist import errors as errors
+from mpidist import experimental as experimental
+from mpidist.contexts import experimental_set_strategy as experimental_set_strategy
+from mpidist.contexts import get_loss_reduction as get_loss_reduction
+from mpidist.contexts import get_replica_context as get_replica_context
+from mpidist.contexts import get_strategy as get_strategy
+from mpidist.contexts import has_strategy as has_strategy
+from mpidist.contexts import in_cross_replica_context as in_cross_replica_context
+from mpidist.cross_device_ops import CollectiveAllReduce as CollectiveAllReduce
+from mpidist.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from mpidist.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from mpidist.cross_device_ops import NcclAllReduce as NcclAllReduce
+from mpidist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+from mpidist.datasets import DistributedDataset as DistributedDataset
+from mpidist.datasets import InputContext as InputContext
+from mpidist.datasets import InputOptions as InputOptions
+from mpidist.datasets import InputReplicationMode as InputReplicationMode
+from mpidist.extended import StrategyExtended as StrategyExtended
+from mpidist.options import CommunicationImplementation as CommunicationImplementation
+from mpidist.options import CommunicationOptions as CommunicationOptions
+from mpidist.options import ReduceOp as ReduceOp
+from mpidist.replica_context import ReplicaContext as ReplicaContext
+from mpidist.strategies.default import make_default as _make_default
+from mpidist.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategy import Strategy as Strategy
+from mpidist.values import DistributedValues as DistributedValues
+from mpidist.values import Mirrored as Mirrored
+from mpidist.values import PerReplica as PerReplica
+from mpidist.variables import Variable as Variable
+from mpidist.variables import VariableAggregation as VariableAggregation
+from mpidist.variables import VariableSynchronization as VariableSynchronization
+
+__all__ = [
+    "CollectiveAllReduce",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "cluster_resolver",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_loss_reduction",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+__version__ = "0.1.0"
+
+_contexts.set_default_factory(_make_default)

@@ -1,0 +1,32 @@
+"""Who takes part in a job, and which of them this process is.
+
+The facts
+    `ClusterSpec`               jobs, and the addresses of their tasks
+    `ClusterResolver`           the interface: a spec, this process's task, a check against MPI
+
+Where they come from
+    `MPIClusterResolver`        the ranks of a communicator; what strategies use by default
+    `SlurmClusterResolver`      the variables that `srun` sets
+    `TFConfigClusterResolver`   the variable TF_CONFIG
+    `SimpleClusterResolver`     the program itself
+
+A new resolver is one file beside these and one line below.
+"""
+
+from __future__ import annotations
+
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.mpi import MPIClusterResolver
+from mpidist.cluster_resolver.resolver import ClusterResolver
+from mpidist.cluster_resolver.simple import SimpleClusterResolver
+from mpidist.cluster_resolver.slurm import SlurmClusterResolver
+from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "MPIClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+]

@@ -1,0 +1,97 @@
+"""A cluster whose tasks are the ranks of an MPI communicator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
+
+from mpidist.cluster_resolver.addresses import number_ports
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.gpus import visible_gpus
+from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
+from mpidist.transport.mpi import load_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MPIClusterResolver"]
+
+
+@final
+class MPIClusterResolver(ClusterResolver):
+    """The ranks of a communicator as one job of workers; rank r is worker r.
+
+    MPI needs no addresses. They are made of host names, and of ports that nothing listens on, so that each
+    rank's is its own. MPI is started at the first question, not here.
+
+    Args:
+        comm: An intracommunicator of mpi4py; default `MPI.COMM_WORLD`. It is not freed; what is sent goes
+            over a duplicate.
+        environ: Where to count GPUs; default `os.environ`.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None, *, environ: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._comm = comm
+        self._environ = environ
+        self._cluster_spec: ClusterSpec | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Give `{"worker": ["host:port", ...]}` in rank order. Collective at the first call.
+
+        The k-th rank of a host, in rank order, has port 8888 + k. Later calls give the same and send nothing.
+
+        Raises:
+            UnavailableError: If no MPI library can be loaded.
+        """
+        if self._cluster_spec is None:
+            private = self._communicator().Dup()
+            try:
+                hosts = private.allgather(load_mpi().Get_processor_name())
+            finally:
+                private.Free()
+            self._cluster_spec = ClusterSpec({"worker": number_ports(hosts)})
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Give a rank's address, by default that of this process. Collective at the first call.
+
+        Raises:
+            ValueError: If there is no such task.
+            UnavailableError: If no MPI library can be loaded.
+        """
+        return self.address_of(task_type, task_id, rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Count the GPUs that this process's environment shows; every rank is taken to be alike.
+
+        They are those of CUDA_VISIBLE_DEVICES, else of SLURM_GPUS_ON_NODE, else 0.
+        """
+        return {"GPU": len(visible_gpus(os.environ if self._environ is None else self._environ))}
+
+    def find_own_task(self) -> OwnTask:
+        """Take the rank as the index among the workers.
+
+        Raises:
+            UnavailableError: If no MPI library can be loaded.
+        """
+        return OwnTask("worker", self._communicator().Get_rank())
+
+    # The two below replace what ClusterResolver reads from the spec: they must not be collective.
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Number of ranks."""
+        return self._communicator().Get_size()
+
+    @property
+    def rank(self) -> int | None:
+        """Index of this process among the workers: its rank, unless `task_id` was set."""
+        return self.task_id
+
+    def _communicator(self) -> MPI.Intracomm:
+        if self._comm is None:
+            comm: MPI.Intracomm = load_mpi().COMM_WORLD
+            self._comm = comm
+        return self._comm

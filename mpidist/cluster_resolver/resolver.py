@@ -1,0 +1,165 @@
+"""What every cluster resolver can tell, whatever its source."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, final
+
+from mpidist.cluster_resolver.addresses import with_rpc_layer
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.roles import id_in_cluster, num_synchronous_tasks
+from mpidist.errors import TopologyError
+
+__all__ = ["ClusterResolver", "OwnTask"]
+
+
+class OwnTask(NamedTuple):
+    """What a resolver's source says about the calling process; None where it says nothing."""
+
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+
+
+class ClusterResolver(ABC):
+    """Who takes part in a job, and which of them this process is.
+
+    A subclass says the cluster's jobs and, in `find_own_task`, the task of this process. What is given here,
+    or set later on `task_type`, `task_id` and `rpc_layer`, wins over what the subclass finds.
+
+    Args:
+        task_type: Job of this process, such as "worker".
+        task_id: Index of this process within its job.
+        rpc_layer: Prefix of addresses, such as "grpc".
+        environment: Free text on where the cluster runs.
+    """
+
+    # Here too, so that a subclass without an `__init__` of its own chain works.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+    _environment: str = ""
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ) -> None:
+        self.task_type = task_type
+        self.task_id = task_id
+        self.rpc_layer = rpc_layer
+        self._environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Give the cluster's jobs and addresses; an empty spec where nothing is known."""
+
+    @abstractmethod
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Give the address of the task to connect to, `rpc_layer` before it; "" where none is needed."""
+
+    @abstractmethod
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Count a task's accelerators by kind: `{"GPU": 2}`."""
+
+    @abstractmethod
+    def find_own_task(self) -> OwnTask:
+        """Read from the resolver's source which task this process is."""
+
+    @final
+    @property
+    def environment(self) -> str:
+        """Where the cluster runs, as free text."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process; None where it is not known."""
+        return self._task_type if self._task_type is not None else self.find_own_task().task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = None if task_type is None else str(task_type)
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process within its job; None where it is not known."""
+        return self._task_id if self._task_id is not None else self.find_own_task().task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | str | None) -> None:
+        self._task_id = None if task_id is None else int(task_id)
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """Prefix of addresses; None for bare addresses."""
+        return self._rpc_layer if self._rpc_layer is not None else self.find_own_task().rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Number of tasks in synchronous training, chief and workers; None where the cluster has neither."""
+        return num_synchronous_tasks(self.cluster_spec()) or None
+
+    @property
+    def rank(self) -> int | None:
+        """Index of this process among chief and workers, the chief first; None where it is neither.
+
+        Raises:
+            ValueError: If this process's task is not in the cluster, or a job is of no known kind.
+        """
+        task_type, task_id = self.task_type, self.task_id
+        if task_type not in ("chief", "worker") or task_id is None or self.num_tasks is None:
+            return None
+        return id_in_cluster(self.cluster_spec(), task_type, task_id)
+
+    @final
+    def address_of(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Give a task's address, by default that of this process, with its rpc layer as prefix.
+
+        Raises:
+            ValueError: If the cluster has no such task, or the task of this process is not known.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise ValueError(
+                f"{type(self).__name__} does not know which task this process is (type {task_type!r}, "
+                f"id {task_id!r}); pass task_type and task_id"
+            )
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_rpc_layer(address, self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    @final
+    def check(self, size: int, rank: int) -> None:
+        """Compare what the resolver says with what MPI says, once, before any training.
+
+        Nothing is compared with what the resolver does not know. A wrong size shows on every rank, a wrong
+        order perhaps on some only: ranks that call this together should agree on the outcome.
+
+        Args:
+            size: Ranks in the communicator of chief and workers.
+            rank: This process's rank in it.
+
+        Raises:
+            TopologyError: If they differ.
+        """
+        who = type(self).__name__
+        if self.num_tasks is not None and self.num_tasks != size:
+            raise TopologyError(
+                f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
+                f"with `mpiexec -n {self.num_tasks}` of the MPI that mpi4py was built with, or under Slurm "
+                f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
+                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or leave the resolver out: MPI is enough"
+            )
+        if self.rank is not None and self.rank != rank:
+            raise TopologyError(
+                f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
+                f"workers, but MPI says rank {rank} of {size}; start the ranks in the order of the cluster's "
+                f"tasks (one `srun` or one `mpiexec -n {size}`), or leave the resolver out: MPI is enough"
+            )

@@ -1,0 +1,205 @@
+"""A cluster as the variables of a Slurm step describe it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple, final
+
+from mpidist.cluster_resolver.addresses import PORT_BASE, number_ports
+from mpidist.cluster_resolver.cluster_spec import ClusterSpec
+from mpidist.cluster_resolver.gpus import gpus_of_task
+from mpidist.cluster_resolver.host_list import expand_host_list, expand_tasks_per_node
+from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
+from mpidist.cluster_resolver.slurm_layout import place_tasks
+from mpidist.errors import TopologyError
+
+__all__ = ["SlurmClusterResolver"]
+
+
+class _Step(NamedTuple):
+    """What was read of the step this process is in."""
+
+    cluster_spec: ClusterSpec
+    task_type: str
+    task_id: int
+    gpus: list[str]
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of the Slurm step that this process is in; task r of `srun` is rank r.
+
+    The environment is read at the first question and remembered. The order of ranks is that of Slurm for the
+    distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks; what cannot be
+    known is an error. GPUs are counted from CUDA_VISIBLE_DEVICES, where an empty one means none, else from
+    SLURM_GPUS_ON_NODE, else there are none. nvidia-smi is never run.
+
+    Args:
+        jobs: Number of tasks by job. Jobs get consecutive ranks in alphabetical order ("ps" before "worker").
+            Default: all tasks are workers.
+        port_base: Port of the first task on each host; the k-th gets `port_base + k`.
+        gpus_per_node: GPUs to use on each node, 0 for none. Default: those visible.
+        gpus_per_task: GPUs of each task. Default: the devices that Slurm bound to the task, else an equal
+            part of those visible, rounded down for the node with most tasks.
+        tasks_per_node: Tasks on each node, of which the last may have fewer, or a dict of host names to
+            numbers of tasks. Default: SLURM_STEP_TASKS_PER_NODE.
+        auto_set_gpu: Whether the first reading sets CUDA_VISIBLE_DEVICES to this task's part, which must be
+            before CUDA starts. Left alone if the part is empty.
+        rpc_layer: Prefix of addresses.
+        environ: Where to read, and where `auto_set_gpu` writes; default `os.environ`.
+
+    Raises:
+        ValueError: If a number is negative.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = PORT_BASE,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
+        environ: MutableMapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(rpc_layer=rpc_layer)
+        _refuse_negative({"gpus_per_node": gpus_per_node, "gpus_per_task": gpus_per_task})
+        _refuse_negative(jobs or {})
+        self._jobs = None if jobs is None else dict(jobs)
+        self._port_base = port_base
+        self._gpus_per_node = gpus_per_node
+        self._gpus_per_task = gpus_per_task
+        self._tasks_per_node = tasks_per_node
+        self._auto_set_gpu = auto_set_gpu
+        self._environ = environ
+        self._step: _Step | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Give jobs and addresses of the step's tasks.
+
+        Raises:
+            TopologyError: If this is no Slurm step, or its variables contradict each other or the arguments.
+            ValueError: If a variable is malformed.
+        """
+        return self._read_step().cluster_spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Give the type and index of this process's task.
+
+        Raises:
+            TopologyError, ValueError: As `cluster_spec`.
+        """
+        return self.task_type, self.task_id
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Give a task's address, by default that of this process.
+
+        Raises:
+            TopologyError: As `cluster_spec`.
+            ValueError: As `cluster_spec`, or if there is no such task.
+        """
+        return self.address_of(task_type, task_id, rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Count the GPUs of a task, the same for every task: `{"GPU": 0}` without any.
+
+        Raises:
+            TopologyError: As `cluster_spec`, or if more GPUs are needed than are visible.
+            ValueError: As `cluster_spec`.
+        """
+        return {"GPU": len(self._read_step().gpus)}
+
+    def find_own_task(self) -> OwnTask:
+        """Find the job that SLURM_PROCID falls into.
+
+        Raises:
+            TopologyError, ValueError: As `cluster_spec`.
+        """
+        step = self._read_step()
+        return OwnTask(step.task_type, step.task_id)
+
+    def _read_step(self) -> _Step:
+        if self._step is None:
+            environ = os.environ if self._environ is None else self._environ
+            step = self._parse_step(environ)
+            if self._auto_set_gpu and step.gpus:
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(step.gpus)
+            self._step = step
+        return self._step
+
+    def _parse_step(self, environ: Mapping[str, str]) -> _Step:
+        num_tasks, rank = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_PROCID")
+        if rank >= num_tasks:
+            raise TopologyError(
+                f"SlurmClusterResolver got SLURM_PROCID={rank} in a step of {num_tasks} tasks; it needs a "
+                f"smaller one. For steps of several parts (`srun ... : ...`) use MPIClusterResolver"
+            )
+        hosts = expand_host_list(_variable(environ, "SLURM_STEP_NODELIST"))
+        num_tasks_by_host = self._count_tasks(hosts, num_tasks, environ)
+        layout = place_tasks(hosts, num_tasks_by_host, environ)
+        addresses = number_ports([hosts[node] for node in layout], self._port_base)
+        cluster, (task_type, task_id) = _deal_jobs(self._jobs or {"worker": num_tasks}, addresses, rank)
+        local_rank = layout[:rank].count(layout[rank])
+        gpus = gpus_of_task(environ, local_rank, max(num_tasks_by_host), self._gpus_per_node, self._gpus_per_task)
+        return _Step(ClusterSpec(cluster), task_type, task_id, gpus)
+
+    def _count_tasks(self, hosts: list[str], num_tasks: int, environ: Mapping[str, str]) -> list[int]:
+        """Count the tasks on each of `hosts`, from the argument or from Slurm."""
+        given = self._tasks_per_node
+        if given is None:
+            text = _variable(environ, "SLURM_STEP_TASKS_PER_NODE")
+            counts, source = expand_tasks_per_node(text), f"SLURM_STEP_TASKS_PER_NODE={text!r}"
+        elif isinstance(given, int):
+            # The last node may have fewer: 5 tasks, 2 a node, 3 nodes.
+            counts = [max(0, min(given, num_tasks - given * node)) for node in range(len(hosts))]
+            source = f"tasks_per_node={given}"
+        else:
+            counts, source = [given.get(host, 0) for host in hosts], f"tasks_per_node={dict(given)}"
+        if len(counts) != len(hosts) or sum(counts) != num_tasks or 0 in counts:
+            raise TopologyError(
+                f"SlurmClusterResolver got {source}, which makes {counts}, for {num_tasks} tasks on {hosts}; "
+                f"it needs at least one task on each node, {num_tasks} together"
+            )
+        return counts
+
+
+def _deal_jobs(
+    jobs: Mapping[str, int], addresses: list[str], rank: int
+) -> tuple[dict[str, list[str]], tuple[str, int]]:
+    """Deal consecutive ranks to jobs in alphabetical order; also give job and index of `rank`."""
+    if sum(jobs.values()) != len(addresses):
+        raise TopologyError(
+            f"SlurmClusterResolver: Requested {sum(jobs.values())} tasks with jobs={dict(jobs)}, but the "
+            f"step has {len(addresses)}; start with `srun -n {sum(jobs.values())}`, or correct jobs"
+        )
+    cluster: dict[str, list[str]] = {}
+    tasks: list[tuple[str, int]] = []
+    for job in sorted(jobs):
+        cluster[job] = addresses[len(tasks) : len(tasks) + jobs[job]]
+        tasks += [(job, index) for index in range(jobs[job])]
+    return cluster, tasks[rank]
+
+
+def _refuse_negative(numbers: Mapping[str, int] | Mapping[str, int | None]) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 0:
+            raise ValueError(f"SlurmClusterResolver got {name}={number}; it needs 0 or more")
+
+
+def _variable(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise TopologyError(
+            f"SlurmClusterResolver: {name} not found in environment, so this process is in no Slurm step; "
+            f"start it with `srun`, or leave the resolver out: MPI alone is enough"
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _variable(environ, name)
+    if not text.isdecimal():
+        raise ValueError(f"SlurmClusterResolver got {name}={text!r}; it needs a number")
+    return int(text)

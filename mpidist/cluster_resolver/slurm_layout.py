@@ -1,0 +1,109 @@
+"""On which node each task of a Slurm step runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from mpidist.errors import TopologyError
+
+__all__ = ["place_tasks"]
+
+# srun -m arbitrary takes the order from a file that the environment does not show.
+ADVICE = "start the step with `srun -m block`, or leave the resolver out: MPI alone is enough"
+
+
+def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]) -> list[int]:
+    """Find the node of each task, and hold it against what Slurm tells this task about its own place.
+
+    Block fills one node after another, cyclic gives each node one task in turn, plane some at a time; a full
+    node is passed over.
+
+    Args:
+        hosts: The step's nodes, in Slurm's order. [m]
+        num_tasks_by_host: Tasks on each of them. [m]
+        environ: SLURM_PROCID and, where set, SLURM_DISTRIBUTION, SLURM_DIST_PLANESIZE, SLURM_NODEID,
+            SLURM_LOCALID, SLURM_GTIDS and SLURMD_NODENAME of this task.
+
+    Returns:
+        An index into `hosts` for each task. [number of tasks]
+
+    Source: srun(1), option --distribution.
+
+    Raises:
+        TopologyError: If the environment does not tell the layout, or contradicts it.
+        ValueError: If the size of a plane is no number.
+    """
+    layouts: list[list[int]] = []
+    for num_together in _tasks_per_turn(hosts, environ):
+        layout = _deal(num_tasks_by_host, num_together)
+        if layout not in layouts:
+            layouts.append(layout)
+    contradictions = [_contradiction(layout, hosts, environ) for layout in layouts]
+    fitting = [layout for layout, wrong in zip(layouts, contradictions, strict=True) if wrong is None]
+    if len(fitting) == 1:
+        return fitting[0]
+    said = f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}"
+    if fitting:
+        raise TopologyError(
+            f"SlurmClusterResolver cannot tell which task is on which of {len(hosts)} nodes: with {said}, "
+            f"block and cyclic both fit what task {environ['SLURM_PROCID']} sees; {ADVICE}"
+        )
+    raise TopologyError(
+        f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
+        f"with {said} on {list(hosts)}, {' or '.join(filter(None, contradictions))}; {ADVICE}"
+    )
+
+
+def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """List how many tasks a node gets before the next node's turn; all that may be, if Slurm does not say."""
+    # block, cyclic:block, "block:cyclic:fcyclic,NoPack", plane=2; only the first word is about nodes.
+    word, _, plane_size = environ.get("SLURM_DISTRIBUTION", "").split(",")[0].split(":")[0].partition("=")
+    if word == "block" or len(hosts) == 1:
+        return [sys.maxsize]
+    if word == "cyclic":
+        return [1]
+    if word == "plane":
+        plane_size = plane_size or environ.get("SLURM_DIST_PLANESIZE", "")
+        if not plane_size.isdecimal() or int(plane_size) == 0:
+            raise ValueError(
+                f"SlurmClusterResolver got SLURM_DISTRIBUTION={word!r} with "
+                f"SLURM_DIST_PLANESIZE={plane_size!r}; it needs a number of tasks"
+            )
+        return [int(plane_size)]
+    if word in ("", "*", "unknown"):
+        return [sys.maxsize, 1]
+    raise TopologyError(
+        f"SlurmClusterResolver cannot tell which task is on which of {len(hosts)} nodes: it got "
+        f"SLURM_DISTRIBUTION={environ['SLURM_DISTRIBUTION']!r} and knows block, cyclic and plane; {ADVICE}"
+    )
+
+
+def _deal(num_tasks_by_host: Sequence[int], num_together: int) -> list[int]:
+    """Deal tasks to nodes by turns of `num_together`, up to each one's number: [3, 1] by 1 is 0, 1, 0, 0."""
+    left = list(num_tasks_by_host)
+    layout: list[int] = []
+    while any(left):
+        for node, num_left in enumerate(left):
+            taken = min(num_left, num_together)
+            layout += [node] * taken
+            left[node] -= taken
+    return layout
+
+
+def _contradiction(layout: Sequence[int], hosts: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Name the first variable of this task that does not fit the layout."""
+    rank = int(environ["SLURM_PROCID"])
+    node = layout[rank]
+    on_node = [task for task, its_node in enumerate(layout) if its_node == node]
+    expected = {
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(on_node.index(rank)),
+        # The tasks of this node: "0,2"
+        "SLURM_GTIDS": ",".join(str(task) for task in on_node),
+        "SLURMD_NODENAME": hosts[node],
+    }
+    for name, value in expected.items():
+        if environ.get(name, value) != value:
+            return f"{name} would be {value!r} and is {environ[name]!r}"
+    return None

@@ -1,0 +1,253 @@
+"""One reducing call, from the ranks' values to the results at their destinations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from mpidist.cross_device_ops.operands import Operands, result_arrays
+from mpidist.cross_device_ops.outs import check_outs, keep_apart, target_arrays
+from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.communicator import Communicator
+from mpidist.transport.levels import Levels
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["BatchReducer", "Request", "send_to"]
+
+logger = logging.getLogger("mpidist.cross_device_ops")
+
+_MAX_SHAPES: Final = 1024  # of calls remembered; a program that makes more has shapes that do not come back
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for: everything about a call but the values. Equal on all ranks.
+
+    Attributes:
+        call: The name of the call, for errors and logs.
+        op: The reduction.
+        structure: The form of the nest, from `nest.flatten`.
+        destinations: The ranks of each value's result; `None` for all ranks everywhere.
+        options: How it shall travel.
+    """
+
+    call: str
+    op: ReduceOp
+    structure: Any
+    destinations: tuple[tuple[int, ...], ...] | None
+    options: CommunicationOptions
+
+
+@final
+@dataclass(frozen=True)
+class _Shape:
+    """A request with the shapes of its values: what is planned once."""
+
+    fingerprint: int
+    parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
+
+
+@final
+class BatchReducer:
+    """Runs reducing calls of one group with one algorithm.
+
+    Args:
+        group: The ranks.
+        algorithm: For logs.
+        num_packs: As in `make_plan`.
+        reduce_buffer: Reduces a flat buffer over all ranks, to a root if one is given, as the options say.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        algorithm: Callable[[CommunicationOptions], str],
+        num_packs: int,
+        reduce_buffer: Callable[[CommunicationOptions, Levels, Any, Reduction, int | None], None],
+    ) -> None:
+        self._group = group
+        self._algorithm = algorithm
+        self._num_packs = num_packs
+        self._reduce_buffer = reduce_buffer
+        self._shapes: dict[Any, _Shape] = {}
+
+    def run(
+        self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None = None, error: Exception | None = None
+    ) -> list[Any]:
+        """Reduce values. Collective.
+
+        Args:
+            request: The call.
+            values: This rank's contributions.
+            outs: Arrays that take the results.
+            error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+
+        Returns:
+            A result for each value, of its kind; `None` where this rank is no destination.
+
+        Raises:
+            InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
+        """
+        operands, shape = Operands([]), _Shape(0, ())
+        if error is None:
+            try:
+                operands = Operands(values)
+                shape = self._shape(request, operands.specs)
+                if outs is not None:
+                    dtypes = {
+                        at: dtype
+                        for _, all_at, plan in shape.parts
+                        for at, dtype in zip(all_at, plan.results, strict=True)
+                    }
+                    check_outs(outs, operands.specs, [dtypes[at] for at in range(len(values))])
+            except (TypeError, ValueError) as problem:
+                error = problem
+        self._group.agree(
+            request.call,
+            shape.fingerprint,
+            lambda: _describe(request, operands.specs),
+            request.options.timeout_seconds,
+            error,
+        )
+        results: list[Any] = [None] * len(values)
+        for destinations, indices, plan in shape.parts:
+            arrays = [operands.arrays[index] for index in indices]
+            if outs is None:
+                targets = result_arrays(plan.specs, plan.results)
+            else:
+                targets = target_arrays(plan, [outs[index] for index in indices], self._group.shared)
+                arrays = keep_apart(arrays, targets)
+            if destinations is None:
+                self._run_all(request, plan, arrays, targets)
+            else:
+                self._run_some(request, destinations, plan, arrays, targets)
+            if destinations is None or self._group.topology.rank in destinations:
+                for index, target in zip(indices, targets, strict=True):
+                    results[index] = target
+        return self._deliver(operands, results, outs)
+
+    def _deliver(self, operands: Operands, results: list[Any], outs: Sequence[Any] | None) -> list[Any]:
+        if outs is None:
+            return operands.restore(results)
+        for out, result in zip(outs, results, strict=True):
+            if self._group.shared.is_per_node(out):
+                self._group.shared.write(out, result)
+            elif out is not result:  # it was not contiguous, or of another byte order
+                out[...] = result
+        return list(outs)
+
+    def _run_all(self, request: Request, plan: Plan, arrays: list[Any], targets: list[Any]) -> None:
+        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+            self._reduce_buffer(request.options, levels, buffer, reduction, None)
+
+        plan.run(arrays, targets, self._levels, reduce)
+
+    def _run_some(
+        self, request: Request, destinations: tuple[int, ...], plan: Plan, arrays: list[Any], targets: list[Any]
+    ) -> None:
+        root = destinations[0]
+
+        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+            self._reduce_buffer(request.options, levels, buffer, reduction, root)
+            send_to(levels.world, buffer, root, destinations)
+
+        plan.run(arrays, targets, self._levels, reduce)
+
+    def _levels(self, device: bool) -> Levels:
+        return self._group.levels.of_device if device else self._group.levels
+
+    def _shape(self, request: Request, specs: tuple[Spec, ...]) -> _Shape:
+        options = request.options
+        key = (
+            request.call,
+            request.op,
+            request.structure,
+            request.destinations,
+            options.bytes_per_pack,
+            options.implementation,
+            options.reproducible,
+            specs,
+        )
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[key] = self._plan(request, specs, fingerprint_of(key))
+        return shape
+
+    def _plan(self, request: Request, specs: tuple[Spec, ...], fingerprint: int) -> _Shape:
+        everywhere = tuple(range(self._group.topology.size))
+        groups: dict[tuple[int, ...] | None, list[int]] = {}
+        for index in range(len(specs)):
+            wanted = everywhere if request.destinations is None else request.destinations[index]
+            groups.setdefault(None if wanted == everywhere else wanted, []).append(index)
+        parts = []
+        for ranks, indices in groups.items():
+            part = [specs[index] for index in indices]
+            plan = make_plan(request.op, part, request.options, self._num_packs, len(everywhere), self._group.levels)
+            parts.append((ranks, tuple(indices), plan))
+            self._log(request, ranks, plan)
+        return _Shape(fingerprint, tuple(parts))
+
+    def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:
+        topology = self._group.topology
+        logger.log(
+            logging.DEBUG if topology.rank else logging.INFO,
+            "r%d | %s: %s of %d arrays, %d packs in %d messages, %s, %d ranks, %s%s",
+            topology.rank,
+            request.call,
+            request.op,
+            len(plan.specs),
+            plan.num_packs,
+            len(plan.chunks),
+            _bytes_text(sum(chunk.nbytes for chunk in plan.chunks)),
+            topology.size,
+            self._algorithm(request.options),
+            "" if ranks is None else f", to {name_ranks(ranks)}",
+        )
+
+
+def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -> None:
+    """Copy the root's buffer to some ranks: a broadcast if they are all, else one message each. Collective."""
+    if len(ranks) == world.size:
+        world.broadcast(buffer, root)
+        return
+    nothing = buffer[:0]
+    for rank in ranks:
+        if rank == root:
+            continue
+        if world.rank == root:
+            world.exchange(buffer, rank, nothing, rank)
+        elif world.rank == rank:
+            world.exchange(nothing, root, buffer, root)
+
+
+def _describe(request: Request, specs: Sequence[Spec]) -> Mapping[str, str]:
+    options = request.options
+    fields = {
+        "op": str(request.op),
+        "number of arrays": str(len(specs)),
+        "bytes_per_pack": str(options.bytes_per_pack),
+        "implementation": str(options.implementation),
+        "reproducible": str(options.reproducible),
+    }
+    if request.destinations is not None:
+        fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in request.destinations)
+    fields |= {f"array {index}": repr(spec) for index, spec in enumerate(specs)}
+    fields["form of the nest"] = repr(request.structure)
+    return fields
+
+
+def _bytes_text(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

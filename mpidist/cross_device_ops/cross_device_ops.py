@@ -1,0 +1,359 @@
+"""What every all-reduce algorithm shares: its public calls, and being tied to a group of ranks.
+
+A subclass writes one short method, `_all_reduce`. Checks, packing, means, destinations and logs are around it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from copy import copy
+from typing import Any, Final, final
+
+from mpidist import contexts, nest
+from mpidist.cross_device_ops.batch_reducer import BatchReducer, Request, send_to
+from mpidist.cross_device_ops.destinations import ranks_of
+from mpidist.cross_device_ops.operands import Operands, result_arrays
+from mpidist.cross_device_ops.pairs import Pair
+from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.transport import arrays
+from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.levels import Levels
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.ring import ring_all_reduce
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["CrossDeviceOps", "require_usable"]
+
+ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
+
+_DEFAULTS: Final = CommunicationOptions()
+
+
+def reduce_to_root(levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
+    """Leave the reduction of all ranks' buffers in the root's, the transport's own way. S bytes a rank."""
+    levels.world.reduce(buffer, reduction, root)
+
+
+class CrossDeviceOps(ABC):
+    """How values of all ranks are combined, and where the result goes.
+
+    Give one to a strategy as `cross_device_ops`, or use it alone: inside a strategy's scope it works on the
+    strategy's ranks, and `bind` makes one that is tied to a communicator.
+
+    Args:
+        num_packs: Number of packs, of equal size, that the arrays of one call and dtype are concatenated and cut
+            to. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` wins over it.
+        reduce_to_root: How a flat buffer is reduced where not all ranks want the result; by default as the
+            transport does it.
+
+    Raises:
+        ValueError: If `num_packs` is negative.
+    """
+
+    def __init__(self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root) -> None:
+        if num_packs < 0:
+            raise ValueError(f"{type(self).__name__} requires num_packs >= 0, got {num_packs}; 0 does not pack")
+        self._num_packs = num_packs
+        self._options = _DEFAULTS
+        self._reduce_to_root = reduce_to_root
+        self._bound: tuple[SyncGroup, BatchReducer] | None = None
+        self._in_scope: tuple[SyncGroup, BatchReducer] | None = None
+        self._owns_group = False
+
+    @abstractmethod
+    def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
+        """Leave the reduction of all ranks' buffers in every rank's buffer.
+
+        The one method that an algorithm writes. It hands `reduction` to the first phase that adds, and
+        `reduction.rest` to those after it.
+
+        Args:
+            levels: The communicators.
+            buffer: [n], flat and contiguous, of the same length and dtype on every rank.
+            reduction: The elementwise operation.
+        """
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks: class, packs and options."""
+        return type(self).__name__, self._num_packs, self._options
+
+    @final
+    def bind(self, comm: Intracomm | None = None) -> CrossDeviceOps:
+        """Make an object of the same class that works on the ranks of a communicator. Collective.
+
+        Args:
+            comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`. It is duplicated.
+
+        Returns:
+            The bound object. Give its communicators back with `close`, or use it in a `with` statement.
+        """
+        bound = self.bound_to(SyncGroup.from_mpi(comm))
+        bound._owns_group = True
+        return bound
+
+    @final
+    def bound_to(self, group: SyncGroup, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+        """Make an object of the same class for a group that stays its owner's. Strategies use it.
+
+        Args:
+            group: The ranks.
+            options: Laid over this object's own.
+
+        Raises:
+            UnavailableError: If `options` insist on NCCL where it cannot be had.
+        """
+        bound = copy(self)
+        bound._options = self._merge(options)
+        reducer = BatchReducer(group, bound._name_of, bound._num_packs, bound._reduce_buffer)
+        bound._bound = group, reducer
+        return bound
+
+    @final
+    def close(self) -> None:
+        """Free the communicators that `bind` made. Collective; a second call does nothing.
+
+        Raises:
+            RuntimeError: If this object was not made by `bind`.
+        """
+        if self._bound is None or not self._owns_group:
+            raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so it has nothing to close")
+        self._bound[0].close()
+
+    @final
+    def __enter__(self) -> CrossDeviceOps:
+        return self
+
+    @final
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:  # a rank that failed must not wait for the others here
+            self.close()
+
+    @final
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce one value of every rank to the destinations. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            per_replica_value: This rank's contribution: an array, a number, or a nest of them. A `Mirrored` value
+                has no contributions: its mean is itself.
+            destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"`, a distributed value or a variable.
+            options: Laid over the strategy's.
+
+        Returns:
+            The result where this rank is a destination, else `None`.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+            ValueError: If `reduce_op` or `destinations` is none of what is listed.
+        """
+        return self._batch("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    @final
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce many values at once. Collective.
+
+        Values with the same destinations travel together, in few large messages.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value_destination_pairs: Tuples of a value and its destinations, each as in `reduce`.
+            options: Laid over the strategy's.
+
+        Returns:
+            The results, in the order of the pairs; `None` for those that this rank is no destination of.
+
+        Raises:
+            TypeError: If the pairs are not iterable.
+            ValueError: If one is not a tuple of two.
+            InvalidArgumentError: As in `reduce`.
+        """
+        return self._batch("batch_reduce", reduce_op, value_destination_pairs, options)
+
+    @final
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        call: str = "all_reduce",
+        error: Exception | None = None,
+    ) -> Any:
+        """Reduce a nest of every rank's values, and give every rank the result. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: This rank's contribution: an array, a number, or a nest of them.
+            options: Laid over the strategy's.
+            out: A nest of arrays like the result, which then takes it. May be `value` itself.
+            call: What errors and logs call it.
+            error: What the caller knows to be wrong on this rank. It is raised, and on all ranks.
+
+        Returns:
+            A nest like `value`; `out`, if it was given.
+
+        Raises:
+            InvalidArgumentError: As in `reduce`.
+        """
+        _, reducer = self._tied()
+        leaves, structure = nest.flatten(value)
+        outs = None
+        op = ReduceOp.SUM
+        merged = self._options
+        try:
+            op = ReduceOp(reduce_op)
+            merged = self._merge(options)
+            if out is not None:
+                outs, out_structure = nest.flatten(out)
+                if out_structure != structure:
+                    raise InvalidArgumentError("out must be a nest of the same form as the value")
+        except (TypeError, ValueError, UnavailableError) as problem:
+            error = error or problem
+        results = reducer.run(Request(call, op, structure, None, merged), leaves, outs, error)
+        return out if out is not None else nest.rebuild(value, results)
+
+    @final
+    def broadcast(
+        self, tensor: Any, destinations: Any, *, call: str = "broadcast", error: Exception | None = None
+    ) -> Any:
+        """Send rank 0's value to the destinations. Collective.
+
+        Args:
+            tensor: An array, a number, or a nest of them, of the same form, shapes and dtypes on every rank; only
+                rank 0's numbers matter.
+            destinations: As in `reduce`.
+            call: What errors call it.
+            error: What the caller knows to be wrong on this rank. It is raised, and on all ranks.
+
+        Returns:
+            Rank 0's value where this rank is a destination, else `None`.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ. On every rank.
+            ValueError: If `destinations` is none of what is listed.
+        """
+        group, _ = self._tied()
+        leaves, structure = nest.flatten(tensor)
+        operands = Operands([])
+        ranks: tuple[int, ...] = (0,)
+        try:
+            ranks = ranks_of(destinations, group.topology.size, tensor)
+            operands = Operands(leaves)
+        except (TypeError, ValueError) as problem:
+            error = error or problem
+        fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
+        fields |= {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+        group.agree(call, fingerprint_of((call, fields)), lambda: fields, self._options.timeout_seconds, error)
+        results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
+        for array, result in zip(operands.arrays, results, strict=True):
+            levels = group.levels.of_device if arrays.is_device(result) else group.levels
+            if group.topology.rank == 0:
+                result[...] = array
+            send_to(levels.world, result.reshape(-1), 0, ranks)
+        return nest.rebuild(tensor, operands.restore(results)) if group.topology.rank in ranks else None
+
+    @final
+    def _batch(
+        self,
+        call: str,
+        reduce_op: ReduceOp | str,
+        pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        group, reducer = self._tied()
+        size, rank = group.topology.size, group.topology.rank
+        op, merged, error = ReduceOp.SUM, self._options, None
+        opened: list[Pair] = []
+        try:
+            op = ReduceOp(reduce_op)
+            merged = self._merge(options)
+            opened = [Pair.open(op, *_pair(pair), size) for pair in pairs]
+        except (TypeError, ValueError, UnavailableError) as problem:
+            error = problem
+        leaves = [leaf for pair in opened for leaf in pair.leaves]
+        ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
+        request = Request(call, op, tuple(pair.structure for pair in opened), ranks, merged)
+        results = iter(reducer.run(request, leaves, None, error))
+        return [pair.close(results, rank) for pair in opened]
+
+    @final
+    def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        if options is None:
+            return self._options
+        if not isinstance(options, CommunicationOptions):
+            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+        require_usable(options)
+        return self._options.merge(options)
+
+    @final
+    def _tied(self) -> tuple[SyncGroup, BatchReducer]:
+        if self._bound is not None:
+            return self._bound
+        entry = contexts.current()
+        if entry is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is tied to no ranks: call it inside `with strategy.scope():`, or on what its "
+                "bind(comm) returns"
+            )
+        group = entry.strategy.extended.group
+        if self._in_scope is None or self._in_scope[0] is not group:
+            self._in_scope = group, BatchReducer(group, self._name_of, self._num_packs, self._reduce_buffer)
+        return self._in_scope
+
+    @final
+    def _name_of(self, options: CommunicationOptions) -> str:
+        if options.reproducible:
+            return "in rank order"
+        return "RING" if options.implementation is CommunicationImplementation.RING else type(self).__name__
+
+    @final
+    def _reduce_buffer(
+        self, options: CommunicationOptions, levels: Levels, buffer: Any, reduction: Reduction, root: int | None
+    ) -> None:
+        if root is not None:
+            self._reduce_to_root(levels, buffer, reduction, root)
+        elif options.reproducible:
+            levels.world.all_reduce(buffer, reduction)
+        elif options.implementation is CommunicationImplementation.RING:
+            ring_all_reduce(levels.world, buffer, reduction)
+        else:
+            self._all_reduce(levels, buffer, reduction)
+
+
+def require_usable(options: CommunicationOptions) -> None:
+    """Refuse options that this machine cannot follow.
+
+    Raises:
+        UnavailableError: If they insist on NCCL.
+    """
+    if options.implementation is CommunicationImplementation.NCCL:
+        gpus = arrays.num_visible_gpus()
+        seen = f"CuPy sees {gpus} GPUs" if gpus else "CuPy is not installed or sees no GPU"
+        raise UnavailableError(
+            f'implementation="NCCL" cannot be had: {seen}, and this version of mpidist carries device memory between '
+            'ranks through the host; use implementation="AUTO"'
+        )
+
+
+def _pair(pair: Any) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise ValueError(
+            f"value_destination_pairs: each should be a tuple of size 2, (value, destinations); got {pair!r}"
+        )
+    return pair

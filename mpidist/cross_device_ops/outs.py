@@ -1,0 +1,76 @@
+"""The caller's arrays as the place of results: `out=`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpidist.cross_device_ops.plan import Plan, Spec
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport import arrays as native
+from mpidist.transport.shared_memory import SharedArrays
+
+__all__ = ["check_outs", "keep_apart", "target_arrays"]
+
+
+def check_outs(outs: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> None:
+    """See that arrays can take results.
+
+    Args:
+        outs: The arrays.
+        specs: The values that are reduced.
+        dtypes: The dtype of each result.
+
+    Raises:
+        InvalidArgumentError: If one is no array, has another shape or dtype, is read-only, or overlaps another.
+    """
+    for index, (out, spec, dtype) in enumerate(zip(outs, specs, dtypes, strict=True)):
+        want = Spec(spec.shape, dtype, spec.device)
+        if not hasattr(out, "dtype") or not hasattr(out, "strides"):
+            raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
+        got = Spec(out.shape, out.dtype.newbyteorder("="), native.is_device(out))
+        if got != want:
+            raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+        if not getattr(out.flags, "writeable", True):
+            raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
+        if any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True)):
+            raise InvalidArgumentError(f"out {index} has several elements in one place (a stride of 0)")
+    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
+    for (_, stop, one), (start, _, other) in pairwise(bounds):
+        if start < stop:
+            raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
+
+
+def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:
+    """Return the arrays that results are made in: the caller's own, or new ones.
+
+    New ones stand in for arrays that cannot be used flat, and for those that all ranks of a node share: they must
+    not be written while another rank of the node still reads them.
+    """
+    return [
+        out
+        if out.flags.c_contiguous and out.dtype.isnative and not shared.is_per_node(out)
+        else native.empty(spec.shape, dtype, spec.device)
+        for out, spec, dtype in zip(outs, plan.specs, plan.results, strict=True)
+    ]
+
+
+def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    """Copy every argument that the result of another would overwrite before it was read."""
+    bounds = sorted(native.memory_bounds(target) for target in targets)
+    starts = [start for start, _ in bounds]
+    apart = []
+    for array, target in zip(arrays, targets, strict=True):
+        if array is target:
+            apart.append(array)
+            continue
+        start, stop = native.memory_bounds(array)
+        at = bisect_right(starts, start)  # targets do not overlap, so only two can be the first to be hit
+        near = bounds[max(0, at - 1) : at + 1]
+        hit = stop > start and any(its_start < stop and start < its_stop for its_start, its_stop in near)
+        apart.append(array.copy() if hit else array)
+    return apart

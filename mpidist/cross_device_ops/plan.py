@@ -1,0 +1,320 @@
+"""What one shape of call sends: which arrays, in which packs, and how the results come back.
+
+A plan is made once for a list of shapes and dtypes, and run for every call with that list. It speaks of elements of
+arrays, never of their memory. Packs are the user's grouping; chunks are what really moves: a large piece of one
+array is reduced where its result will lie, small pieces share a pack buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport.levels import Levels
+from mpidist.transport.reduction import Reduction, is_half
+
+__all__ = ["Chunk", "Piece", "Plan", "Spec", "group_by_size", "make_plan", "wire_and_result_dtypes"]
+
+LevelsOf = Callable[[bool], Levels]
+Reduce = Callable[[Levels, Any, Reduction], None]  # a flat buffer [n] in place, over all ranks
+
+
+@final
+@dataclass(frozen=True)
+class Spec:
+    """What all ranks must agree on about one array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: bool
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.count * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
+        return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of the flattened array `index`."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@final
+@dataclass(frozen=True)
+class Chunk:
+    """What one message carries.
+
+    Attributes:
+        pieces: One piece that is reduced where its result lies (`direct`), or pieces that share a pack buffer.
+        wire: The dtype in which they travel.
+        direct: Which of the two.
+        device: Whether the arrays lie in device memory.
+        reduction: What the transport does.
+        divide_by: What the sums are divided by as they are copied out; 1 for none.
+    """
+
+    pieces: tuple[Piece, ...]
+    wire: np.dtype[Any]
+    direct: bool
+    device: bool
+    reduction: Reduction
+    divide_by: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return sum(piece.count for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.count * self.wire.itemsize
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """One shape of call.
+
+    Attributes:
+        specs: The arrays, in the caller's order.
+        results: The dtype of each result.
+        chunks: The messages, in the order of sending.
+        num_packs: Number of packs.
+    """
+
+    specs: tuple[Spec, ...]
+    results: tuple[np.dtype[Any], ...]
+    chunks: tuple[Chunk, ...]
+    num_packs: int
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], levels_of: LevelsOf, reduce: Reduce) -> None:
+        """Send every chunk.
+
+        Args:
+            arrays: Native arrays as in `specs`; any layout and byte order. They are only read.
+            results: Where the results go: C-contiguous native arrays of the result dtypes. A result may be its
+                own argument.
+            levels_of: The levels for host (`False`) or device memory (`True`).
+            reduce: Reduces a flat buffer in place.
+        """
+        for chunk in self.chunks:
+            levels = levels_of(chunk.device)
+            if chunk.direct:
+                _run_direct(chunk, arrays, results, levels, reduce)
+            else:
+                _run_packed(chunk, arrays, results, levels, reduce)
+
+
+def _run_direct(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
+    (piece,) = chunk.pieces
+    array, result = arrays[piece.index], results[piece.index]
+    flat = result.reshape(-1)
+    if piece.count == flat.size:
+        if array is not result:
+            result[...] = array
+    else:
+        flat = flat[piece.start : piece.stop]
+        if array is not result:
+            flat[...] = array.reshape(-1)[piece.start : piece.stop]
+    reduce(levels, flat, chunk.reduction)
+    if chunk.divide_by != 1:
+        flat /= chunk.divide_by
+
+
+def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
+    buffer = levels.pack_buffer(chunk.count, chunk.wire)
+    at = 0
+    for piece in chunk.pieces:
+        buffer[at : at + piece.count] = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
+        at += piece.count
+    reduce(levels, buffer, chunk.reduction)
+    at = 0
+    for piece in chunk.pieces:
+        part = buffer[at : at + piece.count]
+        into = results[piece.index].reshape(-1)[piece.start : piece.stop]
+        into[...] = part if chunk.divide_by == 1 else part / chunk.divide_by
+        at += piece.count
+
+
+def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Say in which dtype numbers travel and in which the result comes.
+
+    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64; the sums travel in a wider
+    integer, so that they do not wrap. Everything else keeps its dtype.
+
+    Raises:
+        InvalidArgumentError: If numbers of this dtype cannot be reduced with `op`.
+    """
+    if not (dtype.kind in "iufc" or is_half(dtype)):
+        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}")
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
+    if op is not ReduceOp.MEAN or dtype.kind not in "iu":
+        return dtype, dtype
+    if dtype.itemsize <= 2:
+        return np.dtype(np.int32), np.dtype(np.float32)
+    return np.dtype(f"{dtype.kind}8"), np.dtype(np.float64)
+
+
+def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Group items, in order, into packs that close once they are larger than the limit.
+
+    Args:
+        sizes: Size of each item in bytes.
+        bytes_per_pack: The limit in bytes; 0 for no limit.
+
+    Returns:
+        Lists of indices into `sizes`; concatenated, they count from 0.
+
+    Raises:
+        ValueError: If `bytes_per_pack` is negative.
+    """
+    if bytes_per_pack < 0:
+        raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}")
+    if bytes_per_pack == 0:
+        return [list(range(len(sizes)))]
+    packs: list[list[int]] = []
+    held = bytes_per_pack + 1  # the first item opens a pack
+    for index, size in enumerate(sizes):
+        if held > bytes_per_pack:
+            packs.append([])
+            held = 0
+        packs[-1].append(index)
+        held += size
+    return packs
+
+
+def make_plan(
+    op: ReduceOp, specs: Sequence[Spec], options: CommunicationOptions, num_packs: int, num_ranks: int, sizes: Levels
+) -> Plan:
+    """Decide what a call sends.
+
+    Args:
+        op: The reduction.
+        specs: The arrays.
+        options: With `bytes_per_pack` every pack is one message; `reproducible` fixes the order of adding.
+        num_packs: Where `bytes_per_pack` is 0: that many packs of equal size per dtype, which cut arrays; 0 makes
+            every array a pack. The transport moves such packs in messages of the size that suits it.
+        num_ranks: What a mean divides by.
+        sizes: The levels, which say how large a message should be.
+
+    Raises:
+        InvalidArgumentError: If arrays of these dtypes cannot be reduced with `op`.
+    """
+    dtypes = [wire_and_result_dtypes(op, spec.dtype) for spec in specs]
+    # Reversed: the last layers' gradients are ready first, and all ranks have them sooner.
+    groups: dict[tuple[bool, np.dtype[Any]], list[Piece]] = {}
+    for index in reversed(range(len(specs))):
+        group = groups.setdefault((specs[index].device, dtypes[index][0]), [])
+        group.append(Piece(index, 0, specs[index].count))
+    chunks: list[Chunk] = []
+    count = 0
+    for (device, wire), pieces in groups.items():
+        reduction, divide_by = _reduction(op, wire, options, num_ranks)
+        if options.bytes_per_pack:
+            packs = _packs_by_size(pieces, wire, options.bytes_per_pack)
+            direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
+        else:
+            packs = _packs_by_number(pieces, num_packs)
+            direct_bytes, pack_bytes = sizes.direct_bytes, sizes.pack_bytes
+        count += len(packs)
+        for pack in packs:
+            keeps = [dtypes[piece.index][1] == wire for piece in pack]
+            for direct, run in _messages(pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize):
+                chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by))
+    return Plan(tuple(specs), tuple(result for _, result in dtypes), tuple(chunks), count)
+
+
+def _reduction(
+    op: ReduceOp, wire: np.dtype[Any], options: CommunicationOptions, num_ranks: int
+) -> tuple[Reduction, int]:
+    name = "sum" if op is ReduceOp.MEAN else op.name.lower()
+    divisor = num_ranks if op is ReduceOp.MEAN else 1
+    if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow
+        return Reduction(name, divisor, options.reproducible), 1
+    return Reduction(name, 1, options.reproducible), divisor
+
+
+def _packs_by_size(pieces: list[Piece], wire: np.dtype[Any], bytes_per_pack: int) -> list[list[Piece]]:
+    sizes = [piece.count * wire.itemsize for piece in pieces]
+    return [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
+
+
+def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
+    """Cut the concatenation of all pieces into packs of `total // num_packs`; the last takes the remainder."""
+    if num_packs == 0:
+        return [[piece] for piece in pieces]
+    total = sum(piece.count for piece in pieces)
+    size = total // num_packs
+    if num_packs == 1 or size == 0:
+        return [pieces]
+    ends = [size * (pack + 1) for pack in range(num_packs - 1)] + [total]
+    packs: list[list[Piece]] = [[] for _ in ends]
+    at, pack = 0, 0
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
+            if at == ends[pack]:
+                pack += 1
+            step = min(piece.stop - start, ends[pack] - at)
+            packs[pack].append(Piece(piece.index, start, start + step))
+            start, at = start + step, at + step
+    return packs
+
+
+def _messages(
+    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int
+) -> Iterator[tuple[bool, list[Piece]]]:
+    """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
+
+    Args:
+        pack: The pieces.
+        keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
+        direct_count: From how many elements on a piece is large.
+        pack_count: How many elements a pack buffer holds.
+    """
+    run: list[Piece] = []
+    held = 0
+    for piece, keep in zip(pack, keeps, strict=True):
+        if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
+            if run:
+                yield False, run
+                run, held = [], 0
+            yield True, [piece]
+            continue
+        start = piece.start
+        while start < piece.stop:
+            step = min(piece.stop - start, pack_count - held)
+            run.append(Piece(piece.index, start, start + step))
+            start, held = start + step, held + step
+            if held == pack_count:
+                yield False, run
+                run, held = [], 0
+    if run:
+        yield False, run

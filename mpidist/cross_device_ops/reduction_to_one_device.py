@@ -1,0 +1,71 @@
+"""Everything to one rank, added there, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, final
+
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.destinations import ranks_of
+from mpidist.transport.levels import Levels
+from mpidist.transport.reduction import Reduction
+
+__all__ = ["ReductionToOneDevice"]
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Add at one rank, in rank order, and send the result to the destinations.
+
+    Rank order means the same bits however the ranks are placed on nodes. With P ranks and S bytes, 2 calls:
+    a reduction to the root, S bytes, and a broadcast, S bytes, both over all ranks. With an `accumulation_fn`, a
+    gather takes the reduction's place: S (P - 1) bytes into the root.
+
+    Args:
+        reduce_to_device: The rank that adds: a rank number or a device string with one, `"/rank:1"`. By default
+            the first destination.
+        accumulation_fn: Adds a list of flat arrays [n], one of each rank in rank order, and returns [n]. It must
+            be elementwise, because arrays travel packed. By default their sum.
+
+    Raises:
+        TypeError: If `accumulation_fn` cannot be called.
+        ValueError: If `reduce_to_device` means no single rank.
+    """
+
+    def __init__(
+        self, reduce_to_device: int | str | None = None, accumulation_fn: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(f"accumulation_fn must be a function of a list of arrays, got {accumulation_fn!r}")
+        self._device = reduce_to_device
+        self._accumulation_fn = accumulation_fn
+        super().__init__(reduce_to_root=self._add_at)
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        return type(self).__name__, self._device, self._accumulation_fn is not None, self._options
+
+    def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
+        self._add_at(levels, buffer, reduction, root=0)
+        levels.world.broadcast(buffer, 0)
+
+    def _add_at(self, levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
+        adder = root if self._device is None else ranks_of(self._device, levels.world.size)[0]
+        if self._accumulation_fn is None:
+            levels.world.reduce(buffer, replace(reduction, in_rank_order=True), adder)
+        else:
+            rows = levels.world.gather(buffer, adder)
+            if rows is not None:
+                total = self._accumulation_fn(list(rows))
+                buffer[...] = total if reduction.divisor == 1 else total / reduction.divisor
+        if adder != root:
+            _move(levels, buffer, adder, root)
+
+
+def _move(levels: Levels, buffer: Any, source: int, to: int) -> None:
+    if levels.world.rank == source:
+        levels.world.exchange(buffer, to, buffer[:0], to)
+    elif levels.world.rank == to:
+        levels.world.exchange(buffer[:0], source, buffer, source)

@@ -1,0 +1,272 @@
+"""The parts of a strategy, put together: what authors of libraries call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from mpidist import contexts
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.replica_context import ReplicaContext
+from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.devices import Device
+from mpidist.transport.sync_group import SyncGroup
+from mpidist.values import local, open_nest
+
+if TYPE_CHECKING:
+    from mpidist.strategy import Strategy
+    from mpidist.variables import Variable
+
+__all__ = ["StrategyExtended"]
+
+
+@final
+class StrategyExtended:
+    """What a strategy is made of. Every strategy has one of this class; they differ in the parts alone.
+
+    Made by `assemble`, which is collective; the constructor only stores.
+
+    Args:
+        group: The ranks.
+        cross_device_ops: The algorithm, tied to the group.
+        device: This rank's device.
+        devices: Every rank's device.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        cross_device_ops: CrossDeviceOps,
+        device: Device,
+        devices: Sequence[str],
+    ) -> None:
+        self._group = group
+        self._cross_device_ops = cross_device_ops
+        self._device = device
+        self._devices = tuple(devices)
+        self._strategy: Strategy | None = None
+        self._num_variables = 0
+
+    @classmethod
+    def assemble(
+        cls,
+        name: str,
+        group: SyncGroup,
+        cross_device_ops: CrossDeviceOps,
+        device: Device,
+        options: CommunicationOptions | None = None,
+    ) -> StrategyExtended:
+        """Tie the parts of a strategy to its ranks. Collective.
+
+        Args:
+            name: The strategy's class.
+            group: The ranks.
+            cross_device_ops: The algorithm.
+            device: This rank's device, which becomes the current one.
+            options: The defaults of all calls.
+
+        Raises:
+            InvalidArgumentError: If the ranks chose other parts. On every rank.
+            UnavailableError: If `options` cannot be followed on this machine.
+        """
+        bound, error = cross_device_ops, None
+        try:
+            bound = cross_device_ops.bound_to(group, options)
+            device.use()
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        fields = {"strategy": name, "cross_device_ops and options": str(bound.configuration)}
+        group.agree(name, fingerprint_of(fields), lambda: fields, None, error)
+        devices = group.exchange(f"/rank:{group.topology.rank}{device}")
+        return cls(group, bound, device, devices)
+
+    def adopt(self, strategy: Strategy) -> None:
+        """Say whose parts these are."""
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose parts these are."""
+        if self._strategy is None:
+            raise RuntimeError("these parts belong to no strategy yet")
+        return self._strategy
+
+    @property
+    def group(self) -> SyncGroup:
+        """The ranks, their topology and communicators."""
+        return self._group
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The algorithm that combines values, tied to this strategy's ranks."""
+        return self._cross_device_ops
+
+    @property
+    def device(self) -> Device:
+        """This rank's device."""
+        return self._device
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        """This rank's device, in a tuple of one."""
+        return (self._devices[self._group.topology.rank],)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that compute: one per rank, `"/rank:1/cpu:0"`."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables: those that compute."""
+        return self._devices
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce one value of every rank to the destinations: `CrossDeviceOps.reduce`. Collective."""
+        self.require_cross_replica("reduce_to")
+        return self._cross_device_ops.reduce(reduce_op, value, destinations, options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce many values at once: `CrossDeviceOps.batch_reduce`. Collective."""
+        self.require_cross_replica("batch_reduce_to")
+        return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
+
+    def broadcast_to(self, value: Any, destinations: Any) -> Any:
+        """Send rank 0's value to the destinations: `CrossDeviceOps.broadcast`. Collective."""
+        self.require_cross_replica("broadcast_to")
+        return self._cross_device_ops.broadcast(value, destinations)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(var, *args, **kwargs)` on every rank, for the rank's own copy of a variable. Local.
+
+        Inside the function, assignments to the variable change this rank's copy alone.
+
+        Args:
+            var: A variable of this strategy.
+            fn: The function.
+            args: Its arguments after the variable; distributed values are opened to this rank's component.
+            kwargs: Its keyword arguments, likewise.
+            group: `False` returns a tuple of this rank's results.
+
+        Returns:
+            What the function returned on this rank.
+
+        Raises:
+            ValueError: If the variable is not this strategy's.
+            RuntimeError: If another strategy is current.
+        """
+        self._require_own("update", var)
+        self.require_not_mixed("update")
+        with contexts.entered(contexts.Entry(self.strategy, updating=True)):
+            result = fn(var, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
+        return result if group else (result,)
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function in replica context: what `Strategy.run` does. Local."""
+        self.require_cross_replica("run")
+        context = ReplicaContext(self.strategy, self._group.topology.rank)
+        with contexts.entered(contexts.Entry(self.strategy, context)):
+            return fn(*open_nest(list(args)), **open_nest(dict(kwargs or {})))
+
+    @contextmanager
+    def colocate_vars_with(self, var: Variable) -> Iterator[None]:
+        """Create variables where another one lives: here, on every rank, as all of this strategy's are. Local.
+
+        Raises:
+            ValueError: If the variable is not this strategy's.
+            RuntimeError: Outside the strategy's scope.
+        """
+        self._require_own("colocate_vars_with", var)
+        entry = contexts.innermost()
+        if entry is None or entry.strategy is not self._strategy:
+            raise RuntimeError("colocate_vars_with: need to be inside `with strategy.scope():`")
+        yield
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable or distributed value that a component belongs to: itself, as a rank has one."""
+        return value
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether a variable was created in this strategy's scope. Local."""
+        return getattr(v, "strategy", None) is self._strategy
+
+    def next_variable_name(self) -> str:
+        """Return a name for a variable that was given none: the same on every rank."""
+        self._num_variables += 1
+        return "variable" if self._num_variables == 1 else f"variable_{self._num_variables - 1}"
+
+    def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, per_node: bool) -> Any:
+        """Allocate an array that all ranks of a node can reach: `Strategy.symmetric_empty`. Collective."""
+        dims: tuple[int, ...] = (0,)
+        native, error = np.dtype(np.float32), None
+        try:
+            dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+            native = np.dtype(dtype)
+            if any(length < 0 for length in dims) or native.hasobject:
+                raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+        except (TypeError, ValueError) as problem:
+            error = problem
+        self.agree("symmetric_empty", {"shape": str(dims), "dtype": native.str, "per_node": str(per_node)}, error)
+        return self._group.shared.empty(dims, native, per_node)
+
+    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
+        """Wait until all ranks make this call, and compare what they pass. Collective."""
+        self._group.agree(call, fingerprint_of((call, sorted(fields.items()))), lambda: fields, None, error)
+
+    def require_cross_replica(self, call: str, hint: str = "") -> None:
+        """Refuse a call from inside `run`, or from another strategy's scope.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        entry = contexts.innermost()
+        if entry is None:
+            return
+        self.require_not_mixed(call)
+        if entry.replica_context is not None:
+            raise RuntimeError(
+                f"{call} requires being in cross-replica context, and was called inside the function of "
+                f"strategy.run(){'; ' + hint if hint else ''}"
+            )
+
+    def require_not_mixed(self, call: str) -> None:
+        """Refuse a call while another strategy is current.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        entry = contexts.innermost()
+        if entry is not None and entry.strategy is not self._strategy:
+            raise RuntimeError(
+                f"{call}: mixing different strategies; {entry.strategy} is current, and this call is of "
+                f"{self._strategy}"
+            )
+
+    def _require_own(self, call: str, var: Any) -> None:
+        if not self.variable_created_in_scope(var):
+            raise ValueError(f"{call}: {local(var)!r} is not a variable that was created in this strategy's scope")

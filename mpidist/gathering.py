@@ -1,0 +1,95 @@
+"""Arrays of all ranks, concatenated in rank order."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.cross_device_ops.operands import Operands
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions
+from mpidist.transport import arrays
+from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["all_gather"]
+
+
+def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+    """Concatenate every rank's arrays along an axis. Collective.
+
+    One message with the lengths along the axis, then one all-gather per array: S - s bytes in, for a result of S
+    bytes of which this rank contributes s.
+
+    Args:
+        group: The ranks.
+        call: What errors call it.
+        value: An array, or a nest of them, of at least one dimension.
+        axis: The axis; negative counts from the end.
+        options: `timeout_seconds` counts.
+
+    Returns:
+        A nest like `value`.
+
+    Raises:
+        InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
+    """
+    leaves, structure = nest.flatten(value)
+    operands, fields, axes, error = Operands([]), {}, [], None
+    try:
+        operands = Operands(leaves)
+        axes = [_axis_of(spec.shape, axis) for spec in operands.specs]
+        fields = {"axis": str(axis), "form of the nest": repr(structure)}
+        for index, (spec, at) in enumerate(zip(operands.specs, axes, strict=True)):
+            _movable(spec.dtype)
+            shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
+            fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+    except (TypeError, ValueError) as problem:
+        error = problem
+    timeout = None if options is None else options.timeout_seconds
+    group.agree(call, fingerprint_of((call, fields)), lambda: fields, timeout, error)
+    lengths = [array.shape[at] for array, at in zip(operands.arrays, axes, strict=True)]
+    everyone = np.empty((group.topology.size, len(lengths)), np.int64)
+    everyone[group.topology.rank] = lengths
+    group.levels.world.all_gather(everyone.reshape(-1))
+    results = [
+        _gather(group, array, at, everyone[:, index])
+        for index, (array, at) in enumerate(zip(operands.arrays, axes, strict=True))
+    ]
+    return nest.rebuild(value, operands.restore(results))
+
+
+def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
+    """Gather one array: the axis goes first, so that every rank's part is one run of memory."""
+    device = arrays.is_device(array)
+    world = (group.levels.of_device if device else group.levels).world
+    moved = array.swapaxes(0, axis)
+    row = int(np.prod(moved.shape[1:], dtype=np.int64))
+    bounds = [0, *(int(bound) * row for bound in np.cumsum(lengths))]
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    gathered = arrays.empty((int(lengths.sum()), *moved.shape[1:]), native, device)
+    flat = gathered.reshape(-1)
+    own = flat[bounds[world.rank] : bounds[world.rank + 1]].reshape(moved.shape)
+    own[...] = moved
+    world.all_gather(flat, bounds)
+    result = gathered.swapaxes(0, axis)
+    return result if result.flags.c_contiguous else result.copy()
+
+
+def _axis_of(shape: tuple[int, ...], axis: int) -> int:
+    try:
+        at = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis must be a whole number, got {axis!r}") from None
+    if not -len(shape) <= at < len(shape):
+        what = f"an array of shape {list(shape)}" if shape else "a scalar"
+        raise InvalidArgumentError(f"cannot concatenate along axis {axis}: {what} has no such axis")
+    return at % len(shape)
+
+
+def _movable(dtype: np.dtype[Any]) -> None:
+    if dtype.hasobject or dtype.kind in "USM" or dtype.kind == "m":
+        raise InvalidArgumentError(f"cannot gather an array of dtype {dtype.name}; needed numbers or booleans")

@@ -1,0 +1,132 @@
+"""Which reduction, and how it should travel: `ReduceOp`, `CommunicationOptions`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "ReduceOp"]
+
+
+class NamedInAnyCase(Enum):
+    """An enumeration whose members are found by name in any case: `ReduceOp("sum")`."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NamedInAnyCase:
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        names = ", ".join(cls.__members__)
+        raise ValueError(f"{value!r} is not a valid {cls.__name__}; it is one of {names}, or such a name as a string")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@final
+class ReduceOp(NamedInAnyCase):
+    """How the values of the ranks become one.
+
+    `SUM` and `MEAN` are those of tf.distribute; `MIN`, `MAX` and `PROD` are what other array codes reduce with.
+    Wherever one is asked for, its name in any case will do.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+
+@final
+class CommunicationImplementation(NamedInAnyCase):
+    """Who carries a collective: `AUTO` lets the library choose.
+
+    `RING` passes shards round a ring of all ranks over MPI, and never uses NCCL. `NCCL` insists on NCCL, so it
+    needs GPUs: a strategy that cannot have it refuses to be built.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@final
+@dataclass(frozen=True, init=False)
+class CommunicationOptions:
+    """Hints for collective calls: of a whole strategy, or of one call.
+
+    Args:
+        bytes_per_pack: Gradients are grouped, in order, into packs that close once they hold more than this many
+            bytes. 0 lets the library choose.
+        timeout_seconds: How long a call waits for all ranks to join it. `None` and 0 wait for ever.
+        implementation: A `CommunicationImplementation` or its name.
+        reproducible: Add the contributions in rank order, so that the same ranks give the same bits however they
+            are placed on nodes.
+
+    Raises:
+        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` is not known.
+        TypeError: If one of them is not a number.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    reproducible: bool = False
+
+    def __init__(
+        self,
+        bytes_per_pack: int = 0,
+        timeout_seconds: float | None = None,
+        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        *,
+        reproducible: bool = False,
+    ) -> None:
+        if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, numbers.Integral):
+            raise TypeError(f"bytes_per_pack is a whole number of bytes, not {bytes_per_pack!r}")
+        if bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack must be >= 0 bytes, got {bytes_per_pack}; 0 means automatic")
+        if timeout_seconds is not None:
+            if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, numbers.Real):
+                raise TypeError(f"timeout_seconds is a number of seconds or None, not {timeout_seconds!r}")
+            if math.isnan(timeout_seconds) or timeout_seconds < 0:
+                raise ValueError(f"timeout_seconds must be >= 0, got {timeout_seconds}; 0 and None wait for ever")
+        object.__setattr__(self, "bytes_per_pack", int(bytes_per_pack))
+        object.__setattr__(self, "timeout_seconds", timeout_seconds)
+        object.__setattr__(self, "implementation", CommunicationImplementation(implementation))
+        object.__setattr__(self, "reproducible", bool(reproducible))
+
+    def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
+        """Lay the fields of `other` that are not defaults over these.
+
+        Args:
+            other: The options of one call, or `None`.
+
+        Returns:
+            New options; neither operand changes. A call cannot put a field back to its default.
+        """
+        if other is None:
+            return self
+        return CommunicationOptions(
+            other.bytes_per_pack or self.bytes_per_pack,
+            self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds,
+            self.implementation if other.implementation is CommunicationImplementation.AUTO else other.implementation,
+            reproducible=other.reproducible or self.reproducible,
+        )
+
+
+def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
+    """Make `CommunicationOptions` under the name that tf.distribute gave them before 2.4 (deprecated).
+
+    Args:
+        bytes_per_pack: As in `CommunicationOptions`.
+        timeout_seconds: As in `CommunicationOptions`.
+
+    Returns:
+        A `CommunicationOptions`.
+    """
+    warnings.warn("CollectiveHints is deprecated: use CommunicationOptions", DeprecationWarning, stacklevel=2)
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)

@@ -1,0 +1,156 @@
+"""What code inside `Strategy.run` sees: one replica, and ways to reach the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from mpidist import contexts, nest
+from mpidist.gathering import all_gather
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.values import Mirrored, PerReplica, local
+
+if TYPE_CHECKING:
+    from mpidist.strategy import Strategy
+
+__all__ = ["ReplicaContext"]
+
+
+@final
+class ReplicaContext:
+    """The replica that this rank carries, during one `Strategy.run`.
+
+    Get it with `mpidist.get_replica_context()`.
+
+    Args:
+        strategy: The strategy whose replica it is.
+        replica_id_in_sync_group: The rank among the strategy's ranks.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number: the rank, 0 to `num_replicas_in_sync - 1`."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that are combined at each step: the number of ranks."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This replica's device, in a tuple of one: `("/rank:1/cpu:0",)`."""
+        return self._strategy.extended.local_devices
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Reduce every replica's value, and give every replica the result. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: This replica's contribution: an array, a number, or a nest of them.
+            options: Laid over the strategy's.
+            out: A nest of arrays like the result, which then takes it. May be `value` itself.
+
+        Returns:
+            A nest like `value`, of new arrays; `out`, if it was given.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+            DeadlineExceededError: If not all ranks called in time.
+            RuntimeError: If this context is not the current one.
+        """
+        self._require_current("all_reduce")
+        return self._strategy.extended.cross_device_ops.all_reduce(reduce_op, value, options, out=out)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate every replica's value along an axis, in the order of replicas. Collective.
+
+        Args:
+            value: An array of at least one dimension, or a nest of them. Lengths may differ along `axis` alone.
+            axis: The axis; negative counts from the end.
+            options: Laid over the strategy's.
+
+        Returns:
+            A nest like `value`, the same on all replicas.
+
+        Raises:
+            InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
+        """
+        self._require_current("all_gather")
+        return all_gather(self._strategy.extended.group, "all_gather", value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Leave replica context for one call: run `merge_fn(strategy, *args, **kwargs)` across replicas. Collective.
+
+        The function runs on every rank, each with its own components of the arguments, so it must not be counted on
+        to run once: guard what only the chief shall do with `strategy.is_chief`.
+
+        Args:
+            merge_fn: The function.
+            args: Its arguments after the strategy. Arrays and numbers arrive as `PerReplica`, other objects as
+                they are.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            What the function returned, distributed values opened to this replica's component.
+
+        Raises:
+            InvalidArgumentError: If another rank makes another call. On every rank.
+            RuntimeError: If this context is not the current one.
+        """
+        self._require_current("merge_call")
+        name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
+        self._strategy.extended.agree("merge_call", {"function": name})
+        wrapped = [nest.map_structure(_per_replica, value) for value in args]
+        named = {key: nest.map_structure(_per_replica, value) for key, value in (kwargs or {}).items()}
+        with contexts.entered(contexts.Entry(self._strategy)):
+            result = merge_fn(self._strategy, *wrapped, **named)
+        return nest.map_structure(local, result)
+
+    def _require_current(self, call: str) -> None:
+        here = contexts.get_replica_context()
+        if here is self:
+            return
+        if here is None:
+            raise RuntimeError(
+                f"ReplicaContext.{call} needs to be inside the function of strategy.run(): the current context is "
+                "cross-replica, where the strategy's own methods reduce"
+            )
+        if here.strategy is not self._strategy:
+            raise RuntimeError(
+                f"ReplicaContext.{call}: mismatching strategies; this context belongs to {self._strategy}, "
+                f"and the current one is {here.strategy}"
+            )
+        raise RuntimeError(
+            f"ReplicaContext.{call}: mismatching ReplicaContext; this one was current in another call of run() or on "
+            "another thread. Ask mpidist.get_replica_context() for the current one"
+        )
+
+
+def _per_replica(value: Any) -> Any:
+    if isinstance(value, (PerReplica, Mirrored)):
+        return value
+    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    is_array = hasattr(value, "__array__") and not hasattr(value, "aggregation")  # a variable stays one
+    return PerReplica((value,)) if is_array or is_number else value

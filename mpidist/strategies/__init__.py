@@ -1,0 +1,1 @@
+"""The strategies, one in each file. A strategy only chooses parts."""

@@ -1,0 +1,30 @@
+"""The strategy that is current when none was entered: this process alone."""
+
+from __future__ import annotations
+
+from typing import final
+
+from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.extended import StrategyExtended
+from mpidist.replica_context import ReplicaContext
+from mpidist.strategy import Strategy
+from mpidist.transport.devices import Device
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["DefaultStrategy", "make_default"]
+
+
+@final
+class DefaultStrategy(Strategy):
+    """One replica on this process's CPU, also where an MPI launcher started many processes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            StrategyExtended.assemble(type(self).__name__, SyncGroup.solo(), CollectiveAllReduce(), Device("cpu"))
+        )
+
+
+def make_default() -> tuple[Strategy, ReplicaContext]:
+    """Make the default strategy and its replica context."""
+    strategy = DefaultStrategy()
+    return strategy, ReplicaContext(strategy, 0)

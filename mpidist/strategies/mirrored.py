@@ -1,0 +1,77 @@
+"""The ranks of one node, in step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
+from mpidist.errors import TopologyError
+from mpidist.extended import StrategyExtended
+from mpidist.strategy import Strategy
+from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["MirroredStrategy"]
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Synchronous training on the ranks of one node, each with its own device and a copy of every variable.
+
+    Making one is collective over `comm`.
+
+    Args:
+        devices: The device of every rank, in rank order, or one device string for this rank. By default each rank
+            takes the GPU of its local rank, or the CPU where there is none.
+        cross_device_ops: How values are combined; by default `CollectiveAllReduce()`.
+        comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
+
+    Raises:
+        TopologyError: If the ranks are on several nodes.
+        UnavailableError: If there is no MPI, or no such device.
+        ValueError: If the number of devices is not the number of ranks, or one is not understood.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | str | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        comm: Intracomm | None = None,
+    ) -> None:
+        group = SyncGroup.from_mpi(comm)
+        try:
+            _require_one_node(group)
+            device = _device_of(group, devices)
+        except (TopologyError, ValueError):
+            group.close()
+            raise
+        ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
+        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device))
+
+
+def _require_one_node(group: SyncGroup) -> None:
+    topology = group.topology
+    if topology.num_nodes > 1:
+        nodes = "; ".join(name_ranks(ranks) for ranks in topology.nodes)
+        raise TopologyError(
+            f"MirroredStrategy is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
+            "use MultiWorkerMirroredStrategy"
+        )
+
+
+def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
+    topology = group.topology
+    if devices is None:
+        return choose_device(topology)
+    if isinstance(devices, str):
+        return Device.parse(devices)
+    if len(devices) != topology.size:
+        raise ValueError(
+            f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks; one rank is one replica on one "
+            f"device, so start as many ranks as devices: `mpiexec -n {len(devices)} python ...`"
+        )
+    return Device.parse(devices[topology.rank])

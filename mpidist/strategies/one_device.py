@@ -1,0 +1,31 @@
+"""One rank, one device."""
+
+from __future__ import annotations
+
+from typing import final
+
+from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.extended import StrategyExtended
+from mpidist.strategy import Strategy
+from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["OneDeviceStrategy"]
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Compute on one device, without any communication. Needs no MPI; under a launcher every rank is alone.
+
+    Args:
+        device: `"/cpu:0"`, `"/gpu:1"` and the like. By default the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: If `device` is not understood.
+        UnavailableError: If it is a GPU that this process does not see.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        group = SyncGroup.solo()
+        chosen = choose_device(group.topology) if device is None else Device.parse(device)
+        super().__init__(StrategyExtended.assemble(type(self).__name__, group, CollectiveAllReduce(), chosen))

@@ -1,0 +1,277 @@
+"""A strategy: the ranks that work together, and the calls that join them."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, TypeVar, final
+
+from mpidist import contexts, nest
+from mpidist.axis_reduction import reduce_along_axis
+from mpidist.cluster_resolver import ClusterResolver
+from mpidist.datasets import DistributedDataset, InputContext, InputOptions
+from mpidist.extended import StrategyExtended
+from mpidist.gathering import all_gather
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport.topology import Topology
+from mpidist.values import PerReplica, local, open_nest
+
+__all__ = ["Strategy", "ValueContext"]
+
+_T = TypeVar("_T", bound="Strategy")
+
+
+@final
+class ValueContext:
+    """What the function of `experimental_distribute_values_from_function` is told.
+
+    Args:
+        replica_id_in_sync_group: The replica that the value is for.
+        num_replicas_in_sync: Number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self.replica_id_in_sync_group = replica_id_in_sync_group
+        self.num_replicas_in_sync = num_replicas_in_sync
+
+
+class Strategy(ABC):
+    """How the ranks of a job train together. One rank is one replica.
+
+    Each kind of strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
+    calls them, in the same order.
+
+    Args:
+        extended: The parts, put together.
+        cluster_resolver: Where the ranks run, if somebody said.
+    """
+
+    def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
+        if type(self) is Strategy:
+            raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
+        self._extended = extended
+        self._cluster_resolver = cluster_resolver
+        extended.adopt(self)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The methods for authors of libraries."""
+        return self._extended
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where the ranks run, if somebody said."""
+        return self._cluster_resolver
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks are on which nodes."""
+        return self._extended.group.topology
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that are combined at each step: the number of ranks."""
+        return self._extended.group.topology.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, which writes checkpoints, summaries and progress."""
+        return self._extended.group.topology.rank == 0
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Make this strategy current: variables created in the `with` body are its own.
+
+        Entering is local; creating variables inside is collective.
+
+        Raises:
+            RuntimeError: If another strategy's scope is open, or this is called inside `run`.
+        """
+        self._extended.require_cross_replica("scope")
+        return self._scope()
+
+    @contextmanager
+    def _scope(self) -> Iterator[Strategy]:
+        with contexts.entered(contexts.Entry(self)):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: None = None,
+    ) -> Any:
+        """Call a function once on every rank, in replica context.
+
+        Not collective by itself; what the function calls may be.
+
+        Args:
+            fn: The function.
+            args: Its arguments, a list or tuple. Distributed values are opened to this rank's component.
+            kwargs: Its keyword arguments, likewise.
+            options: There are none: tf.distribute's are for TPUs.
+
+        Returns:
+            What the function returned on this rank.
+
+        Raises:
+            ValueError: If `args` is not a list or tuple, or `options` is given.
+            RuntimeError: If this is called inside `run`, or inside another strategy's scope.
+        """
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"run: positional args must be a list or tuple, got {type(args).__name__}")
+        if options is not None:
+            raise ValueError("run: options must be None; tf.distribute's RunOptions are for TPUs and mean nothing here")
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce a value of every rank, and give every rank the result. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: This rank's contribution, or a distributed value, or a nest of them.
+            axis: Reduce along this axis on every rank, too. A mean is then the sum of all divided by the count of
+                all, so that ranks with more rows weigh more.
+            options: Laid over the strategy's.
+
+        Returns:
+            A nest like `value`; without `axis` in its shapes, if one was given.
+
+        Raises:
+            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+            RuntimeError: If this is called inside `run`.
+        """
+        self._extended.require_cross_replica("reduce")
+        ops = self._extended.cross_device_ops
+        if axis is not None:
+            return reduce_along_axis(ops, reduce_op, value, axis, options)
+        return ops.reduce(reduce_op, value, "all", options)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate every rank's value along an axis, in rank order, for every rank. Collective.
+
+        Args:
+            value: An array of at least one dimension, a distributed value of one, or a nest. Lengths may differ
+                along `axis` alone.
+            axis: The axis; negative counts from the end.
+
+        Returns:
+            A nest like `value`.
+
+        Raises:
+            InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
+            RuntimeError: If this is called inside `run`; `ReplicaContext.all_gather` is for there.
+        """
+        self._extended.require_cross_replica("gather", "ReplicaContext.all_gather does it there")
+        return all_gather(self._extended.group, "gather", open_nest(value), axis, None)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return this rank's components of a value: a tuple of one. Local."""
+        return (open_nest(value),)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Make a distributed value from what a function says for each replica. Local.
+
+        Args:
+            value_fn: Called once on every rank with a `ValueContext`.
+
+        Returns:
+            What it returned, every leaf a `PerReplica`.
+        """
+        self._extended.require_cross_replica("experimental_distribute_values_from_function")
+        topology = self.topology
+        value = value_fn(ValueContext(topology.rank, topology.size))
+        return nest.map_structure(lambda leaf: PerReplica((local(leaf),)), value)
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Give every rank its part of each global batch.
+
+        Not collective, but iterating is: one small message per step.
+
+        Args:
+            dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays that are
+                equally long on axis 0; rank r gets the r-th contiguous part. Lengths differ by at most one.
+            options: Where the parts are put.
+
+        Returns:
+            An iterable of this rank's parts.
+
+        Raises:
+            TypeError: If the data set can be iterated only once.
+        """
+        self._extended.require_cross_replica("experimental_distribute_dataset")
+        return DistributedDataset.from_global_batches(self._extended, dataset, options or InputOptions())
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Let every rank make its own data set of batches, and step through them together.
+
+        Not collective, but iterating is: one small message per step. Ranks that run out get empty batches until
+        all have.
+
+        Args:
+            dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this replica's
+                batches.
+            options: Where the batches are put.
+
+        Returns:
+            An iterable of this rank's batches.
+        """
+        self._extended.require_cross_replica("distribute_datasets_from_function")
+        topology = self.topology
+        context = InputContext(topology.size, topology.rank, topology.size)
+        return DistributedDataset.from_own_batches(self._extended, dataset_fn(context), options or InputOptions())
+
+    def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
+        """Allocate an array that all ranks of a node can reach. Collective.
+
+        Args:
+            shape: The shape, the same on every rank.
+            dtype: The dtype, the same on every rank.
+            per_node: Make one array for all ranks of a node, which reductions and broadcasts write (`out=`) and all
+                ranks read, instead of one for each rank.
+
+        Returns:
+            An array of uninitialised numbers. It lives until `close`.
+        """
+        return self._extended.symmetric_empty(shape, dtype, per_node)
+
+    def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
+        """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective."""
+        return nest.map_structure(
+            lambda leaf: self._extended.symmetric_empty(leaf.shape, leaf.dtype, per_node), open_nest(value)
+        )
+
+    def reset(self) -> None:
+        """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive."""
+        self._extended.group.reset()
+
+    def close(self) -> None:
+        """Give back what the strategy holds. Collective; a second call does nothing."""
+        self._extended.group.close()
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:  # a rank that failed must not wait for the others here
+            self.close()
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError("a strategy cannot be copied: it is tied to its communicators; make another one")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.topology.size} ranks)"

@@ -1,0 +1,269 @@
+"""Do all ranks make the same call? Asked before data moves, so that a mistake is an error and not a hang.
+
+Each rank describes its call; a fingerprint of the description is compared over all ranks in one small message. Only
+when the fingerprints differ are the descriptions themselves exchanged, and then every rank raises the same error.
+The message is polled, so that Python's signal handlers run while a rank waits, and a deadline can end the wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.transport.mpi import Intracomm, Request, load_mpi
+from mpidist.transport.ranks import name_ranks
+
+__all__ = ["LEAVE", "Agreement", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
+
+LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its program
+_SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
+_YIELD_SECONDS: Final = 0.002
+_NAP_SECONDS: Final = 0.0002
+_MASK: Final = (1 << 63) - 1
+
+
+def fingerprint_of(signature: Any) -> int:
+    """Return 63 bits of a digest that is the same on every rank for equal signatures."""
+    return int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little") & _MASK
+
+
+class Agreement(ABC):
+    """The rule that all ranks of a group make the same calls in the same order."""
+
+    @abstractmethod
+    def join(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Wait until all ranks make this call, and compare what they pass. Collective.
+
+        Args:
+            call: The name of the call, for people.
+            fingerprint: A digest of everything that must be equal on all ranks.
+            describe: What the fingerprint stands for, as name and text; asked only when ranks differ.
+            timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
+            error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the
+                others learn of it.
+
+        Raises:
+            InvalidArgumentError: If the ranks differ. On every rank, with the same text.
+            PeerFailedError: If a rank has left while others call. On every other rank.
+            DeadlineExceededError: If not all ranks came in time.
+            Exception: `error`, if every rank has the same one.
+        """
+
+    @abstractmethod
+    def any_of(self, flags: int) -> int:
+        """Unite the bits of all ranks' `flags`. Collective; call it after `join`."""
+
+    @abstractmethod
+    def exchange(self, item: Any) -> list[Any]:
+        """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `join`."""
+
+    @property
+    @abstractmethod
+    def broken(self) -> Exception | None:
+        """What made the group unusable, or `None`."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back what the agreement holds. Collective."""
+
+
+@final
+class SoloAgreement(Agreement):
+    """The agreement of one rank with itself."""
+
+    def join(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        if error is not None:
+            raise error
+
+    def any_of(self, flags: int) -> int:
+        return flags
+
+    def exchange(self, item: Any) -> list[Any]:
+        return [item]
+
+    @property
+    def broken(self) -> Exception | None:
+        return None
+
+    def free(self) -> None:
+        pass
+
+
+@final
+class MpiAgreement(Agreement):
+    """The agreement of MPI ranks. One all-reduce of 16 bytes per call, and one more when a deadline is set.
+
+    Args:
+        comm: A communicator for this object alone, which it frees.
+        check: Whether to compare at all. Without it a call with a deadline still waits for all ranks.
+        timeout_seconds: The group's own deadline, or `None`.
+    """
+
+    def __init__(self, comm: Intracomm, check: bool, timeout_seconds: float | None) -> None:
+        comm.Set_name("mpidist.agreement")
+        self._comm = comm
+        self._max = load_mpi().MAX
+        self._check = check
+        self._timeout_seconds = timeout_seconds
+        self._sequence = 0
+        self._broken: Exception | None = None
+        self._sent = np.zeros(2, np.int64)
+        self._received = np.zeros(2, np.int64)
+
+    def join(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        if self._broken is not None:
+            raise self._again(self._broken)
+        self._sequence += 1
+        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        if call == LEAVE:
+            timeout = None  # the others may have hours of work of their own left
+        if not self._check and not timeout:
+            if error is not None:
+                raise error
+            return
+        if error is not None:
+            fingerprint = fingerprint_of(("error", call, repr(error)))
+        equal = self._compare(fingerprint ^ bool(timeout), call, timeout)
+        if not equal and self._check:
+            self._explain(call, describe, timeout, error)
+        if timeout and equal:
+            # A rank that comes after others gave up completes the first round, but waits in vain in this one.
+            self._compare(0, call, timeout)
+        if error is not None:
+            raise error
+
+    def any_of(self, flags: int) -> int:
+        mpi = load_mpi()
+        mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
+        self._poll(self._comm.Iallreduce(mine, united, mpi.BOR), None)
+        return int(united[0])
+
+    def exchange(self, item: Any) -> list[Any]:
+        return self._comm.allgather(item)
+
+    @property
+    def broken(self) -> Exception | None:
+        """What made the group unusable, or `None`."""
+        return self._broken
+
+    def free(self) -> None:
+        self._comm.Free()
+
+    def _compare(self, fingerprint: int, call: str, timeout: float | None) -> bool:
+        """Whether all ranks came with this fingerprint."""
+        sent, received = self._sent, self._received
+        sent[0] = fingerprint
+        sent[1] = -fingerprint
+        request = self._comm.Iallreduce(sent, received, self._max)
+        try:
+            in_time = self._poll(request, timeout)
+        except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
+            self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
+            raise
+        if not in_time:
+            self._broken = DeadlineExceededError(
+                f"{call} (call {self._sequence}) waited {timeout:g} s on rank {self._comm.rank} and not all of the "
+                f"{self._comm.size} ranks joined it. Every rank must make the same calls in the same order. "
+                "The strategy is unusable until strategy.reset() is called on all ranks"
+            )
+            raise self._broken
+        return bool(received[0] == -received[1])
+
+    def _poll(self, request: Request, timeout: float | None) -> bool:
+        """Test until the request is complete: spin, then yield the core, then nap. False when time is up."""
+        test = request.Test
+        for _ in range(_SPINS):
+            if test():
+                return True
+        start = time.monotonic()
+        deadline = start + timeout if timeout else math.inf
+        while not test():
+            now = time.monotonic()
+            if now > deadline:
+                return bool(test())
+            if now - start < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(_NAP_SECONDS, max(0.0, deadline - now)))
+        return True
+
+    def _explain(
+        self, call: str, describe: Callable[[], Mapping[str, str]], timeout: float | None, error: Exception | None
+    ) -> None:
+        fields = {"call": call, "timeout": "set" if timeout else "none"}
+        if error is not None:
+            fields["error"] = f"{type(error).__name__}: {error}"
+        elif call != LEAVE:
+            fields.update(describe())
+        everyone = self._comm.allgather(fields)
+        leavers = [rank for rank, its in enumerate(everyone) if its["call"] == LEAVE]
+        if leavers and len(leavers) < len(everyone):
+            self._broken = _peer_left(everyone, leavers, self._sequence)
+            if call == LEAVE:
+                return
+            raise self._broken
+        if call == LEAVE:
+            return
+        problem = InvalidArgumentError(_table(everyone, self._sequence))
+        problem.raised_on_all_ranks = True
+        raise problem
+
+    def _again(self, first: Exception) -> Exception:
+        return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
+
+
+def _peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
+    others = [rank for rank in range(len(everyone)) if rank not in leavers]
+    calls = sorted({everyone[rank]["call"] for rank in others})
+    return PeerFailedError(
+        f"{name_ranks(leavers)} closed the strategy or ended the program while {name_ranks(others)} called "
+        f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; see what the program did "
+        f"differently on {name_ranks(leavers)}"
+    )
+
+
+def _table(everyone: list[dict[str, str]], sequence: int) -> str:
+    """Lay out what the ranks passed: only the fields that differ, ranks that agree in one group."""
+    calls = {fields["call"] for fields in everyone}
+    names = list(dict.fromkeys(name for fields in everyone for name in fields))
+    head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
+    lines = [head + "the ranks did not pass the same arguments, so nothing was sent"]
+    for name in names:
+        groups: dict[str, list[int]] = {}
+        for rank, fields in enumerate(everyone):
+            groups.setdefault(fields.get(name, "-"), []).append(rank)
+        if len(groups) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items()))
+        if len(lines) > 8:
+            lines.append("  ... and more")
+            break
+    return "\n".join(lines)

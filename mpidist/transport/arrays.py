@@ -1,0 +1,225 @@
+"""Arrays of any library: to the two native kinds, NumPy and CuPy, and back.
+
+Everything past this module sees flat arrays of NumPy (host memory) or CuPy (device memory) alone. A library is one
+class; the list at the foot of the file says in which order they are asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from typing import Any, Final, final
+
+import numpy as np
+
+__all__ = [
+    "LIBRARIES",
+    "ArrayLibrary",
+    "NativeArray",
+    "empty",
+    "is_device",
+    "library_of",
+    "memory_bounds",
+    "to_device",
+    "to_host",
+]
+
+NativeArray = Any  # numpy.ndarray or cupy.ndarray
+
+
+class ArrayLibrary(ABC):
+    """How values of one library become native arrays, and native arrays values of it again."""
+
+    @abstractmethod
+    def owns(self, value: Any) -> bool:
+        """Say whether `value` is of this library. Must not import it."""
+
+    @abstractmethod
+    def to_native(self, value: Any) -> NativeArray:
+        """View a value as a native array, without a copy where the library allows it."""
+
+    @abstractmethod
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        """Give a native array the kind that `like` has. The caller owns `array` and gives it up."""
+
+
+@final
+class NumPyArrays(ArrayLibrary):
+    """`numpy.ndarray`, as it is."""
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, np.ndarray)
+
+    def to_native(self, value: Any) -> NativeArray:
+        return np.asarray(value)
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array
+
+
+@final
+class NumPyScalars(ArrayLibrary):
+    """NumPy's scalars: 0-d arrays on the way."""
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, np.generic)
+
+    def to_native(self, value: Any) -> NativeArray:
+        return np.asarray(value)
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array[()]
+
+
+@final
+class PythonNumbers(ArrayLibrary):
+    """Python's numbers: an int counts as int64, a float as float64, a complex as complex128."""
+
+    DTYPES: Final = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, (bool, int, float, complex))
+
+    def to_native(self, value: Any) -> NativeArray:
+        kind = next(kind for kind in self.DTYPES if isinstance(value, kind))
+        try:
+            return np.asarray(value, self.DTYPES[kind])
+        except OverflowError:
+            raise ValueError(f"a Python int counts as int64, and {value} does not fit in it") from None
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array.item() if array.ndim == 0 else array
+
+
+@final
+class CuPyArrays(ArrayLibrary):
+    """Device memory: CuPy's arrays, and whatever has `__cuda_array_interface__`."""
+
+    def owns(self, value: Any) -> bool:
+        return hasattr(value, "__cuda_array_interface__")
+
+    def to_native(self, value: Any) -> NativeArray:
+        return _cupy().asarray(value)
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
+
+
+@final
+class DLPackArrays(ArrayLibrary):
+    """Host arrays of other libraries that speak DLPack; results go back the same way."""
+
+    def owns(self, value: Any) -> bool:
+        return hasattr(value, "__dlpack__")
+
+    def to_native(self, value: Any) -> NativeArray:
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(f"the {_kind(value)} cannot be read through DLPack: {error}") from error
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return _through_dlpack(array, like)
+
+
+@final
+class ArrayLikes(ArrayLibrary):
+    """Objects with `__array__`: variables, and arrays of libraries without DLPack. Results are NumPy's."""
+
+    def owns(self, value: Any) -> bool:
+        return hasattr(value, "__array__")
+
+    def to_native(self, value: Any) -> NativeArray:
+        return np.asarray(value)
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array
+
+
+# First that owns the value wins. CuPy before DLPack: device memory must not be asked for on the host.
+LIBRARIES: Final[list[ArrayLibrary]] = [
+    NumPyArrays(), NumPyScalars(), PythonNumbers(), CuPyArrays(), DLPackArrays(), ArrayLikes(),
+]  # fmt: skip
+
+# Only these are told by type alone: a tensor of another library may lie in host or in device memory.
+_BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: LIBRARIES[0], float: LIBRARIES[2], int: LIBRARIES[2]}
+
+
+def library_of(value: Any) -> ArrayLibrary:
+    """Return the library that a value belongs to.
+
+    Raises:
+        TypeError: If no library owns it.
+    """
+    library = _BY_TYPE.get(type(value)) or next((library for library in LIBRARIES if library.owns(value)), None)
+    if library is None:
+        raise TypeError(
+            f"cannot take a value of type {_kind(value)}; needed an array of NumPy, CuPy or a library that speaks "
+            "DLPack, a number, or a list, tuple or dict of them"
+        )
+    return library
+
+
+def is_device(array: NativeArray) -> bool:
+    """Whether a native array lies in device memory."""
+    return not isinstance(array, np.ndarray)
+
+
+def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
+    """Copy a device array to host memory, when the current stream has got there."""
+    host: np.ndarray[Any, Any] = _cupy().asnumpy(array)
+    return host
+
+
+def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
+    """Copy a host array to the current device."""
+    return _cupy().asarray(array)
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeArray:
+    """Allocate an uninitialised array in host memory, or on the current device."""
+    return _cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
+
+
+def memory_bounds(array: NativeArray) -> tuple[int, int]:
+    """Return the addresses of an array's first byte and of the one after its last."""
+    start = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    low = high = start
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if length == 0:
+            return start, start
+        low, high = low + min(0, stride * (length - 1)), high + max(0, stride * (length - 1))
+    return low, high + array.itemsize
+
+
+def num_visible_gpus() -> int:
+    """Count the GPUs that this process may use: 0 without CuPy, without a driver, and without GPUs."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    cupy = _cupy()
+    return int(cupy.cuda.runtime.getDeviceCount()) if cupy.cuda.is_available() else 0
+
+
+def use_gpu(index: int) -> None:
+    """Make a GPU the current device of this thread."""
+    _cupy().cuda.Device(index).use()
+
+
+def _cupy() -> Any:
+    import cupy  # guarded: only where a value or the user asks for device memory
+
+    return cupy
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _through_dlpack(array: NativeArray, like: Any) -> Any:
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(array)
+    package = sys.modules[type(like).__module__.partition(".")[0]]
+    if not hasattr(package, "from_dlpack"):
+        raise TypeError(f"results cannot be given back as {_kind(like)}: {package.__name__} has no from_dlpack")
+    return package.from_dlpack(array)

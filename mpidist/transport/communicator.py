@@ -1,0 +1,169 @@
+"""What a group of ranks can do with a flat array: the interface, and the group of one.
+
+A transport is one subclass of `Communicator`: MPI on host memory, device memory staged through the host, and
+whatever joins them. Algorithms are written against this interface alone.
+
+Bytes are counted for the busier direction of a rank's link, for the algorithm that moves the least: what any
+library must move, and what docstrings promise. `Traffic` holds the sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.transport.reduction import Reduction
+
+__all__ = ["Array", "Communicator", "SoloCommunicator", "Traffic", "shard_bounds"]
+
+# A flat, contiguous array of the memory that the communicator serves: [n] of NumPy or CuPy.
+Array = Any
+
+
+def shard_bounds(count: int, size: int) -> list[int]:
+    """Cut `count` elements into `size` shards whose lengths differ by at most one, longer ones first.
+
+    Returns:
+        `size + 1` bounds: rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`.
+    """
+    least, more = divmod(count, size)
+    return [rank * least + min(rank, more) for rank in range(size + 1)]
+
+
+@final
+@dataclass
+class Traffic:
+    """What went through a communicator since it was made: calls and bytes of this rank, by primitive."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, primitive: str, nbytes: int) -> None:
+        """Count one call that moves `nbytes` bytes over this rank's link."""
+        self.calls[primitive] += 1
+        self.nbytes[primitive] += nbytes
+
+    def clear(self) -> None:
+        """Start again at nothing."""
+        self.calls.clear()
+        self.nbytes.clear()
+
+
+class Communicator(ABC):
+    """A group of ranks that move and reduce flat arrays. Every method but `free` is collective over the group.
+
+    `buffer` is always flat and contiguous, [n], of the same length and dtype on every rank. With P ranks, S bytes
+    in `buffer` and s bytes in this rank's shard, the busier direction of this rank's link carries at least the
+    bytes that each method states.
+
+    Attributes:
+        name: For logs and errors, for example `"within_node"`.
+        rank: This rank in the group.
+        size: Number of ranks, P.
+        traffic: What this rank moved, by primitive.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Lend memory to pack into, where this transport reads it without another copy.
+
+        Not collective. The memory stays the transport's: its content is lost at the next call.
+
+        Returns:
+            A buffer [count], uninitialised.
+        """
+
+    @abstractmethod
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        """Leave the reduction of all ranks' buffers in every rank's buffer. 2 S (P - 1) / P bytes."""
+
+    @abstractmethod
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        """Leave the reduction in the root's buffer; the other ranks' buffers are lost. S bytes."""
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+        """Leave the reduction of each shard with its rank. S - s bytes.
+
+        Returns:
+            This rank's shard, a view of `buffer` cut by `shard_bounds`; the rest of `buffer` is lost.
+        """
+
+    @abstractmethod
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        """Give every rank the shard of every other, in place. S - s bytes in.
+
+        Args:
+            buffer: [n], this rank's shard filled in.
+            bounds: As `shard_bounds` makes them, where the shards have other lengths.
+        """
+
+    @abstractmethod
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's buffer into every rank's. S bytes."""
+
+    @abstractmethod
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        """Bring all ranks' buffers to the root. S (P - 1) bytes at the root, S at the others.
+
+        Returns:
+            [P, n] at the root, in rank order; `None` elsewhere.
+        """
+
+    @abstractmethod
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        """Send one flat array and receive another, at once. The larger of the two, in bytes.
+
+        Not collective: every send needs its receive. An empty array sends or receives nothing.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back what the transport holds. The communicator cannot be used again."""
+
+
+@final
+class SoloCommunicator(Communicator):
+    """The group of one rank: whatever is reduced is there already, but for the division. Moves nothing."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, rank=0, size=1)
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return np.empty(count, dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        reduction.finish(buffer)
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        reduction.finish(buffer)
+
+    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+        reduction.finish(buffer)
+        return buffer
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        pass
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        pass
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        return buffer.reshape(1, -1).copy()
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        incoming[...] = outgoing
+
+    def free(self) -> None:
+        pass

@@ -1,0 +1,90 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Final, final
+
+from mpidist.errors import UnavailableError
+from mpidist.transport import arrays
+from mpidist.transport.topology import Topology
+
+__all__ = ["Device", "choose_device", "gpu_index"]
+
+logger = logging.getLogger(__name__)
+
+# GPU:1  /gpu:0  /cpu:0  /device:GPU:1  /rank:3/GPU:0
+_PATTERN: Final = re.compile(r"(?:/rank:\d+)?/?(?:device:)?(cpu|gpu)(?::(\d+))?", re.IGNORECASE)
+
+
+@final
+@dataclass(frozen=True)
+class Device:
+    """A CPU or a GPU of this rank's node.
+
+    Args:
+        kind: `"cpu"` or `"gpu"`.
+        index: Which of those that the process may use.
+    """
+
+    kind: str
+    index: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read a device string: `"GPU:1"`, `"/gpu:0"`, `"/cpu:0"`.
+
+        Raises:
+            ValueError: If it is not understood.
+        """
+        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+        if not match:
+            raise ValueError(f'a device is a string such as "/cpu:0" or "/gpu:1", got {text!r}')
+        return cls(match[1].lower(), int(match[2] or 0))
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.kind == "gpu"
+
+    def use(self) -> None:
+        """Make it the current device, where it is a GPU.
+
+        Raises:
+            UnavailableError: If this process sees no such GPU.
+        """
+        if not self.is_gpu:
+            return
+        visible = arrays.num_visible_gpus()
+        if self.index >= visible:
+            raise UnavailableError(
+                f"{self} was asked for, and this process sees {visible} GPUs. Install CuPy with "
+                "`pip install mpidist[cuda12]` or `[cuda13]`, and look at CUDA_VISIBLE_DEVICES"
+            )
+        arrays.use_gpu(self.index)
+
+    def __str__(self) -> str:
+        return f"/{self.kind}:{self.index}"
+
+
+def gpu_index(local_rank: int, num_visible: int) -> int:
+    """Choose a rank's GPU among those that its process sees.
+
+    A launcher shows every rank all GPUs of the node, or each rank its own: then there is one, and it is number 0.
+    """
+    return local_rank % num_visible
+
+
+def choose_device(topology: Topology) -> Device:
+    """Choose this rank's device: the GPU of its local rank, or the CPU where CuPy sees no GPU."""
+    visible = arrays.num_visible_gpus()
+    if visible == 0:
+        return Device("cpu")
+    if 1 < visible < topology.local_size and topology.is_leader:
+        logger.warning(
+            "r%d | %d ranks share %d GPUs on %s", topology.rank, topology.local_size, visible,
+            topology.hostnames[topology.rank],
+        )  # fmt: skip
+    return Device("gpu", gpu_index(topology.local_rank, visible))

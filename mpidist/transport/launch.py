@@ -1,0 +1,217 @@
+"""Whether a launcher started one world of N ranks, or N worlds of one rank that know nothing of each other.
+
+A launcher and an MPI library that do not speak the same protocol (PMI-1, PMI-2 or PMIx) start N programs that
+each believe to be alone: all of them train the whole model and exit with 0. What the launcher said is still
+in the environment; here it is held against the size of the world.
+"""
+
+from __future__ import annotations
+
+import logging
+import os.path
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from mpidist.errors import TopologyError
+
+__all__ = ["check_before_init", "check_launch"]
+
+logger = logging.getLogger(__name__)
+
+# Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
+_FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
+
+
+@final
+@dataclass(frozen=True)
+class _Library:
+    """How ranks of one kind of MPI library are started.
+
+    Attributes:
+        name: As its users call it.
+        sign: Its mark in `MPI_Get_library_version`, in lower case.
+        slurm_plugin: What `srun --mpi=` needs.
+        size_variable: Where its own mpiexec leaves the number of ranks.
+        companion: A program that its wheel puts beside its mpiexec, and no other does; "" for none.
+    """
+
+    name: str
+    sign: str
+    slurm_plugin: str
+    size_variable: str
+    companion: str
+
+
+# First present wins: "CRAY MPICH version 8.1.29" is no plain MPICH.
+_LIBRARIES: Final = (
+    _Library("Cray MPICH", "cray mpich", "cray_shasta", "PMI_SIZE", ""),
+    _Library("MVAPICH", "mvapich", "pmi2", "PMI_SIZE", ""),
+    _Library("Intel MPI", "intel(r) mpi", "pmi2", "PMI_SIZE", ""),
+    _Library("MPICH", "mpich", "pmi2", "PMI_SIZE", "hydra_pmi_proxy"),
+    _Library("Open MPI", "open mpi", "pmix", "OMPI_COMM_WORLD_SIZE", "ompi_info"),
+)
+# `srun --mpi=list` is what a user of any other library has to look at.
+_OTHER_LIBRARY: Final = _Library("this MPI library", "", "TYPE", "PMI_SIZE", "")
+
+# What the mpiexec of Open MPI, of MVAPICH 2, of MPICH and its kin, and srun's pmi2 plugin say.
+_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
+# What a program that starts alone must not see; MPICH 5 looks for a launcher if any of the last five is there.
+_ALL_VARIABLES: Final = (
+    "SLURM_STEP_NUM_TASKS",
+    *_SIZE_VARIABLES,
+    "PMI_FD",
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "PMIX_VERSION",
+    "PRTE_LAUNCHED",
+)
+
+
+@final
+@dataclass(frozen=True)
+class _Launch:
+    """What a launcher said: so many ranks, in this variable."""
+
+    num_ranks: int
+    variable: str
+    by_srun: bool
+
+
+def check_launch(environ: Mapping[str, str], world_size: int, library_version: str, command: Sequence[str]) -> None:
+    """Refuse a world of one rank where the launcher started several.
+
+    A world of more than one rank is taken as it is, whatever the environment says: a step may hold several
+    programs. So is one rank that was asked for. Plain `python` in a batch job of several tasks is legal, and
+    logs a warning. A program that a rank starts with another MPI library looks just like the wrong launcher;
+    the error says which variables to unset for it.
+
+    Args:
+        environ: The environment.
+        world_size: Ranks in MPI.COMM_WORLD.
+        library_version: What `MPI.Get_library_version()` says.
+        command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
+
+    Raises:
+        TopologyError: If the ranks do not know of each other. The text holds the command to use instead.
+    """
+    if world_size > 1:
+        return
+    library = _recognise(library_version)
+    launch = _find_launch(environ, library)
+    if launch is not None:
+        raise TopologyError(_explain(launch, library, environ, command))
+    if "SLURM_JOB_ID" in environ and not _is_in_step(environ) and library.size_variable not in environ:
+        num_tasks = _number(environ, "SLURM_NTASKS")
+        if num_tasks > 1:
+            line = _srun_line(library, num_tasks, environ.get("SLURM_JOB_NUM_NODES"), command)
+            logger.warning("r0 | one rank in a Slurm job of %d tasks; all of them: %s", num_tasks, line)
+
+
+def check_before_init(environ: Mapping[str, str], library_version: str, command: Sequence[str]) -> None:
+    """Refuse a launcher that MPI_Init would end the process over: PMIx, with an MPICH that lacks it.
+
+    MPI_Get_library_version may be called before MPI_Init: with `mpi4py.rc.initialize = False`.
+
+    Args:
+        environ: The environment.
+        library_version: What `MPI.Get_library_version()` says.
+        command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
+
+    Raises:
+        TopologyError: If MPI_Init would fail. The text holds the command to use instead.
+    """
+    library = _recognise(library_version)
+    # An MPICH with PMIx has --with-pmix=... in the line "MPICH configure:".
+    if library.name != "MPICH" or "pmix" in library_version.lower():
+        return
+    speaks_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT", "PMI_SIZE"))
+    launch = _find_launch(environ, library)
+    if launch is not None and "PMIX_NAMESPACE" in environ and not speaks_pmi:
+        raise TopologyError(_explain(launch, library, environ, command))
+
+
+def _recognise(library_version: str) -> _Library:
+    # "MPICH Version:      5.0.2", "Open MPI v5.0.11, package: ...", "Intel(R) MPI Library 2021.13 for ..."
+    first_line = library_version.strip().partition("\n")[0].lower()
+    return next((library for library in _LIBRARIES if library.sign in first_line), _OTHER_LIBRARY)
+
+
+def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | None:
+    """Find a launcher that says more than one rank; None where there is none, or it says one."""
+    sizes = {name: _number(environ, name) for name in _SIZE_VARIABLES if name in environ}
+    # The library's own launcher is the innermost one, and has the last word.
+    if sizes.get(library.size_variable) == 1:
+        return None
+    in_step = _is_in_step(environ)
+    for name, size in sizes.items():
+        if size > 1:
+            # srun's pmi2 plugin sets PMI_SIZE; mpiexec sets MPI_LOCALNRANKS beside it.
+            by_srun = name == "PMI_SIZE" and in_step and "MPI_LOCALNRANKS" not in sizes
+            return _Launch(size, f"{name}={size}", by_srun)
+    # With mpiexec inside an allocation, the step is that of its daemons, one a node.
+    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
+    if not sizes and in_step and num_tasks > 1:
+        return _Launch(num_tasks, f"SLURM_STEP_NUM_TASKS={num_tasks}", by_srun=True)
+    # PMIx keeps the size to itself; rank 0 does not know better, the others do.
+    last_rank = _number(environ, "PMIX_RANK")
+    if not sizes and last_rank > 0:
+        return _Launch(last_rank + 1, f"PMIX_RANK={last_rank}", by_srun=False)
+    return None
+
+
+def _is_in_step(environ: Mapping[str, str]) -> bool:
+    # 0, 1, ... of srun; absent, "batch", "interactive" or 4294967290 in a shell
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    # Others own these variables: what is no number says nothing.
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _explain(launch: _Launch, library: _Library, environ: Mapping[str, str], command: Sequence[str]) -> str:
+    who, count = ("srun" if launch.by_srun else "mpiexec"), launch.num_ranks
+    plugin = environ.get("SLURM_MPI_TYPE", "none")
+    srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)
+    mpiexec_line = _mpiexec_line(library, count, command)
+    if not launch.by_srun:
+        found = f"{who} started {count} ranks ({launch.variable})"
+        advice = f"that {who} belongs to another MPI; start with {mpiexec_line}"
+    elif plugin.startswith(library.slurm_plugin):
+        found = f"srun --mpi={plugin} started {count} ranks ({launch.variable})"
+        advice = f"this build of the library does not speak that; inside the allocation use {mpiexec_line}"
+    else:
+        found = f"srun --mpi={plugin} started {count} ranks ({launch.variable})"
+        advice = f"start with `{srun_line}`, or inside the allocation with {mpiexec_line}"
+        if library is _OTHER_LIBRARY:
+            advice += "; `srun --mpi=list` shows each TYPE"
+    unset = " ".join(f"-u {name}" for name in _ALL_VARIABLES if name in environ)
+    return (
+        f"{found}, but {library.name} does not see them: each would be alone in a world of 1. Needed is one "
+        f"world of {count}: {advice}. (If separate programs are meant: `env {unset} python ...`.)"
+    )
+
+
+def _srun_line(library: _Library, num_tasks: int, num_nodes: str | None, command: Sequence[str]) -> str:
+    nodes = f" -N {num_nodes}" if num_nodes else ""
+    return f"srun --mpi={library.slurm_plugin}{nodes} -n {num_tasks} {_python_line(command)}"
+
+
+def _mpiexec_line(library: _Library, num_ranks: int, command: Sequence[str]) -> str:
+    """Give the command with the very mpiexec, if it lies beside the interpreter as with pip's MPI wheels."""
+    folder = os.path.dirname(command[0]) if command else ""
+    beside = os.path.join(folder, "mpiexec")
+    companion = os.path.join(folder, library.companion)
+    if folder and library.companion and os.path.exists(beside) and os.path.exists(companion):
+        return f"`{beside} -n {num_ranks} {_python_line(command)}`"
+    return f"`mpiexec -n {num_ranks} {_python_line(command)}`, where mpiexec is that of {library.name}"
+
+
+def _python_line(command: Sequence[str]) -> str:
+    # sys.argv has no interpreter.
+    has_interpreter = bool(command) and not command[0].endswith(".py")
+    return shlex.join(command if has_interpreter else ["python", *command])

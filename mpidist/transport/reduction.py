@@ -1,0 +1,68 @@
+"""Which elementwise operation joins the ranks' numbers, and in what precision."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import numpy as np
+
+__all__ = ["Reduction", "accumulator_dtype", "is_half"]
+
+UFUNCS: Final = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@final
+@dataclass(frozen=True)
+class Reduction:
+    """An elementwise reduction over ranks.
+
+    Half-precision numbers are joined in a float32 accumulator that is divided by `divisor` and then rounded, so
+    that a mean does not overflow on its way. For all other dtypes `divisor` is 1 and the caller divides.
+
+    Args:
+        op: `"sum"`, `"prod"`, `"min"` or `"max"`.
+        divisor: What the accumulator of half-precision numbers is divided by before it is rounded.
+        in_rank_order: Join the contributions in rank order, whatever the transport would do.
+    """
+
+    op: str = "sum"
+    divisor: int = 1
+    in_rank_order: bool = False
+
+    @property
+    def rest(self) -> Reduction:
+        """The reduction for the phases after the first: the same, with the division done."""
+        return self if self.divisor == 1 else replace(self, divisor=1)
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        """The operation on two arrays."""
+        return UFUNCS[self.op]
+
+    def finish(self, buffer: Any) -> None:
+        """Do to one rank's numbers what `join` does when there are no others: divide them."""
+        if self.divisor != 1:
+            buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
+
+    def join(self, parts: Any, out: Any) -> None:
+        """Reduce the rows of `parts` [P, m] into `out` [m], in order, rounding once."""
+        total = parts[0].astype(accumulator_dtype(out.dtype))
+        for part in parts[1:]:
+            self.ufunc(total, part, out=total, casting="unsafe")
+        if self.divisor != 1:
+            total /= self.divisor
+        out[...] = total
+
+
+@functools.cache
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is float16 or bfloat16 (of the package `ml_dtypes`, which need not be installed)."""
+    return dtype == np.float16 or dtype.name == "bfloat16"
+
+
+@functools.cache
+def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which numbers of `dtype` are joined."""
+    return np.dtype(np.float32) if is_half(dtype) else dtype

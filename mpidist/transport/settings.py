@@ -1,0 +1,98 @@
+"""What the environment says: the `MPIDIST_` variables, read once when a strategy is built."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar, final
+
+__all__ = ["Settings"]
+
+_T = TypeVar("_T")
+_LOG_LEVELS: Final[dict[str, str | None]] = {
+    level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+}
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The environment's say in how a group of ranks works together.
+
+    Attributes:
+        pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
+        check: Whether ranks compare what they call before data moves.
+        timeout_seconds: How long a call waits for the others when nobody says; `None` waits for ever.
+        abort_on_error: Whether an uncaught exception on one rank ends the whole job.
+        log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
+    """
+
+    pretend_nodes: tuple[int, ...] | None = None
+    check: bool = True
+    timeout_seconds: float | None = None
+    abort_on_error: bool = True
+    log_level: str | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Settings:
+        """Read the settings.
+
+        Raises:
+            ValueError: If a variable has a value that it cannot have. The text names the variable.
+        """
+        return cls(
+            pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),
+            check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
+            timeout_seconds=_seconds(environ, "MPIDIST_TIMEOUT_SECONDS"),
+            abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
+            log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
+        )
+
+    def apply_log_level(self) -> None:
+        """Let the `mpidist` loggers write to standard error at the level asked for, if one was."""
+        if self.log_level is None:
+            return
+        logger = logging.getLogger("mpidist")
+        logger.setLevel(self.log_level)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("mpidist %(levelname)s %(message)s"))
+            logger.addHandler(handler)
+
+
+def _choice(environ: Mapping[str, str], name: str, choices: dict[str, _T], default: _T, upper: bool = False) -> _T:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    text = text.upper() if upper else text
+    if text not in choices:
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is one of {', '.join(choices)}")
+    return choices[text]
+
+
+def _nodes(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
+    text = environ.get(name, "").strip()  # 0,0,1,1
+    if not text:
+        return None
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"{name}={environ[name]!r} is not understood; it is the node of each rank of the world, "
+            "whole numbers with commas between them: 0,0,1,1"
+        ) from None
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds) or seconds < 0:
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of seconds >= 0")
+    return seconds or None

@@ -1,0 +1,220 @@
+"""A group of ranks that work in step: its topology, its communicators, and its end.
+
+Everything is made on duplicates of the user's communicator, so that the user's messages and ours never meet, and
+freed in reverse order by `close`: communicators are never freed by garbage collection, which runs at other times on
+other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, final
+
+import numpy
+
+from mpidist.errors import TopologyError
+from mpidist.transport import on_error
+from mpidist.transport.agreement import LEAVE, Agreement, MpiAgreement, SoloAgreement
+from mpidist.transport.launch import check_launch
+from mpidist.transport.levels import Levels
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory import SharedArrays
+from mpidist.transport.topology import Topology
+
+__all__ = ["SyncGroup"]
+
+_open_groups: Final[list[SyncGroup]] = []
+
+
+@final
+class SyncGroup:
+    """Ranks that make the same calls in the same order.
+
+    Made by `solo` or `from_mpi`; the constructor only stores.
+
+    Attributes:
+        topology: The placement of the ranks.
+        levels: The communicators of the topology, for host memory.
+        shared: The arrays in memory that all ranks of a node reach.
+        settings: What the environment says.
+    """
+
+    def __init__(self, parent: Intracomm | None, topology: Topology, settings: Settings, max_chunk_bytes: int) -> None:
+        self.topology = topology
+        self.settings = settings
+        self._parent = parent
+        self._max_chunk_bytes = max_chunk_bytes
+        self._is_closed = False
+        self.levels: Levels
+        self._agreement: Agreement
+        self._connect()
+        self.shared = SharedArrays(self.levels.within_node)
+
+    @classmethod
+    def solo(cls) -> SyncGroup:
+        """Make the group of this process alone. Needs no MPI."""
+        settings = Settings.from_environment(os.environ)
+        settings.apply_log_level()
+        return cls(None, Topology(0, (0,), (socket.gethostname(),)), settings, MAX_CHUNK_BYTES)
+
+    @classmethod
+    def from_mpi(cls, comm: Intracomm | None, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> SyncGroup:
+        """Make the group of an MPI communicator's ranks. Collective over it.
+
+        Args:
+            comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
+            max_chunk_bytes: Larger arrays are sent in several calls.
+
+        Raises:
+            UnavailableError: If there is no MPI.
+            TopologyError: If the launcher started many worlds of one rank, or the ranks cannot work together.
+            ValueError: If an `MPIDIST_` variable cannot be understood.
+        """
+        mpi = load_mpi()
+        if comm is None:
+            comm = mpi.COMM_WORLD
+        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+            raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
+        check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), sys.argv)
+        comm = comm.Dup()
+        try:
+            settings = _agreed_settings(comm)
+            topology = _discover(comm, settings.pretend_nodes, mpi.COMM_WORLD)
+        except (ValueError, TopologyError):  # the same on all ranks
+            comm.Free()
+            raise
+        settings.apply_log_level()
+        if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
+            on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
+        return cls(comm, topology, settings, max_chunk_bytes)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def agree(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
+        if self._is_closed:
+            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self._agreement.join(call, fingerprint, describe, timeout_seconds, error)
+
+    def any_of(self, flags: int) -> int:
+        """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
+        return self._agreement.any_of(flags)
+
+    def exchange(self, item: Any) -> list[Any]:
+        """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `agree`."""
+        return self._agreement.exchange(item)
+
+    def reset(self) -> None:
+        """Start anew on fresh communicators, whatever state the old ones are in. Collective over all ranks."""
+        if self._is_closed:
+            raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
+        self._connect()
+
+    def close(self) -> None:
+        """Free the communicators. Collective; a second call does nothing.
+
+        Raises:
+            PeerFailedError: If another rank makes another call instead.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self in _open_groups:
+            _open_groups.remove(self)
+        if self._agreement.broken is None:
+            self._agreement.join(LEAVE, 0, dict)
+        if self._agreement.broken is not None:
+            return  # ranks that do not come cannot free together
+        self.shared.free()
+        self.levels.free()
+        self._agreement.free()
+        if self._parent is not None:
+            self._parent.Free()
+
+    def _connect(self) -> None:
+        if self._parent is None or self.topology.size == 1:
+            self.levels, self._agreement = Levels.solo(), SoloAgreement()
+            return
+        self._agreement = MpiAgreement(self._parent.Dup(), self.settings.check, self.settings.timeout_seconds)
+        self.levels = Levels.from_mpi(self._parent, self.topology, self._max_chunk_bytes)
+        if self not in _open_groups:
+            _open_groups.append(self)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell the other ranks that this one's program ends, so that nobody waits for it."""
+    while _open_groups:
+        _open_groups[0].close()
+
+
+def _agreed_settings(comm: Intracomm) -> Settings:
+    """Read the environment, and see that all ranks read the same. Collective."""
+    try:
+        settings, error = Settings.from_environment(os.environ), None
+    except ValueError as problem:
+        settings, error = Settings(), str(problem)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
+    versions = {"Python": sys.version.split()[0], "NumPy": numpy.__version__}
+    everyone = comm.allgather((error, variables, versions))
+    for rank, (its_error, _, _) in enumerate(everyone):
+        if its_error:
+            raise ValueError(f"rank {rank}: {its_error}")
+    for what, reports in (("environment variable", 1), ("version", 2)):
+        for name in sorted({name for report in everyone for name in report[reports]}):
+            values: dict[Any, list[int]] = {}
+            for rank, report in enumerate(everyone):
+                values.setdefault(report[reports].get(name), []).append(rank)
+            if len(values) > 1:
+                who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
+                raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
+    return settings
+
+
+def _discover(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
+    """Find out which ranks share memory. Collective."""
+    mpi = load_mpi()
+    rank, hostname = comm.Get_rank(), socket.gethostname()
+    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    first_here = sharing.bcast(rank, root=0)
+    sharing.Free()
+    label: Hashable = first_here
+    if pretend_nodes is not None:
+        if len(pretend_nodes) != world.Get_size():
+            raise TopologyError(
+                f"MPIDIST_PRETEND_NODES names the nodes of {len(pretend_nodes)} ranks, and the world has "
+                f"{world.Get_size()}; give one number per rank, for example 0,0,1,1 for 4 ranks"
+            )
+        label = pretend_nodes[world.Get_rank()]
+    everyone = comm.allgather((label, first_here, hostname))
+    labels = [label for label, _, _ in everyone]
+    for label, ranks in _group(labels).items():
+        if len({everyone[other][1] for other in ranks}) > 1:
+            raise TopologyError(
+                f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
+                "it can split real nodes, not join them"
+            )
+    return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
+
+
+def _group(labels: list[Hashable]) -> dict[Hashable, list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for rank, label in enumerate(labels):
+        groups.setdefault(label, []).append(rank)
+    return groups

@@ -1,0 +1,98 @@
+"""Who is where: the ranks of a group, and the nodes that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from mpidist.transport.ranks import name_ranks
+
+__all__ = ["Topology"]
+
+
+@final
+@dataclass(frozen=True)
+class Topology:
+    """The placement of ranks on nodes. A node is the ranks that share memory.
+
+    Args:
+        rank: This rank in the group.
+        node_of_rank: The node of each rank. Nodes are numbered in order of first appearance by rank.
+        hostnames: The host name of each rank.
+    """
+
+    rank: int
+    node_of_rank: tuple[int, ...]
+    hostnames: tuple[str, ...]
+
+    @classmethod
+    def from_labels(cls, rank: int, labels: Sequence[Hashable], hostnames: Sequence[str]) -> Topology:
+        """Number the nodes that are given by any label per rank, in order of first appearance."""
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return cls(rank, tuple(numbers[label] for label in labels), tuple(hostnames))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.node_of_rank)
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return self.node_of_rank[self.rank]
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return max(self.node_of_rank) + 1
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, in order."""
+        return tuple(
+            tuple(rank for rank, its in enumerate(self.node_of_rank) if its == node) for node in range(self.num_nodes)
+        )
+
+    @cached_property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Number of ranks of each node."""
+        return tuple(len(ranks) for ranks in self.nodes)
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Each rank's place among the ranks of its node."""
+        return tuple(self.nodes[node].index(rank) for rank, node in enumerate(self.node_of_rank))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place among the ranks of its node."""
+        return self.local_ranks[self.rank]
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this rank's node."""
+        return self.node_sizes[self.node]
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each node."""
+        return tuple(ranks[0] for ranks in self.nodes)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.local_rank == 0
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether every node has as many ranks."""
+        return len(set(self.node_sizes)) == 1
+
+    def __str__(self) -> str:
+        nodes = (
+            f"node {node} ({self.hostnames[ranks[0]]}): {name_ranks(ranks)}" for node, ranks in enumerate(self.nodes)
+        )
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"{ranks} on {self.num_nodes} node{'s' if self.num_nodes > 1 else ''}; {'; '.join(nodes)}"
