@@ -34,14 +34,11 @@ def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ:
         TopologyError: If the environment does not tell the layout, or contradicts it.
         ValueError: If the size of a plane is no number.
     """
-    layouts: list[list[int]] = []
-    for num_together in _tasks_per_turn(hosts, environ):
-        layout = _deal(num_tasks_by_host, num_together)
-        if layout not in layouts:
-            layouts.append(layout)
+    layouts = [_deal(num_tasks_by_host, num_together) for num_together in _tasks_per_turn(hosts, environ)]
     contradictions = [_contradiction(layout, hosts, environ) for layout in layouts]
     fitting = [layout for layout, wrong in zip(layouts, contradictions, strict=True) if wrong is None]
-    if len(fitting) == 1:
+    # One task a node is the same whether dealt as block or cyclic.
+    if fitting and all(layout == fitting[0] for layout in fitting):
         return fitting[0]
     said = f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}"
     if fitting:
@@ -51,7 +48,7 @@ def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ:
         )
     raise TopologyError(
         f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
-        f"with {said} on {list(hosts)}, {' or '.join(filter(None, contradictions))}; {ADVICE}"
+        f"with {said} on {list(hosts)}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {ADVICE}"
     )
 
 

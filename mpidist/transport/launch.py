@@ -72,7 +72,13 @@ _ALL_VARIABLES: Final = (
 @final
 @dataclass(frozen=True)
 class _Launch:
-    """What a launcher said: so many ranks, in this variable."""
+    """What a launcher said.
+
+    Attributes:
+        num_ranks: How many ranks it started.
+        variable: Where it said so.
+        by_srun: Whether it was srun, rather than an mpiexec.
+    """
 
     num_ranks: int
     variable: str
@@ -157,7 +163,7 @@ def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | Non
     # PMIx keeps the size to itself; rank 0 does not know better, the others do.
     last_rank = _number(environ, "PMIX_RANK")
     if not sizes and last_rank > 0:
-        return _Launch(last_rank + 1, f"PMIX_RANK={last_rank}", by_srun=False)
+        return _Launch(last_rank + 1, f"at least, as PMIX_RANK={last_rank}", by_srun=False)
     return None
 
 
@@ -174,13 +180,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _explain(launch: _Launch, library: _Library, environ: Mapping[str, str], command: Sequence[str]) -> str:
-    who, count = ("srun" if launch.by_srun else "mpiexec"), launch.num_ranks
+    count = launch.num_ranks
     plugin = environ.get("SLURM_MPI_TYPE", "none")
     srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)
     mpiexec_line = _mpiexec_line(library, count, command)
     if not launch.by_srun:
-        found = f"{who} started {count} ranks ({launch.variable})"
-        advice = f"that {who} belongs to another MPI; start with {mpiexec_line}"
+        found = f"mpiexec started {count} ranks ({launch.variable})"
+        advice = f"that mpiexec belongs to another MPI; start with {mpiexec_line}"
     elif plugin.startswith(library.slurm_plugin):
         found = f"srun --mpi={plugin} started {count} ranks ({launch.variable})"
         advice = f"this build of the library does not speak that; inside the allocation use {mpiexec_line}"

@@ -21,7 +21,7 @@ from mpidist.transport import on_error
 from mpidist.transport.agreement import LEAVE, Agreement, MpiAgreement, SoloAgreement
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, command_line, load_mpi
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import SharedArrays
@@ -81,7 +81,7 @@ class SyncGroup:
             comm = mpi.COMM_WORLD
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
             raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
-        check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), sys.argv)
+        check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
         comm = comm.Dup()
         try:
             settings = _agreed_settings(comm)

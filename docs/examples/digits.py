@@ -1,0 +1,151 @@
+"""Train a small network on scikit-learn's handwritten digits, on any number of ranks.
+
+    python digits.py                      one rank, no launcher
+    mpiexec -n 4 python digits.py         four ranks, the same result
+    mpiexec -n 4 python digits.py --device gpu
+
+Every rank holds the whole network. At each step a rank computes the gradients of its part of the batch, the
+gradients are summed over all ranks, and every rank takes the same step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import mpidist
+
+HIDDEN, CLASSES = 128, 10
+
+
+class Batches:
+    """Global batches of the training images, in another order at each pass; the same on every rank."""
+
+    def __init__(self, images: Any, labels: Any, batch_size: int, seed: int) -> None:
+        self._images, self._labels, self._batch_size = images, labels, batch_size
+        self._random = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        order = self._random.permutation(len(self._images))
+        for start in range(0, len(order), self._batch_size):
+            rows = order[start : start + self._batch_size]
+            yield self._images[rows], self._labels[rows]
+
+
+def make_network(xp: Any, seed: int, num_inputs: int) -> list[mpidist.Variable]:
+    """Make the weights and biases of two layers, and a velocity for each. Collective."""
+    random = np.random.default_rng(seed)
+    sizes = [(num_inputs, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)]
+    values = [random.normal(0, (2 / size[0]) ** 0.5, size) if len(size) > 1 else np.zeros(size) for size in sizes]
+    return [mpidist.Variable(xp.asarray(value), dtype=np.float32) for value in values]
+
+
+def forward(xp: Any, weights: list[Any], images: Any) -> tuple[Any, Any]:
+    """Return the hidden layer and the probability of each class."""
+    w1, b1, w2, b2 = weights
+    hidden = xp.maximum(images @ w1 + b1, 0)
+    scores = hidden @ w2 + b2
+    powers = xp.exp(scores - scores.max(axis=1, keepdims=True))
+    return hidden, powers / powers.sum(axis=1, keepdims=True)
+
+
+def backward(xp: Any, weights: list[Any], images: Any, labels: Any) -> tuple[list[Any], Any]:
+    """Return the gradients of this rank's images, summed and not averaged, and their summed loss."""
+    hidden, probability = forward(xp, weights, images)
+    rows = xp.arange(len(labels))
+    loss = -xp.log(probability[rows, labels] + 1e-12).sum()
+    error = probability.copy()
+    error[rows, labels] -= 1
+    back = (error @ weights[2].T) * (hidden > 0)
+    return [images.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)], loss
+
+
+def train_step(
+    xp: Any, network: list[mpidist.Variable], velocity: list[Any], images: Any, labels: Any, rate: float
+) -> tuple[float, int]:
+    """Take one step, the same on every rank, and return the loss and the number of images of the whole batch."""
+    context = mpidist.get_replica_context()
+    assert context is not None
+    gradients, loss = backward(xp, [variable.local_value() for variable in network], images, labels)
+    # Sums over all ranks, and the count with them: ranks with fewer images weigh less, with none nothing.
+    gradients, (loss, count) = context.all_reduce("sum", (gradients, (float(loss), len(labels))))
+    for variable, speed, gradient in zip(network, velocity, gradients, strict=True):
+        speed *= 0.9
+        speed -= rate * gradient / count
+        variable.assign_add(speed)
+    return loss, count
+
+
+def digest(network: list[mpidist.Variable]) -> np.ndarray:
+    """Return the first bytes of a hash of all weights of this rank."""
+    content = b"".join(variable.numpy().tobytes() for variable in network)
+    return np.frombuffer(hashlib.sha256(content).digest()[:8], np.uint8)
+
+
+def show(line: str, end: str = "") -> None:
+    """Write over the last progress line."""
+    sys.stdout.write(f"\r{line:<78}{end}")
+    sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits, on any number of ranks.")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=64, help="images of all ranks together")
+    parser.add_argument("--learning-rate", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, test, and compare the weights of all ranks."""
+    options = parse()
+    if options.device == "gpu":
+        import cupy as xp
+    else:
+        xp = np
+    data, target = load_digits(return_X_y=True)
+    images, test_images, labels, test_labels = train_test_split(
+        (data / 16).astype(np.float32), target, test_size=0.2, stratify=target, random_state=options.seed
+    )
+    start = time.perf_counter()
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        network = make_network(xp, options.seed, images.shape[1])
+        velocity = [xp.zeros(variable.shape, np.float32) for variable in network]
+        batches = Batches(images, labels, options.batch_size, options.seed)
+        dataset = strategy.experimental_distribute_dataset(batches)
+        for epoch in range(1, options.epochs + 1):
+            loss = count = 0.0
+            for part, part_labels in dataset:
+                args = (xp, network, velocity, xp.asarray(part), xp.asarray(part_labels), options.learning_rate)
+                step_loss, step_count = strategy.run(train_step, args=args)
+                loss, count = loss + step_loss, count + step_count
+            if strategy.is_chief:
+                show(f"epoch {epoch:3d} of {options.epochs}   loss {loss / count:.4f}")
+    _, probability = forward(xp, [variable.local_value() for variable in network], xp.asarray(test_images))
+    correct = float((probability.argmax(axis=1) == xp.asarray(test_labels)).mean())
+    digests = strategy.gather(digest(network)[None, :], axis=0)
+    if strategy.is_chief:
+        show(f"epoch {options.epochs:3d} of {options.epochs}   loss {loss / count:.4f}", end="\n")
+        seconds = time.perf_counter() - start
+        print(f"{correct:.1%} of {len(test_labels)} held-out digits, {seconds:.1f} s, {strategy.topology}")
+    if not (digests == digests[0]).all():
+        raise SystemExit(f"the ranks hold different weights: {[bytes(row).hex() for row in digests]}")
+    if strategy.is_chief:
+        print(f"weights {bytes(digests[0]).hex()}, the same on all {len(digests)} ranks")
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Pretended nodes: the same ranks, placed on nodes in every way that has ever broken a hierarchy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+__all__ = ["PLACEMENTS", "placement"]
+
+# Name -> node of a rank, for any number of ranks. With 4 ranks: 4, 2+2, 3+1, 1+1+2, and 2+2 dealt out in turn.
+PLACEMENTS: dict[str, Callable[[int, int], int]] = {
+    "one node": lambda rank, size: 0,
+    "even": lambda rank, size: 2 * rank // size,
+    "uneven": lambda rank, size: int(rank == size - 1),
+    "growing": lambda rank, size: min(rank, 2),
+    "cyclic": lambda rank, size: rank % 2,
+}
+
+
+@pytest.fixture(params=list(PLACEMENTS))
+def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, ...]]:
+    """Place the ranks of the world on pretended nodes, for strategies that the test builds."""
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.Get_size()
+    nodes = tuple(PLACEMENTS[request.param](rank, size) for rank in range(size))
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, nodes)))
+    yield nodes
