@@ -1,0 +1,85 @@
+"""The hooks which a conftest imports, or ``-p mpi_session.plugin`` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mpi_session import selection
+from mpi_session.launch import inside_mpi
+from mpi_session.outer import OuterSession, Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_INI = (
+    ("mpi_ranks", "numbers of MPI ranks to run the tests at", "1,2,3,4"),
+    ("mpi_grace", "seconds that a rank which failed waits for the others", "5"),
+    ("mpi_launch_limit", "seconds that the tests may take at one number of ranks", "1200"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mpi", "MPI")
+    group.addoption("--ranks", metavar="1,2,4", help="numbers of MPI ranks (ini: mpi_ranks)")
+    group.addoption("--mpi-grace", metavar="S", help=_INI[1][1] + " (ini: mpi_grace)")
+    group.addoption("--mpi-launch-limit", metavar="S", help=_INI[2][1] + " (ini: mpi_launch_limit)")
+    group.addoption("--mpiexec", metavar="COMMAND", help="launcher that takes -n N, as 'srun --mpi=pmi2'")
+    group.addoption("--mpi-logs", metavar="DIR", type=Path, help="keep the logs of the ranks in this folder")
+    for name, text, default in _INI:
+        parser.addini(name, text, default=default)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    for mark in selection.MARKS:
+        config.addinivalue_line("markers", mark)
+    if inside_mpi():
+        from mpi_session.inner import InnerSession  # the outer session imports no mpi4py
+
+        config.pluginmanager.register(InnerSession(config, _seconds(config, "mpi_grace")), "mpi_session")
+    elif not config.option.collectonly:
+        config.pluginmanager.register(OuterSession(config, _settings(config)), "mpi_session")
+
+
+def _settings(config: pytest.Config) -> Settings:
+    if config.option.usepdb:
+        raise pytest.UsageError("--pdb needs the terminal: run mpiexec -n 1 python -m pytest --pdb ...")
+    logs = config.getoption("mpi_logs")
+    if logs:
+        logs.mkdir(parents=True, exist_ok=True)
+    return Settings(
+        ranks=_ranks(config.getoption("ranks") or config.getini("mpi_ranks")),
+        grace=_seconds(config, "mpi_grace"),
+        launch_limit=_seconds(config, "mpi_launch_limit"),
+        mpiexec=config.getoption("mpiexec"),
+        logs=logs,
+    )
+
+
+def _ranks(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdigit() and int(word) for word in words):
+        raise pytest.UsageError(f"--ranks (ini: mpi_ranks) got {text!r}: give numbers of ranks as 1,2,4")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _seconds(config: pytest.Config, name: str) -> float:
+    text = config.getoption(name) or config.getini(name)
+    try:
+        return float(text)
+    except ValueError:
+        raise pytest.UsageError(f"{name} got {text!r}: give a number of seconds") from None
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    """Give the test a communicator of all ranks, where no other test's messages can be."""
+    from mpi4py import MPI  # the outer session imports no mpi4py
+
+    own = MPI.COMM_WORLD.Dup()
+    yield own
+    own.Free()

@@ -1,0 +1,47 @@
+"""Which tests run at which number of ranks, and which skips CI accepts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+MARKS = (
+    "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks",
+    "no_mpi: needs no MPI; runs at the first number of ranks of the run only",
+    "core: the subset that is run with every MPI library",
+)
+ACCEPTED_SKIP = "needs a GPU"
+
+
+def selected(item: pytest.Item, size: int, all_sizes: Sequence[int]) -> bool:
+    """Tell whether a test runs at this number of ranks."""
+    if item.get_closest_marker("no_mpi"):
+        return size == all_sizes[0]
+    mark = item.get_closest_marker("ranks")
+    return mark is None or _allows(mark, size, item.nodeid)
+
+
+def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:
+    low, high = mark.kwargs.get("min", 1), mark.kwargs.get("max", size)
+    numbers = [*mark.args, low, high]
+    if set(mark.kwargs) - {"min", "max"} or not all(isinstance(number, int) for number in numbers):
+        raise pytest.UsageError(
+            f"{nodeid}: @pytest.mark.ranks takes numbers of ranks, min= and max=, "
+            f"got {mark.args} {mark.kwargs}: write ranks(2, 4) or ranks(min=2)"
+        )
+    return low <= size <= high and (not mark.args or size in mark.args)
+
+
+def in_ci() -> bool:
+    """Tell whether this run is CI's, where a skip is a failure."""
+    return os.environ.get("CI", "").lower() in ("true", "1") or os.environ.get("MPIDIST_CI") == "1"
+
+
+def refused_skip(reason: str) -> str | None:
+    """Return why CI refuses a skip with this reason, or None where it is accepted."""
+    reason = reason.removeprefix("Skipped: ")
+    if not in_ci() or reason.startswith(ACCEPTED_SKIP):
+        return None
+    return f'skipped in CI: {reason!r} (there only a reason that starts with "{ACCEPTED_SKIP}" is accepted)'
