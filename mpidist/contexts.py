@@ -67,12 +67,14 @@ class _Default:
     def __init__(self) -> None:
         self.factory: Callable[[], tuple[Strategy, ReplicaContext]] | None = None
         self.made: tuple[Strategy, ReplicaContext] | None = None
+        self._lock = threading.Lock()
 
     def get(self) -> tuple[Strategy, ReplicaContext]:
         if self.made is None:
             if self.factory is None:
                 raise RuntimeError("there is no default strategy before `import mpidist` is through")
-            self.made = self.factory()
+            with self._lock:  # threads that ask at once get the same one
+                self.made = self.made or self.factory()
         return self.made
 
 
@@ -126,7 +128,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: Inside a `with strategy.scope():`.
+        TypeError: If it is no strategy.
     """
+    if strategy is not None and not hasattr(strategy, "scope"):
+        raise TypeError(f"experimental_set_strategy takes a strategy or None, got {strategy!r}")
     entries = _stack.entries
     if entries and not entries[-1].by_set_strategy:
         raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope or run")

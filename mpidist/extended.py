@@ -11,6 +11,7 @@ import numpy as np
 from mpidist import contexts
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
+from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_context import ReplicaContext
 from mpidist.transport.agreement import fingerprint_of
@@ -36,6 +37,7 @@ class StrategyExtended:
         cross_device_ops: The algorithm, tied to the group.
         device: This rank's device.
         devices: Every rank's device.
+        options: The defaults of all calls.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps,
         device: Device,
         devices: Sequence[str],
+        options: CommunicationOptions | None = None,
     ) -> None:
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._device = device
         self._devices = tuple(devices)
+        self._options = options if options is not None else CommunicationOptions()
         self._strategy: Strategy | None = None
         self._num_variables = 0
 
@@ -72,18 +76,26 @@ class StrategyExtended:
 
         Raises:
             InvalidArgumentError: If the ranks chose other parts. On every rank.
+            TypeError: If `cross_device_ops` is something else.
             UnavailableError: If `options` cannot be followed on this machine.
         """
         bound, error = cross_device_ops, None
+        fields = {"strategy": name}
         try:
+            if not isinstance(cross_device_ops, CrossDeviceOps):
+                raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
             bound = cross_device_ops.bound_to(group, options)
             device.use()
+            fields["cross_device_ops and options"] = str(bound.configuration)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
-        fields = {"strategy": name, "cross_device_ops and options": str(bound.configuration)}
-        group.agree(name, fingerprint_of(fields), lambda: fields, None, error)
+        try:
+            group.agree(name, fingerprint_of(fields), lambda: fields, None, error)
+        except Exception:  # on all ranks
+            group.close()
+            raise
         devices = group.exchange(f"/rank:{group.topology.rank}{device}")
-        return cls(group, bound, device, devices)
+        return cls(group, bound, device, devices, options)
 
     def adopt(self, strategy: Strategy) -> None:
         """Say whose parts these are."""
@@ -236,14 +248,23 @@ class StrategyExtended:
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
         """Wait until all ranks make this call, and compare what they pass. Collective."""
-        self._group.agree(call, fingerprint_of((call, sorted(fields.items()))), lambda: fields, None, error)
+        timeout_seconds = self._options.timeout_seconds
+        self._group.agree(call, fingerprint_of((call, sorted(fields.items()))), lambda: fields, timeout_seconds, error)
+
+    def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+        """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+        return all_gather(self._group, call, open_nest(value), axis, self._options.merge(options))
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
-        """Refuse a call from inside `run`, or from another strategy's scope.
+        """Refuse a call from inside `run`, from another strategy's scope, or after `close`.
 
         Raises:
             RuntimeError: If it is one.
         """
+        if self._group.is_closed:
+            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
         entry = contexts.innermost()
         if entry is None:
             return

@@ -18,7 +18,7 @@ from mpidist.transport.sync_group import SyncGroup
 __all__ = ["all_gather"]
 
 
-def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: CommunicationOptions) -> Any:
     """Concatenate every rank's arrays along an axis. Collective.
 
     One message with the lengths along the axis, then one all-gather per array: S - s bytes in, for a result of S
@@ -49,8 +49,7 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
             fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
     except (TypeError, ValueError) as problem:
         error = problem
-    timeout = None if options is None else options.timeout_seconds
-    group.agree(call, fingerprint_of((call, fields)), lambda: fields, timeout, error)
+    group.agree(call, fingerprint_of((call, fields)), lambda: fields, options.timeout_seconds, error)
     lengths = [array.shape[at] for array, at in zip(operands.arrays, axes, strict=True)]
     everyone = np.empty((group.topology.size, len(lengths)), np.int64)
     everyone[group.topology.rank] = lengths

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts, nest
-from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.values import Mirrored, PerReplica, local
 
@@ -93,7 +92,7 @@ class ReplicaContext:
             InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
         """
         self._require_current("all_gather")
-        return all_gather(self._strategy.extended.group, "all_gather", value, axis, options)
+        return self._strategy.extended.all_gather("all_gather", value, axis, options)
 
     def merge_call(
         self,

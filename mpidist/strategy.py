@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import contexts, nest
@@ -12,7 +12,6 @@ from mpidist.axis_reduction import reduce_along_axis
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.extended import StrategyExtended
-from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.topology import Topology
 from mpidist.values import PerReplica, local, open_nest
@@ -88,12 +87,7 @@ class Strategy(ABC):
             RuntimeError: If another strategy's scope is open, or this is called inside `run`.
         """
         self._extended.require_cross_replica("scope")
-        return self._scope()
-
-    @contextmanager
-    def _scope(self) -> Iterator[Strategy]:
-        with contexts.entered(contexts.Entry(self)):
-            yield self
+        return _Scope(self)
 
     def run(
         self,
@@ -170,7 +164,7 @@ class Strategy(ABC):
             RuntimeError: If this is called inside `run`; `ReplicaContext.all_gather` is for there.
         """
         self._extended.require_cross_replica("gather", "ReplicaContext.all_gather does it there")
-        return all_gather(self._extended.group, "gather", open_nest(value), axis, None)
+        return self._extended.all_gather("gather", value, axis, None)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one. Local."""
@@ -275,3 +269,23 @@ class Strategy(ABC):
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.topology.size} ranks)"
+
+
+@final
+class _Scope(AbstractContextManager[Strategy]):
+    """`with strategy.scope():`. May be entered again, also inside itself."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entries: list[contexts.Entry] = []
+
+    def __enter__(self) -> Strategy:
+        self._strategy.extended.require_cross_replica("scope")  # the moment is another than that of `scope()`
+        entry = contexts.Entry(self._strategy)
+        contexts.push(entry)
+        self._entries.append(entry)
+        return self._strategy
+
+    def __exit__(self, *exc: object) -> None:
+        contexts.pop(self._entries[-1])
+        self._entries.pop()

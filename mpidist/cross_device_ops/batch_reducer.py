@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import check_outs, keep_apart, target_arrays
@@ -26,8 +26,7 @@ _MAX_SHAPES: Final = 1024  # of calls remembered; a program that makes more has 
 
 
 @final
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a caller asks for: everything about a call but the values. Equal on all ranks.
 
     Attributes:
@@ -106,7 +105,7 @@ class BatchReducer:
                         for _, all_at, plan in shape.parts
                         for at, dtype in zip(all_at, plan.results, strict=True)
                     }
-                    check_outs(outs, operands.specs, [dtypes[at] for at in range(len(values))])
+                    check_outs(outs, operands.arrays, operands.specs, [dtypes[at] for at in range(len(values))])
             except (TypeError, ValueError) as problem:
                 error = problem
         self._group.agree(

@@ -17,32 +17,48 @@ from mpidist.transport.shared_memory import SharedArrays
 __all__ = ["check_outs", "keep_apart", "target_arrays"]
 
 
-def check_outs(outs: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> None:
+def check_outs(
+    outs: Sequence[Any], arrays: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]
+) -> None:
     """See that arrays can take results.
 
     Args:
         outs: The arrays.
-        specs: The values that are reduced.
+        arrays: The values that are reduced. An out that is its own argument has the right shape, for certain.
+        specs: Their shapes and dtypes.
         dtypes: The dtype of each result.
 
     Raises:
         InvalidArgumentError: If one is no array, has another shape or dtype, is read-only, or overlaps another.
     """
-    for index, (out, spec, dtype) in enumerate(zip(outs, specs, dtypes, strict=True)):
-        want = Spec(spec.shape, dtype, spec.device)
-        if not hasattr(out, "dtype") or not hasattr(out, "strides"):
-            raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
-        got = Spec(out.shape, out.dtype.newbyteorder("="), native.is_device(out))
-        if got != want:
-            raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+    for index, (out, array, spec, dtype) in enumerate(zip(outs, arrays, specs, dtypes, strict=True)):
+        if out is not array or spec.dtype != dtype:
+            _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
         if not getattr(out.flags, "writeable", True):
             raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
-        if any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True)):
+        if not out.flags.c_contiguous and _has_shared_elements(out):
             raise InvalidArgumentError(f"out {index} has several elements in one place (a stride of 0)")
+    if len(outs) > 1:
+        _check_apart(outs)
+
+
+def _check_spec(index: int, out: Any, want: Spec) -> None:
+    if not hasattr(out, "dtype") or not hasattr(out, "strides"):
+        raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
+    got = Spec(out.shape, out.dtype.newbyteorder("="), native.is_device(out))
+    if got != want:
+        raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+
+
+def _check_apart(outs: Sequence[Any]) -> None:
     bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
     for (_, stop, one), (start, _, other) in pairwise(bounds):
         if start < stop:
             raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
+
+
+def _has_shared_elements(out: Any) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True))
 
 
 def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:
@@ -61,6 +77,8 @@ def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list
 
 def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     """Copy every argument that the result of another would overwrite before it was read."""
+    if all(array is target for array, target in zip(arrays, targets, strict=True)):
+        return list(arrays)
     bounds = sorted(native.memory_bounds(target) for target in targets)
     starts = [start for start, _ in bounds]
     apart = []

@@ -31,6 +31,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
         TopologyError: If the ranks are on several nodes.
+        TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops` is something else.
         UnavailableError: If there is no MPI, or no such device.
         ValueError: If the number of devices is not the number of ranks, or one is not understood.
     """
@@ -42,6 +43,8 @@ class MirroredStrategy(Strategy):
         *,
         comm: Intracomm | None = None,
     ) -> None:
+        if devices is not None and not isinstance(devices, Sequence):
+            raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
         group = SyncGroup.from_mpi(comm)
         try:
             _require_one_node(group)
@@ -74,4 +77,4 @@ def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
             f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks; one rank is one replica on one "
             f"device, so start as many ranks as devices: `mpiexec -n {len(devices)} python ...`"
         )
-    return Device.parse(devices[topology.rank])
+    return [Device.parse(text) for text in devices][topology.rank]  # all of them: an error is every rank's

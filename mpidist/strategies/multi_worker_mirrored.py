@@ -34,7 +34,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises:
         TopologyError: If the resolver contradicts MPI. On every rank.
         UnavailableError: If there is no MPI, or the options cannot be followed here.
-        TypeError: If the resolver or the options are something else.
+        TypeError: If the resolver, the options or `cross_device_ops` are something else.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def _check(cluster_resolver: ClusterResolver, group: SyncGroup) -> None:
     problem = None
     try:
         cluster_resolver.check(group.topology.size, group.topology.rank)
-    except (TopologyError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
         problem = f"{type(error).__name__}: {error}"
     problems = group.exchange(problem)
     for rank, text in enumerate(problems):

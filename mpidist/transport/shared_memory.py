@@ -20,12 +20,12 @@ _ALIGNMENT: Final = 64  # a cache line, so that ranks which write side by side d
 class SharedArrays:
     """The shared windows of one node.
 
-    Args:
+    Attributes:
         within_node: The ranks of the node.
     """
 
     def __init__(self, within_node: Communicator) -> None:
-        self._within_node = within_node
+        self.within_node = within_node
         self._windows: list[Any] = []
         self._per_node: list[tuple[int, int]] = []
 
@@ -40,7 +40,7 @@ class SharedArrays:
         Returns:
             A C-contiguous array of uninitialised numbers, which lives until `free`.
         """
-        node = self._within_node
+        node = self.within_node
         if not isinstance(node, MpiCommunicator):  # one rank: its own memory is all that the node shares
             return np.empty(shape, dtype)
         nbytes = prod(shape) * dtype.itemsize
@@ -69,10 +69,10 @@ class SharedArrays:
 
         Returns when the numbers are there for this rank to read.
         """
-        if self._within_node.rank == 0:
+        if self.within_node.rank == 0:
             out[...] = result
         self._sync()
-        self._within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
+        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
         self._sync()
 
     def free(self) -> None:

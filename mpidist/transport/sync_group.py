@@ -121,10 +121,14 @@ class SyncGroup:
         return self._agreement.exchange(item)
 
     def reset(self) -> None:
-        """Start anew on fresh communicators, whatever state the old ones are in. Collective over all ranks."""
+        """Start anew on fresh communicators. Collective over all ranks.
+
+        The old ones are left behind: messages of a call that failed may still be under way in them.
+        """
         if self._is_closed:
             raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
         self._connect()
+        self.shared.within_node = self.levels.within_node
 
     def close(self) -> None:
         """Free the communicators. Collective; a second call does nothing.
@@ -160,7 +164,7 @@ class SyncGroup:
 @atexit.register
 def _leave_all() -> None:
     """Tell the other ranks that this one's program ends, so that nobody waits for it."""
-    while _open_groups:
+    while _open_groups and not load_mpi().Is_finalized():
         _open_groups[0].close()
 
 
