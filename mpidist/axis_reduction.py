@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -13,15 +13,18 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.reduction import accumulator_dtype
-from mpidist.values import local
+from mpidist.values import Mirrored, local
 
 __all__ = ["reduce_along_axis"]
 
-_CALL: Final = "reduce along an axis"
-
 
 def reduce_along_axis(
-    ops: CrossDeviceOps, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None
+    ops: CrossDeviceOps,
+    num_ranks: int,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int,
+    options: CommunicationOptions | None,
 ) -> Any:
     """Reduce arrays along an axis on every rank, then over ranks. Collective.
 
@@ -29,6 +32,7 @@ def reduce_along_axis(
 
     Args:
         ops: The algorithm, tied to the ranks.
+        num_ranks: Number of ranks.
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along `axis`.
         axis: The axis; negative counts from the end.
@@ -39,6 +43,7 @@ def reduce_along_axis(
 
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, or a value has no such axis. On every rank.
+        ValueError: If a mirrored value of several ranks is to be summed.
     """
     leaves, _ = nest.flatten(value)
     parts: list[Any] = []
@@ -46,18 +51,21 @@ def reduce_along_axis(
     op = ReduceOp.SUM
     try:
         op = ReduceOp(reduce_op)
+        if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
+            raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
         parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]
     except (TypeError, ValueError) as problem:
         error = problem
-    sums = [part for part, _, _ in parts]
+    call = f"reduce along axis {axis}"  # as ranks compare it
+    sums = nest.rebuild(value, [part for part, _, _ in parts]) if error is None else []
     if op is not ReduceOp.MEAN:
-        results = ops.all_reduce(op, sums, options, call=_CALL, error=error)
+        results, _ = nest.flatten(ops.all_reduce(op, sums, options, call=call, error=error))
     else:
         counts = [np.asarray(count, np.int64) for _, count, _ in parts]
-        totals, counts = ops.all_reduce(ReduceOp.SUM, (sums, counts), options, call=_CALL, error=error)
+        totals, counts = ops.all_reduce(ReduceOp.SUM, (sums, counts), options, call=call, error=error)
         results = [
-            (total / int(count)).astype(dtype)
-            for total, count, (_, _, dtype) in zip(totals, counts, parts, strict=True)
+            _divide(total, int(count), dtype)
+            for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, parts, strict=True)
         ]
     kinds = [arrays.library_of(local(leaf)) for leaf in leaves]
     restored = [kind.from_native(array, local(leaf)) for kind, array, leaf in zip(kinds, results, leaves, strict=True)]
@@ -86,6 +94,12 @@ def _reduce_here(op: ReduceOp, value: Any, axis: int) -> tuple[Any, int, np.dtyp
         method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
         part = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
     return (part if op is ReduceOp.MEAN else part.astype(native)), array.shape[axis], result
+
+
+def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:
+    mean = arrays.empty(total.shape, dtype, arrays.is_device(total))
+    mean[...] = total / count
+    return mean
 
 
 def _identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:

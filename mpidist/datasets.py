@@ -110,13 +110,14 @@ class DistributedDataset:
 
     @classmethod
     def from_global_batches(
-        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions
+        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
         """Cut every batch in contiguous parts, one per rank, that differ by one row at most.
 
         Raises:
             NotImplementedError: With `InputReplicationMode.PER_REPLICA`.
         """
+        options = _options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function; a data set of global "
@@ -127,13 +128,13 @@ class DistributedDataset:
 
     @classmethod
     def from_own_batches(
-        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions
+        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
         """Take every rank's batches as they are."""
-        return cls(extended, dataset, lambda batch: batch, options)
+        return cls(extended, dataset, lambda batch: batch, _options(options))
 
     def __iter__(self) -> Iterator[Any]:
-        return _DistributedIterator(self._extended, iter(self._batches), self._part, self._fetch)
+        return _DistributedIterator(self._extended, self._batches, self._part, self._fetch)
 
 
 @final
@@ -141,10 +142,11 @@ class _DistributedIterator:
     """One pass over a distributed data set."""
 
     def __init__(
-        self, extended: StrategyExtended, batches: Iterator[Any], part: Callable[[Any], Any], fetch: bool
+        self, extended: StrategyExtended, batches: Iterable[Any], part: Callable[[Any], Any], fetch: bool
     ) -> None:
         self._extended = extended
         self._batches = batches
+        self._source: Iterator[Any] | None = None
         self._part = part
         self._fetch = fetch
         self._empty: Any = None
@@ -163,11 +165,13 @@ class _DistributedIterator:
         part, error = None, None
         flags = 0
         try:
-            part = self._part(next(self._batches))
+            if self._source is None:
+                self._source = iter(self._batches)
+            part = self._part(next(self._source))
             flags = _HAS_BATCH
         except StopIteration:
             flags = 0 if self._knows_empty else _LACKS_SPEC
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever reading runs into, the other ranks must learn of it
             flags, error = _HAS_ERROR, problem
         return self._step(part, flags, error)
 
@@ -176,7 +180,7 @@ class _DistributedIterator:
         self._extended.agree("next of a distributed data set", {})
         united = group.any_of(flags)
         if united & _HAS_ERROR:
-            _raise_everybodys(group.exchange(error), error)
+            _raise_everybodys(group.exchange(error and f"{type(error).__name__}: {error}"), error)
         if not united & _HAS_BATCH:
             self._is_over = True
             raise StopIteration
@@ -187,6 +191,12 @@ class _DistributedIterator:
             self._empty, self._knows_empty = next(empty for knows, empty in known if knows), True
         result = part if flags & _HAS_BATCH else self._empty
         return nest.map_structure(_to_device, result) if self._fetch else result
+
+
+def _options(options: InputOptions | None) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"options must be an InputOptions or None, got {type(options).__name__}")
+    return options if options is not None else InputOptions()
 
 
 def _part(batch: Any, rank: int, size: int) -> Any:
@@ -215,8 +225,8 @@ def _to_device(leaf: Any) -> Any:
     return arrays.to_device(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _raise_everybodys(errors: list[Exception | None], own: Exception | None) -> None:
+def _raise_everybodys(errors: list[str | None], own: Exception | None) -> None:
     if own is not None:
         raise own
-    rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
-    raise InvalidArgumentError(f"rank {rank} could not read its batch: {type(first).__name__}: {first}") from first
+    rank, first = next((rank, text) for rank, text in enumerate(errors) if text is not None)
+    raise InvalidArgumentError(f"rank {rank} could not read its batch: {first}")

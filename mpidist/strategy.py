@@ -13,6 +13,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport import arrays
 from mpidist.transport.topology import Topology
 from mpidist.values import PerReplica, local, open_nest
 
@@ -145,7 +146,7 @@ class Strategy(ABC):
         self._extended.require_cross_replica("reduce")
         ops = self._extended.cross_device_ops
         if axis is not None:
-            return reduce_along_axis(ops, reduce_op, value, axis, options)
+            return reduce_along_axis(ops, self.num_replicas_in_sync, reduce_op, value, axis, options)
         return ops.reduce(reduce_op, value, "all", options)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -203,7 +204,7 @@ class Strategy(ABC):
             TypeError: If the data set can be iterated only once.
         """
         self._extended.require_cross_replica("experimental_distribute_dataset")
-        return DistributedDataset.from_global_batches(self._extended, dataset, options or InputOptions())
+        return DistributedDataset.from_global_batches(self._extended, dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
@@ -224,7 +225,7 @@ class Strategy(ABC):
         self._extended.require_cross_replica("distribute_datasets_from_function")
         topology = self.topology
         context = InputContext(topology.size, topology.rank, topology.size)
-        return DistributedDataset.from_own_batches(self._extended, dataset_fn(context), options or InputOptions())
+        return DistributedDataset.from_own_batches(self._extended, dataset_fn(context), options)
 
     def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
         """Allocate an array that all ranks of a node can reach. Collective.
@@ -242,9 +243,12 @@ class Strategy(ABC):
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective."""
-        return nest.map_structure(
-            lambda leaf: self._extended.symmetric_empty(leaf.shape, leaf.dtype, per_node), open_nest(value)
-        )
+
+        def empty_like(leaf: Any) -> Any:
+            array = arrays.library_of(leaf).to_native(leaf)
+            return self._extended.symmetric_empty(array.shape, array.dtype.newbyteorder("="), per_node)
+
+        return nest.map_structure(empty_like, open_nest(value))
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive."""

@@ -68,9 +68,11 @@ class Variable(NDArrayOperatorsMixin, ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
         if cls is not Variable:
             return super().__new__(cls)
-        wanted = kwargs.get("synchronization", VariableSynchronization.AUTO)
-        on_read = VariableSynchronization(wanted) is VariableSynchronization.ON_READ
-        return super().__new__(SyncOnReadVariable if on_read else MirroredVariable)
+        try:
+            wanted = VariableSynchronization(kwargs.get("synchronization", VariableSynchronization.AUTO))
+        except ValueError:
+            wanted = VariableSynchronization.AUTO  # `__init__` refuses it, together with the other ranks
+        return super().__new__(SyncOnReadVariable if wanted is VariableSynchronization.ON_READ else MirroredVariable)
 
     def __init__(
         self,
@@ -83,25 +85,25 @@ class Variable(NDArrayOperatorsMixin, ABC):
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> None:
         strategy = contexts.get_strategy()
-        value = initial_value() if callable(initial_value) else initial_value
         error: Exception | None = None
         array: Any = np.empty(0)
+        fields: dict[str, str] = {}
+        self._strategy = strategy
+        self._name = name if name is not None else strategy.extended.next_variable_name()
         try:
             self._synchronization = _synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
-            array = _native(value, dtype)
+            array = _native(initial_value() if callable(initial_value) else initial_value, dtype)
             if self._aggregation is VariableAggregation.MEAN and array.dtype.kind in "iub":
                 raise ValueError(f"a variable of dtype {array.dtype.name} cannot have aggregation MEAN")
-        except (TypeError, ValueError) as problem:
+            fields = {
+                "name": self._name,
+                "value": f"{array.dtype.name}{list(array.shape)}",
+                "synchronization": str(self._synchronization),
+                "aggregation": str(self._aggregation),
+            }
+        except Exception as problem:  # the initialiser's own, too: the other ranks must learn of it
             error = problem
-        self._strategy = strategy
-        self._name = name if name is not None else strategy.extended.next_variable_name()
-        fields = {
-            "name": self._name,
-            "value": f"{array.dtype.name}{list(array.shape)}",
-            "synchronization": str(synchronization),
-            "aggregation": str(aggregation),
-        }
         strategy.extended.agree("Variable", fields, error)
         self._value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._trainable = self._default_trainable() if trainable is None else trainable

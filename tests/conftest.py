@@ -1,5 +1,6 @@
 """Hooks of the run at several numbers of ranks (see mpi_session), and fixtures for all tests."""
 
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
+from placements import placement
 
-__all__ = ["comm", "pytest_addoption", "pytest_configure"]
+__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure"]

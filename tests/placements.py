@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -19,11 +19,11 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
 
 
 @pytest.fixture(params=list(PLACEMENTS))
-def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, ...]]:
+def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """Place the ranks of the world on pretended nodes, for strategies that the test builds."""
     from mpi4py import MPI
 
     size = MPI.COMM_WORLD.Get_size()
     nodes = tuple(PLACEMENTS[request.param](rank, size) for rank in range(size))
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, nodes)))
-    yield nodes
+    return nodes

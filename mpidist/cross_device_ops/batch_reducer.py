@@ -59,6 +59,7 @@ class BatchReducer:
 
     Args:
         group: The ranks.
+        configuration: What must be equal on all ranks, of the algorithm.
         algorithm: For logs.
         num_packs: As in `make_plan`.
         reduce_buffer: Reduces a flat buffer over all ranks, to a root if one is given, as the options say.
@@ -67,11 +68,13 @@ class BatchReducer:
     def __init__(
         self,
         group: SyncGroup,
+        configuration: tuple[Any, ...],
         algorithm: Callable[[CommunicationOptions], str],
         num_packs: int,
         reduce_buffer: Callable[[CommunicationOptions, Levels, Any, Reduction, int | None], None],
     ) -> None:
         self._group = group
+        self._configuration = configuration
         self._algorithm = algorithm
         self._num_packs = num_packs
         self._reduce_buffer = reduce_buffer
@@ -106,12 +109,12 @@ class BatchReducer:
                         for at, dtype in zip(all_at, plan.results, strict=True)
                     }
                     check_outs(outs, operands.arrays, operands.specs, [dtypes[at] for at in range(len(values))])
-            except (TypeError, ValueError) as problem:
+            except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
         self._group.agree(
             request.call,
             shape.fingerprint,
-            lambda: _describe(request, operands.specs),
+            lambda: {"cross_device_ops": str(self._configuration), **_describe(request, operands.specs)},
             request.options.timeout_seconds,
             error,
         )
@@ -178,7 +181,7 @@ class BatchReducer:
         if shape is None:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[key] = self._plan(request, specs, fingerprint_of(key))
+            shape = self._shapes[key] = self._plan(request, specs, fingerprint_of((self._configuration, key)))
         return shape
 
     def _plan(self, request: Request, specs: tuple[Spec, ...], fingerprint: int) -> _Shape:

@@ -108,8 +108,7 @@ class CrossDeviceOps(ABC):
         """
         bound = copy(self)
         bound._options = self._merge(options)
-        reducer = BatchReducer(group, bound._name_of, bound._num_packs, bound._reduce_buffer)
-        bound._bound = group, reducer
+        bound._bound = group, bound._reducer_of(group)
         return bound
 
     @final
@@ -223,7 +222,7 @@ class CrossDeviceOps(ABC):
                 outs, out_structure = nest.flatten(out)
                 if out_structure != structure:
                     raise InvalidArgumentError("out must be a nest of the same form as the value")
-        except (TypeError, ValueError, UnavailableError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         results = reducer.run(Request(call, op, structure, None, merged), leaves, outs, error)
         return out if out is not None else nest.rebuild(value, results)
@@ -255,7 +254,7 @@ class CrossDeviceOps(ABC):
         try:
             ranks = ranks_of(destinations, group.topology.size, tensor)
             operands = Operands(leaves)
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
         fields |= {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
@@ -284,7 +283,7 @@ class CrossDeviceOps(ABC):
             op = ReduceOp(reduce_op)
             merged = self._merge(options)
             opened = [Pair.open(op, *_pair(pair), size) for pair in pairs]
-        except (TypeError, ValueError, UnavailableError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
@@ -313,8 +312,12 @@ class CrossDeviceOps(ABC):
             )
         group = entry.strategy.extended.group
         if self._in_scope is None or self._in_scope[0] is not group:
-            self._in_scope = group, BatchReducer(group, self._name_of, self._num_packs, self._reduce_buffer)
+            self._in_scope = group, self._reducer_of(group)
         return self._in_scope
+
+    @final
+    def _reducer_of(self, group: SyncGroup) -> BatchReducer:
+        return BatchReducer(group, self.configuration, self._name_of, self._num_packs, self._reduce_buffer)
 
     @final
     def _name_of(self, options: CommunicationOptions) -> str:

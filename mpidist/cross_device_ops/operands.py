@@ -44,9 +44,11 @@ class Operands:
         self.specs = tuple(specs)
 
     def restore(self, results: Sequence[Any]) -> list[Any]:
-        """Give native results the kinds that the values came in."""
+        """Give native results the kinds that the values came in; `None` stays `None`."""
         return [
-            result if type(value) is np.ndarray else arrays.library_of(value).from_native(result, value)
+            result
+            if result is None or type(value) is np.ndarray
+            else arrays.library_of(value).from_native(result, value)
             for result, value in zip(results, self._values, strict=True)
         ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,13 @@ def _check_spec(index: int, out: Any, want: Spec) -> None:
 
 def _check_apart(outs: Sequence[Any]) -> None:
     bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
-    for (_, stop, one), (start, _, other) in pairwise(bounds):
-        if start < stop:
-            raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
+    for at, (_, stop, one) in enumerate(bounds):
+        for later in range(at + 1, len(bounds)):
+            start, _, other = bounds[later]
+            if start >= stop:
+                break
+            if native.share_memory(outs[one], outs[other]):  # the columns of a matrix do not
+                raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
 
 
 def _has_shared_elements(out: Any) -> bool:

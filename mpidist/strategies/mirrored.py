@@ -60,10 +60,12 @@ def _require_one_node(group: SyncGroup) -> None:
     topology = group.topology
     if topology.num_nodes > 1:
         nodes = "; ".join(name_ranks(ranks) for ranks in topology.nodes)
-        raise TopologyError(
+        error = TopologyError(
             f"MirroredStrategy is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
             "use MultiWorkerMirroredStrategy"
         )
+        vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+        raise error
 
 
 def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:

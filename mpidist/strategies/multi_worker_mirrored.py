@@ -73,4 +73,6 @@ def _check(cluster_resolver: ClusterResolver, group: SyncGroup) -> None:
     for rank, text in enumerate(problems):
         if text is not None:
             group.close()
-            raise TopologyError(f"rank {rank}: {text}")
+            refusal = TopologyError(f"rank {rank}: {text}")
+            vars(refusal)["raised_on_all_ranks"] = True  # printing it once will do
+            raise refusal

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -28,6 +29,11 @@ _SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs 
 _YIELD_SECONDS: Final = 0.002
 _NAP_SECONDS: Final = 0.0002
 _MASK: Final = (1 << 63) - 1
+
+# Messages that nobody waits for any more. Each holds the memory that MPI may still write, for as long as MPI runs.
+_abandoned: Final[list[Request]] = []
+_GAVE_UP: Final = 1  # the tag of the note of a rank that waits no more
+_NOTE: Final = np.zeros(1, np.uint8)
 
 
 def fingerprint_of(signature: Any) -> int:
@@ -125,6 +131,7 @@ class MpiAgreement(Agreement):
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._max = load_mpi().MAX
+        self._any_source = load_mpi().ANY_SOURCE
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._sequence = 0
@@ -159,16 +166,18 @@ class MpiAgreement(Agreement):
             # A rank that comes after others gave up completes the first round, but waits in vain in this one.
             self._compare(0, call, timeout)
         if error is not None:
+            if self._check:
+                vars(error)["raised_on_all_ranks"] = True  # printing it once will do
             raise error
 
     def any_of(self, flags: int) -> int:
         mpi = load_mpi()
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
-        self._poll(self._comm.Iallreduce(mine, united, mpi.BOR), None)
+        self._wait(self._comm.Iallreduce(mine, united, mpi.BOR), "any_of")
         return int(united[0])
 
     def exchange(self, item: Any) -> list[Any]:
-        return self._comm.allgather(item)
+        return self._gather(item, "exchange")
 
     @property
     def broken(self) -> Exception | None:
@@ -183,23 +192,61 @@ class MpiAgreement(Agreement):
         sent, received = self._sent, self._received
         sent[0] = fingerprint
         sent[1] = -fingerprint
-        request = self._comm.Iallreduce(sent, received, self._max)
+        self._wait(self._comm.Iallreduce(sent, received, self._max), call, timeout)
+        return bool(received[0] == -received[1])
+
+    def _gather(self, item: Any, call: str, timeout: float | None = None) -> list[Any]:
+        """Bring every rank's picklable item to all ranks. Polled, as everything here: ranks may be gone for ever."""
+        sent = np.frombuffer(pickle.dumps(item), np.uint8)
+        lengths = np.empty(self._comm.size, np.int64)
+        self._wait(self._comm.Iallgather(np.array([sent.size]), lengths), call, timeout)
+        received = np.empty(lengths.sum(), np.uint8)
+        self._wait(self._comm.Iallgatherv(sent, [received, lengths]), call, timeout)
+        parts = np.split(received, np.cumsum(lengths)[:-1])
+        return [pickle.loads(part.tobytes()) for part in parts]
+
+    def _wait(self, request: Request, call: str, timeout: float | None = None) -> None:
+        """Wait for a message of all ranks. If it does not come, this group is broken."""
         try:
             in_time = self._poll(request, timeout)
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
+            _abandoned.append(request)
+            self._tell_others()
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
-        if not in_time:
-            self._broken = DeadlineExceededError(
-                f"{call} (call {self._sequence}) waited {timeout:g} s on rank {self._comm.rank} and not all of the "
-                f"{self._comm.size} ranks joined it. Every rank must make the same calls in the same order. "
-                "The strategy is unusable until strategy.reset() is called on all ranks"
+        if in_time:
+            return
+        _abandoned.append(request)
+        gave_up = self._who_gave_up()
+        if gave_up:
+            reason = f"cannot complete: {name_ranks(gave_up)} had given up waiting, for it or for an earlier call"
+        else:
+            self._tell_others()
+            reason = (
+                f"waited {timeout:g} s, and not all of the {self._comm.size} ranks joined it. Every rank must make "
+                "the same calls in the same order"
             )
-            raise self._broken
-        return bool(received[0] == -received[1])
+        self._broken = DeadlineExceededError(
+            f"{call} (call {self._sequence}) on rank {self._comm.rank} {reason}. The strategy is unusable until "
+            "strategy.reset() is called on all ranks"
+        )
+        raise self._broken
+
+    def _tell_others(self) -> None:
+        """Tell the other ranks that this one waits no more, so that none of them waits for it."""
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                _abandoned.append(self._comm.Isend(_NOTE, rank, _GAVE_UP))
+
+    def _who_gave_up(self) -> list[int]:
+        return [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, _GAVE_UP)]
 
     def _poll(self, request: Request, timeout: float | None) -> bool:
-        """Test until the request is complete: spin, then yield the core, then nap. False when time is up."""
+        """Test until the request is complete: spin, then yield the core, then nap.
+
+        Returns:
+            False when time is up, or another rank gave up.
+        """
         test = request.Test
         for _ in range(_SPINS):
             if test():
@@ -208,7 +255,7 @@ class MpiAgreement(Agreement):
         deadline = start + timeout if timeout else math.inf
         while not test():
             now = time.monotonic()
-            if now > deadline:
+            if now > deadline or self._comm.Iprobe(self._any_source, _GAVE_UP):
                 return bool(test())
             if now - start < _YIELD_SECONDS:
                 os.sched_yield()
@@ -224,7 +271,7 @@ class MpiAgreement(Agreement):
             fields["error"] = f"{type(error).__name__}: {error}"
         elif call != LEAVE:
             fields.update(describe())
-        everyone = self._comm.allgather(fields)
+        everyone = self._gather(fields, call, timeout)
         leavers = [rank for rank, its in enumerate(everyone) if its["call"] == LEAVE]
         if leavers and len(leavers) < len(everyone):
             self._broken = _peer_left(everyone, leavers, self._sequence)
@@ -255,6 +302,8 @@ def _table(everyone: list[dict[str, str]], sequence: int) -> str:
     """Lay out what the ranks passed: only the fields that differ, ranks that agree in one group."""
     calls = {fields["call"] for fields in everyone}
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
+    if "error" in names:  # then that is what differs; a rank that has one says nothing else
+        names = ["call", "error"]
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [head + "the ranks did not pass the same arguments, so nothing was sent"]
     for name in names:

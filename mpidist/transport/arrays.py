@@ -18,12 +18,16 @@ __all__ = [
     "ArrayLibrary",
     "NativeArray",
     "empty",
+    "from_host",
     "is_device",
     "library_of",
     "memory_bounds",
+    "share_memory",
     "to_device",
     "to_host",
 ]
+
+_MAX_WORK: Final[Any] = 10_000  # of NumPy's search for a common element; some 10 ms
 
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
@@ -167,9 +171,14 @@ def is_device(array: NativeArray) -> bool:
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
-    """Copy a device array to host memory, when the current stream has got there."""
-    host: np.ndarray[Any, Any] = _cupy().asnumpy(array)
+    """Copy an array to new host memory; a device array when the current stream has got there."""
+    host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
+
+
+def from_host(array: np.ndarray[Any, Any], like: NativeArray) -> NativeArray:
+    """Bring a host array to the kind of memory that `like` lies in; host memory stays as it is."""
+    return to_device(array) if is_device(like) else array
 
 
 def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
@@ -191,6 +200,16 @@ def memory_bounds(array: NativeArray) -> tuple[int, int]:
             return start, start
         low, high = low + min(0, stride * (length - 1)), high + max(0, stride * (length - 1))
     return low, high + array.itemsize
+
+
+def share_memory(one: NativeArray, other: NativeArray) -> bool:
+    """Whether two arrays whose bounds overlap have an element in common. True where that is too hard to tell."""
+    if is_device(one) or is_device(other):
+        return True
+    try:
+        return np.shares_memory(one, other, max_work=_MAX_WORK)
+    except RuntimeError:  # NumPy's TooHardError, which is found in another module in each version
+        return True
 
 
 def num_visible_gpus() -> int:

@@ -36,40 +36,40 @@ class HostStagedCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         staged = arrays.to_host(buffer)
         self._host.all_reduce(staged, reduction)
-        buffer[...] = arrays.to_device(staged)
+        buffer[...] = arrays.from_host(staged, buffer)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         staged = arrays.to_host(buffer)
         self._host.reduce(staged, reduction, root)
         if self.rank == root:
-            buffer[...] = arrays.to_device(staged)
+            buffer[...] = arrays.from_host(staged, buffer)
 
     def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
         shard = self._host.reduce_scatter(arrays.to_host(buffer), reduction)
         bounds = shard_bounds(buffer.size, self.size)
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        own[...] = arrays.to_device(shard)
+        own[...] = arrays.from_host(shard, buffer)
         return own
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         staged = arrays.to_host(buffer)
         self._host.all_gather(staged, bounds)
-        buffer[...] = arrays.to_device(staged)
+        buffer[...] = arrays.from_host(staged, buffer)
 
     def broadcast(self, buffer: Array, root: int) -> None:
         staged = arrays.to_host(buffer)
         self._host.broadcast(staged, root)
         if self.rank != root:
-            buffer[...] = arrays.to_device(staged)
+            buffer[...] = arrays.from_host(staged, buffer)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         rows = self._host.gather(arrays.to_host(buffer), root)
-        return None if rows is None else arrays.to_device(rows)
+        return None if rows is None else arrays.from_host(rows, buffer)
 
     def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         received = np.empty(incoming.size, incoming.dtype)
         self._host.exchange(arrays.to_host(outgoing), to, received, source)
-        incoming[...] = arrays.to_device(received)
+        incoming[...] = arrays.from_host(received, incoming)
 
     def free(self) -> None:
         pass

@@ -12,11 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any, Final, final
 
 import numpy
 
-from mpidist.errors import TopologyError
+from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport import on_error
 from mpidist.transport.agreement import LEAVE, Agreement, MpiAgreement, SoloAgreement
 from mpidist.transport.launch import check_launch
@@ -123,10 +124,13 @@ class SyncGroup:
     def reset(self) -> None:
         """Start anew on fresh communicators. Collective over all ranks.
 
-        The old ones are left behind: messages of a call that failed may still be under way in them.
+        If the group failed on any rank, the old ones are left behind: messages of the call that failed may still be
+        under way in them.
         """
         if self._is_closed:
             raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
+        if self._parent is not None and not any(self._parent.allgather(self._agreement.broken is not None)):
+            self._free_levels()
         self._connect()
         self.shared.within_node = self.levels.within_node
 
@@ -142,14 +146,18 @@ class SyncGroup:
         if self in _open_groups:
             _open_groups.remove(self)
         if self._agreement.broken is None:
-            self._agreement.join(LEAVE, 0, dict)
+            with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
+                self._agreement.join(LEAVE, 0, dict)
         if self._agreement.broken is not None:
             return  # ranks that do not come cannot free together
         self.shared.free()
-        self.levels.free()
-        self._agreement.free()
+        self._free_levels()
         if self._parent is not None:
             self._parent.Free()
+
+    def _free_levels(self) -> None:
+        self.levels.free()
+        self._agreement.free()
 
     def _connect(self) -> None:
         if self._parent is None or self.topology.size == 1:

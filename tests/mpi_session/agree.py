@@ -25,9 +25,7 @@ class Agreement:
         self._comm = world.Dup()
         self._rank, self._size = world.rank, world.size
 
-    def reach(
-        self, mine: Any, decide: Callable[[list[Any]], Any], waiting: Callable[[float], None]
-    ) -> Any:
+    def reach(self, mine: Any, decide: Callable[[list[Any]], Any], waiting: Callable[[float], None]) -> Any:
         """Return on all ranks what rank 0 decides on what all have sent; ``waiting`` hears the seconds."""
         begin = time.monotonic()
         if self._rank:
@@ -98,8 +96,9 @@ def judge(outcomes: list[Outcome]) -> Verdict | None:
         others = set(range(len(outcomes))) - set(skips)
         reason = next(iter(skips.values())).reason
         return Verdict(
-            {}, f"skipped on some ranks only: {ranks_text(skips)} with the reason {reason!r}, but not "
-            f"{ranks_text(others)}: skip on all ranks or on none"
+            {},
+            f"skipped on some ranks only: {ranks_text(skips)} with the reason {reason!r}, but not "
+            f"{ranks_text(others)}: skip on all ranks or on none",
         )
     if states == {"skipped"} and (refusal := refused_skip(outcomes[0].reason)):
         return Verdict({}, refusal)

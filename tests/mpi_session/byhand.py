@@ -60,10 +60,7 @@ class Watch:
 
     def _give_up(self, problem: str) -> None:
         shown = stacks.collect(self._directory, self._places, range(self._world.size))
-        text = "".join(
-            f"\n[rank {rank}] was at (most recent call first):\n{at}\n"
-            for rank, at in shown.items()
-        )
+        text = "".join(f"\n[rank {rank}] was at (most recent call first):\n{at}\n" for rank, at in shown.items())
         os.write(self._stderr, f"\nStuck: {problem}\n{text}".encode())
         self.close()
         self._world.Abort(ABORT_STATUS)

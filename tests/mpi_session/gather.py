@@ -53,13 +53,20 @@ def difference(lists: list[list[str]]) -> str:
     if not lines:
         lines = ["  the same tests in different orders"]
     return "\n".join(
-        ["the ranks did not collect the same tests:", *lines,
-         "Parameters must not depend on the rank, on a random number or on the order of a set."]
+        [
+            "the ranks did not collect the same tests:",
+            *lines,
+            "Parameters must not depend on the rank, on a random number or on the order of a set.",
+        ]
     )
 
 
 def _error(nodeid: str, text: str) -> dict[str, Any]:
     return {
-        "$report_type": "CollectReport", "nodeid": nodeid, "outcome": "failed", "longrepr": text,
-        "sections": [], "result": None,
+        "$report_type": "CollectReport",
+        "nodeid": nodeid,
+        "outcome": "failed",
+        "longrepr": text,
+        "sections": [],
+        "result": None,
     }

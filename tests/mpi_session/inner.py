@@ -154,8 +154,14 @@ class InnerSession:
         if self.rank == 0 and self.is_ours:
             said = warning_message
             self.wire.send(
-                "warning", text=str(said.message), category=said.category.__name__, filename=said.filename,
-                lineno=said.lineno, when=when, nodeid=nodeid, location=location,
+                "warning",
+                text=str(said.message),
+                category=said.category.__name__,
+                filename=said.filename,
+                lineno=said.lineno,
+                when=when,
+                nodeid=nodeid,
+                location=location,
             )
 
     @pytest.hookimpl(trylast=True)

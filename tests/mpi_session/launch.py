@@ -96,9 +96,7 @@ def _number(said: str) -> str:
 class Launch:
     """Running ranks of the inner session."""
 
-    def __init__(
-        self, launcher: Launcher, size: int, directory: Path, arguments: Sequence[str], live: bool
-    ) -> None:
+    def __init__(self, launcher: Launcher, size: int, directory: Path, arguments: Sequence[str], live: bool) -> None:
         self.size = size
         self.directory = directory
         # A launch inside a launch (the tests of this package) is found under both tokens.

@@ -148,8 +148,7 @@ class OuterSession:
         known = {size: replay.collected for size, replay in self.replays.items() if replay.collected}
         first = next(iter(known.values()))
         session.testscollected = sum(
-            len(known[size]["tests"]) if size in known else first["planned"][str(size)]
-            for size in self.settings.ranks
+            len(known[size]["tests"]) if size in known else first["planned"][str(size)] for size in self.settings.ranks
         )
 
 

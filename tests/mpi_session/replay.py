@@ -85,9 +85,7 @@ class Replay:
             kwargs={"warning_message": message, "nodeid": nodeid, "when": event["when"], "location": None}
         )
 
-    def fail_open_test(
-        self, test: Event, reason: str, failures: Mapping[int, Any], texts: Mapping[str, str]
-    ) -> None:
+    def fail_open_test(self, test: Event, reason: str, failures: Mapping[int, Any], texts: Mapping[str, str]) -> None:
         """Report the test that a launch ended in: the ranks' failures, then the texts under their titles."""
         reports = {rank: self._revive(data) for rank, data in failures.items()}
         path, line = test["location"][:2]

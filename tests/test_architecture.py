@@ -1,0 +1,275 @@
+"""The rules of design/architecture.md, read from the source: who imports whom, and how large things grow."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import mpidist
+
+pytestmark = pytest.mark.no_mpi
+
+PACKAGE = Path(mpidist.__file__).parent
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 40
+GUARDED = ("mpi4py", "cupy")  # may be imported inside functions: importing them starts MPI, or CUDA
+WHERE_GUARDED = {
+    "mpi4py": ("mpidist.transport.mpi", "mpidist.transport.shared_memory", "mpidist.cluster_resolver."),
+    "cupy": ("mpidist.transport.arrays",),
+}
+EXCEPTIONS = ("Exception", "Error", "Warning")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module."""
+
+    target: str
+    line: int
+    in_function: bool
+    only_typing: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    def at(self, line: int) -> str:
+        return f"{self.path.relative_to(PACKAGE.parent)}:{line}"
+
+    def imports(self) -> Iterator[Import]:
+        yield from _imports(self.tree, in_function=False, only_typing=False)
+
+    def own_imports(self) -> Iterator[Import]:
+        return (found for found in self.imports() if found.target.split(".")[0] == "mpidist")
+
+
+def _modules() -> dict[str, Module]:
+    modules = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(name, path, ast.parse(path.read_text()))
+    return modules
+
+
+def _imports(node: ast.AST, in_function: bool, only_typing: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, in_function, only_typing)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            for alias in child.names:
+                inner = f"{child.module}.{alias.name}"
+                yield Import(inner if inner in NAMES else str(child.module), child.lineno, in_function, only_typing)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for part in child.body:
+                yield from _imports(ast.Module([part], []), in_function, True)
+            for part in child.orelse:
+                yield from _imports(ast.Module([part], []), in_function, only_typing)
+        else:
+            yield from _imports(child, in_function or isinstance(child, (Function, ast.Lambda)), only_typing)
+
+
+NAMES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+}
+MODULES = _modules()
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def test_package_was_found() -> None:
+    """Else every rule below would hold."""
+    assert len(MODULES) > 40
+    assert sum(1 for module in MODULES.values() for _ in module.own_imports()) > 200
+    edges = {found.target for found in MODULES["mpidist.strategies.mirrored"].own_imports()}
+    assert {"mpidist.strategy", "mpidist.transport.sync_group", "mpidist.errors"} <= edges
+
+
+def test_transport_knows_only_itself_and_errors() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if is_in(module.name, "mpidist.transport")
+        for found in module.own_imports()
+        if not is_in(found.target, "mpidist.transport") and found.target != "mpidist.errors"
+    ]
+    assert wrong == []
+
+
+def test_strategies_are_imported_by_the_tables_of_contents_alone() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if not is_in(module.name, "mpidist.strategies") and module.name not in ("mpidist", "mpidist.experimental")
+        for found in module.own_imports()
+        if is_in(found.target, "mpidist.strategies")
+    ]
+    assert wrong == []
+
+
+def test_no_strategy_knows_another() -> None:
+    """A strategy is a composition, never an override of another one."""
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if is_in(module.name, "mpidist.strategies")
+        for found in module.own_imports()
+        if is_in(found.target, "mpidist.strategies")
+    ]
+    assert wrong == []
+
+
+def test_imports_make_no_cycle() -> None:
+    graph = {
+        module.name: {found.target for found in module.own_imports() if not found.only_typing}
+        for module in MODULES.values()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_functions_import_the_guarded_libraries_alone() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        for found in module.imports()
+        if found.in_function and found.target.split(".")[0] not in GUARDED
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", GUARDED)
+def test_guarded_libraries_have_few_doors(library: str) -> None:
+    found = [
+        (module, found)
+        for module in MODULES.values()
+        for found in module.imports()
+        if found.target.split(".")[0] == library
+    ]
+    assert found
+    for module, its in found:
+        allowed = any((module.name + ".").startswith(door.rstrip(".") + ".") for door in WHERE_GUARDED[library])
+        assert allowed, f"{module.at(its.line)} imports {library}"
+        assert its.in_function or its.only_typing, f"{module.at(its.line)} imports {library} when it is loaded"
+
+
+def test_modules_stay_small() -> None:
+    lengths = {module.at(1): len(module.path.read_text().splitlines()) for module in MODULES.values()}
+    assert {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES} == {}
+
+
+def body_lines(function: Function) -> int:
+    """Count a function's lines without its signature and docstring."""
+    body = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        body = body[1:]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_stay_small() -> None:
+    lengths = {
+        f"{module.at(node.lineno)} {node.name}": body_lines(node)
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, Function)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def is_documented_only(module: Module) -> bool:
+    return all(isinstance(node, ast.Expr) for node in module.tree.body)
+
+
+def test_public_names_are_listed() -> None:
+    wrong = []
+    for module in MODULES.values():
+        listed = [
+            ast.literal_eval(node.value)
+            for node in module.tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        if not listed:
+            wrong += [] if is_documented_only(module) else [f"{module.at(1)} has no __all__"]
+            continue
+        defined = {
+            node.name
+            for node in module.tree.body
+            if isinstance(node, (Function, ast.ClassDef)) and not node.name.startswith("_")
+        }
+        wrong += [f"{module.at(1)} does not list {name}" for name in sorted(defined - set(listed[0]))]
+        wrong += [f"{module.at(1)} lists a name twice"] * (len(set(listed[0])) < len(listed[0]))
+    assert wrong == []
+
+
+def test_private_names_stay_in_their_files() -> None:
+    wrong = [
+        f"{module.at(node.lineno)} imports {alias.name}"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mpidist")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert wrong == []
+
+
+def test_modules_say_what_they_are_for() -> None:
+    for module in MODULES.values():
+        first = (ast.get_docstring(module.tree) or "").splitlines()[:1]
+        assert first, f"{module.at(1)} has no docstring"
+        assert first[0].endswith((".", "?", "`")), f"{module.at(1)}: the first line is no sentence: {first[0]!r}"
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def decorators(node: ast.ClassDef | Function) -> set[str]:
+    return {ast.unparse(decorator).split("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
+
+
+def is_abstract(node: ast.ClassDef) -> bool:
+    methods = [part for part in node.body if isinstance(part, Function)]
+    has_members = any(isinstance(part, (ast.Assign, ast.AnnAssign)) for part in node.body)
+    return (
+        "ABC" in bases(node)
+        or "Protocol" in bases(node)
+        or any("abstractmethod" in decorators(method) for method in methods)
+        or ("Enum" in bases(node) and not has_members)
+    )
+
+
+def test_classes_are_abstract_or_final() -> None:
+    """Style guide, 6. Kinds of error are neither: programs may refine them."""
+    nodes = ((module, node) for module in MODULES.values() for node in ast.walk(module.tree))
+    classes = [(module, node) for module, node in nodes if isinstance(node, ast.ClassDef)]
+    final = {node.name for _, node in classes if "final" in decorators(node)}
+    for module, node in classes:
+        where = f"{module.at(node.lineno)} {node.name}"
+        assert not set(bases(node)) & final, f"{where} subclasses a final class"
+        if node.name.endswith(EXCEPTIONS) or "NamedTuple" in bases(node):
+            continue
+        assert (node.name in final) != is_abstract(node), f"{where} is neither abstract nor final, or both"

@@ -1,0 +1,413 @@
+"""Which strategy is current, on which side of it, and what is refused where: any number of ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+
+State = tuple[Any, Any, bool, bool]
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with MultiWorkerMirroredStrategy() as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Strategy]:
+    with OneDeviceStrategy() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_thread_as_it_was() -> Iterator[None]:
+    before = state()
+    yield
+    assert state() == before
+
+
+def state() -> State:
+    return (
+        mpidist.get_strategy(),
+        mpidist.get_replica_context(),
+        mpidist.in_cross_replica_context(),
+        mpidist.has_strategy(),
+    )
+
+
+DEFAULT = state()
+
+
+def across(strategy: Strategy) -> State:
+    return strategy, None, True, True
+
+
+def seen_in_run(strategy: Strategy) -> State:
+    return strategy.run(state)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
+
+
+@pytest.mark.core
+def test_nothing_entered_is_the_default_strategy_of_one_replica() -> None:
+    """T45; table 1.4.2, row 1: also under an MPI launcher."""
+    strategy, context, in_cross, has = state()
+    assert (in_cross, has) == (False, False)
+    assert context is not None
+    assert (context.strategy, context.replica_id_in_sync_group, context.num_replicas_in_sync) == (strategy, 0, 1)
+    assert strategy.num_replicas_in_sync == 1
+
+
+@pytest.mark.core
+def test_scope_is_cross_replica_context(strategy: Strategy) -> None:
+    """T46; table 1.4.2, row 2."""
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert state() == across(strategy)
+    assert state() == DEFAULT
+
+
+def test_own_scope_may_be_entered_inside_itself(strategy: Strategy) -> None:
+    scope = strategy.scope()
+    with scope:
+        with strategy.scope(), scope:
+            assert state() == across(strategy)
+        assert state() == across(strategy)
+    with scope:
+        assert state() == across(strategy)
+
+
+@pytest.mark.core
+def test_run_is_replica_context_of_this_rank(strategy: Strategy) -> None:
+    """T47; table 1.4.2, row 3: outside the scope and inside it, under both names."""
+
+    def look(call: Callable[..., State]) -> None:
+        current, context, in_cross, has = call(state)
+        assert (current, in_cross, has) == (strategy, False, True)
+        assert context.strategy is strategy
+        assert context.replica_id_in_sync_group == strategy.topology.rank
+        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+        assert context.devices == (strategy.extended.worker_devices[strategy.topology.rank],)
+
+    for call in (strategy.run, strategy.extended.call_for_each_replica):
+        look(call)
+        with strategy.scope():
+            look(call)
+
+
+def test_merge_call_is_cross_replica_context(strategy: Strategy) -> None:
+    """Table 1.4.2, row 4."""
+
+    def step() -> None:
+        context = mpidist.get_replica_context()
+        assert context.merge_call(lambda merged: (merged, state())) == (strategy, across(strategy))
+        assert mpidist.get_replica_context() is context
+
+    strategy.run(step)
+
+
+def test_update_is_cross_replica_context(strategy: Strategy) -> None:
+    """Table 1.4.2, row 5."""
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    assert strategy.extended.update(variable, lambda var: state()) == across(strategy)
+    assert strategy.run(lambda: strategy.extended.update(variable, lambda var: state())) == across(strategy)
+
+
+def test_new_thread_is_in_the_default_state(strategy: Strategy) -> None:
+    """Table 1.4.2, row 6."""
+    with strategy.scope():
+        assert in_thread(state) == DEFAULT
+    assert strategy.run(lambda: in_thread(state)) == DEFAULT
+
+
+def test_threads_may_be_in_different_scopes_at_once(strategy: Strategy, other: Strategy) -> None:
+    inside = threading.Barrier(2)
+
+    def enter(mine: Strategy) -> list[State]:
+        with mine.scope():
+            inside.wait(20)
+            seen = [state(), seen_in_run(mine)]
+            inside.wait(20)
+        return seen
+
+    with ThreadPoolExecutor(2) as executor:
+        first, second = executor.map(enter, (strategy, other))
+    for mine, (in_scope, in_run) in ((strategy, first), (other, second)):
+        assert in_scope == across(mine)
+        assert (in_run[0], in_run[2], in_run[3]) == (mine, False, True)
+
+
+def test_exceptions_leave_no_context_behind(strategy: Strategy) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    calls: list[Callable[[], Any]] = [
+        lambda: strategy.run(fail),
+        lambda: strategy.run(lambda: mpidist.get_replica_context().merge_call(fail)),
+        lambda: strategy.extended.update(variable, fail),
+    ]
+    for call in calls:
+        with pytest.raises(KeyError, match="mine"):
+            call()
+        assert state() == DEFAULT
+    with pytest.raises(KeyError), strategy.scope():
+        fail()
+
+
+def test_default_scope_changes_nothing() -> None:
+    """T49."""
+    default = mpidist.get_strategy()
+    with default.scope() as entered:
+        assert entered is default
+        assert state() == DEFAULT
+        with default.scope():
+            assert state() == DEFAULT
+        assert state() == DEFAULT
+
+
+def test_other_scope_inside_the_default_scope_is_refused(strategy: Strategy) -> None:
+    """T49."""
+    with mpidist.get_strategy().scope():
+        with pytest.raises(RuntimeError, match="mixing different strategies"), strategy.scope():
+            pass
+        assert state() == DEFAULT
+    with strategy.scope():
+        assert mpidist.Variable(1.0).strategy is strategy
+
+
+def test_default_scope_inside_another_is_refused(strategy: Strategy) -> None:
+    """Table of misuse 1.4.2, row 4."""
+    default = mpidist.get_strategy()
+    with strategy.scope():
+        with pytest.raises(RuntimeError, match="mixing different strategies"), default.scope():
+            pass
+        assert state() == across(strategy)
+
+
+@pytest.mark.core
+def test_scopes_are_left_in_reverse_order_only(strategy: Strategy) -> None:
+    """T50: the refused scope can be left properly afterwards."""
+    outer, inner = strategy.scope(), strategy.scope()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="scope nesting error"):
+        outer.__exit__(None, None, None)
+    assert state() == across(strategy)
+    inner.__exit__(None, None, None)
+    assert state() == across(strategy)
+    outer.__exit__(None, None, None)
+    assert state() == DEFAULT
+
+
+def test_set_strategy_enters_its_scope(strategy: Strategy, other: Strategy) -> None:
+    """T52."""
+    mpidist.experimental_set_strategy(strategy)
+    assert state() == across(strategy)
+    mpidist.experimental_set_strategy(other)
+    assert mpidist.get_strategy() is other
+    assert in_thread(state) == DEFAULT
+    mpidist.experimental_set_strategy(None)
+    assert state() == DEFAULT
+
+
+def test_setting_the_default_strategy_leaves(strategy: Strategy) -> None:
+    """Reference 1.4.3."""
+    default = mpidist.get_strategy()
+    mpidist.experimental_set_strategy(strategy)
+    mpidist.experimental_set_strategy(default)
+    assert state() == DEFAULT
+
+
+def test_set_strategy_is_refused_inside_scope_and_run(strategy: Strategy, other: Strategy) -> None:
+    """T53."""
+
+    def try_all() -> None:
+        before = state()
+        for wanted in (other, strategy, None):
+            with pytest.raises(RuntimeError, match="must not be called inside"):
+                mpidist.experimental_set_strategy(wanted)
+            assert state() == before
+
+    with strategy.scope():
+        try_all()
+    strategy.run(try_all)
+
+
+def test_set_strategy_takes_strategies_only() -> None:
+    with pytest.raises(TypeError, match="strategy"):
+        mpidist.experimental_set_strategy("mirrored")  # type: ignore[arg-type]
+    assert state() == DEFAULT
+
+
+ONE = np.float32(1.0)
+CROSS_REPLICA: dict[str, Callable[[Strategy, Any], Any]] = {
+    "reduce": lambda s, v: s.reduce("SUM", ONE, axis=None),
+    "reduce along an axis": lambda s, v: s.reduce("SUM", np.ones(2), axis=0),
+    "reduce_to": lambda s, v: s.extended.reduce_to("SUM", ONE, 0),
+    "batch_reduce_to": lambda s, v: s.extended.batch_reduce_to("SUM", [(ONE, 0)]),
+    "broadcast_to": lambda s, v: s.extended.broadcast_to(ONE, "all"),
+    "gather": lambda s, v: s.gather(np.ones(2), axis=0),
+    "run": lambda s, v: s.run(lambda: None),
+    "scope": lambda s, v: s.scope().__enter__() and None,
+    "call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(lambda: None),
+    "distribute_values": lambda s, v: s.experimental_distribute_values_from_function(lambda context: 1),
+    "distribute_dataset": lambda s, v: s.experimental_distribute_dataset([np.ones(2)]),
+    "datasets_from_function": lambda s, v: s.distribute_datasets_from_function(lambda context: [np.ones(2)]),
+}
+WORK_IN_SCOPE_AND_OUT = {name: call for name, call in CROSS_REPLICA.items() if name != "scope"}
+WORK_IN_SCOPE_AND_OUT["update"] = lambda s, v: s.extended.update(v, lambda var: var)
+
+
+@pytest.mark.parametrize("name", WORK_IN_SCOPE_AND_OUT)
+def test_methods_work_in_own_scope_and_out_of_any(strategy: Strategy, other: Strategy, name: str) -> None:
+    """T56: works, works, RuntimeError "mixing different"."""
+    call = WORK_IN_SCOPE_AND_OUT[name]
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    call(strategy, variable)
+    with strategy.scope():
+        call(strategy, variable)
+    with other.scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
+        call(strategy, variable)
+
+
+@pytest.mark.parametrize("name", CROSS_REPLICA)
+def test_cross_replica_methods_are_refused_in_run(strategy: Strategy, name: str) -> None:
+    """Table of misuse 1.4.2, rows 1, 10 and 13; X35."""
+
+    def step() -> None:
+        with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
+            CROSS_REPLICA[name](strategy, None)
+
+    strategy.run(step)
+
+
+def test_cross_replica_methods_work_in_merge_call(strategy: Strategy) -> None:
+    def merge(merged: Strategy) -> Any:
+        return [merged.reduce("SUM", 1.0), merged.run(lambda: mpidist.get_replica_context().num_replicas_in_sync)]
+
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(lambda: mpidist.get_replica_context().merge_call(merge)) == [size, size]
+
+
+def test_refused_gather_names_all_gather(strategy: Strategy) -> None:
+    """Table of misuse 1.4.2, row 9."""
+
+    def step() -> None:
+        with pytest.raises(RuntimeError, match="all_gather"):
+            strategy.gather(np.ones(2), axis=0)
+
+    strategy.run(step)
+
+
+def test_update_calls_with_the_very_variable_and_argument(strategy: Strategy) -> None:
+    """T56."""
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    argument = object()
+    calls: list[Any] = []
+    strategy.extended.update(variable, lambda *args, **kwargs: calls.append((args, kwargs)), (argument,), {"k": 1})
+    assert calls == [((variable, argument), {"k": 1})]
+
+
+@pytest.mark.parametrize("name", ["scope", "run"])
+def test_another_strategys_scope_and_run_are_refused(strategy: Strategy, other: Strategy, name: str) -> None:
+    """Table of misuse 1.4.2, rows 3 and 14; X35."""
+    with strategy.scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
+        CROSS_REPLICA[name](other, None)
+
+    def step() -> None:
+        with pytest.raises(RuntimeError):
+            CROSS_REPLICA[name](other, None)
+
+    strategy.run(step)
+
+
+def test_scope_made_earlier_is_refused_where_it_is_entered(strategy: Strategy, other: Strategy) -> None:
+    made_outside = other.scope()
+    with strategy.scope():
+        with pytest.raises(RuntimeError, match="mixing different strategies"), made_outside:
+            pass
+        assert state() == across(strategy)
+
+
+CONTEXT_CALLS: dict[str, Callable[[mpidist.ReplicaContext], Any]] = {
+    "all_reduce": lambda context: context.all_reduce("SUM", ONE),
+    "all_gather": lambda context: context.all_gather(np.ones(2), axis=0),
+    "merge_call": lambda context: context.merge_call(lambda strategy: None),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXT_CALLS)
+def test_replica_context_is_refused_where_it_is_not_current(strategy: Strategy, other: Strategy, name: str) -> None:
+    """Table of misuse 1.4.2, rows 5 and 6."""
+    call = CONTEXT_CALLS[name]
+    context = strategy.run(mpidist.get_replica_context)
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"needs to be inside the function of strategy\.run"):
+        call(context)
+    with pytest.raises(RuntimeError, match="mismatching strategies"):
+        other.run(call, [context])
+    with pytest.raises(RuntimeError, match="mismatching ReplicaContext"):
+        strategy.run(call, [context])
+    with pytest.raises(RuntimeError, match="mismatching strategies"):
+        call(context)
+
+    def merge_in_merge(_: Strategy) -> None:
+        with pytest.raises(RuntimeError, match="needs to be inside"):
+            call(mine)
+
+    def step() -> None:
+        nonlocal mine
+        mine = mpidist.get_replica_context()
+        with pytest.raises(RuntimeError, match="mismatching"):
+            in_thread(lambda: strategy.run(call, [mine]))
+        mine.merge_call(merge_in_merge)
+
+    mine: Any = None
+    strategy.run(step)
+
+
+def test_colocate_vars_with_needs_the_scope(strategy: Strategy, other: Strategy) -> None:
+    """Table of misuse 1.4.2, row 2; reference 1.4.5."""
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+        with strategy.extended.colocate_vars_with(variable):
+            beside = mpidist.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(beside)
+    assert not other.extended.variable_created_in_scope(beside)
+    with pytest.raises(RuntimeError, match="need to be inside"), strategy.extended.colocate_vars_with(variable):
+        pass
+    with other.scope(), pytest.raises(ValueError, match="scope"), other.extended.colocate_vars_with(variable):
+        pass
+
+
+def test_default_context_reduces_its_own_value() -> None:
+    """Reference 1.4.10, first row; 2.5: also under an MPI launcher."""
+    default, context = mpidist.get_strategy(), mpidist.get_replica_context()
+    assert default.reduce("SUM", 2.0) == 2.0
+    assert context.all_reduce("MEAN", 2.0) == 2.0
+    assert context.all_gather(np.arange(2), axis=0).tolist() == [0, 1]
+    assert context.merge_call(lambda strategy, x: strategy.reduce("SUM", x), (3.0,)) == 3.0
+    assert default.run(lambda x: x + 1, (1,)) == 2
+
+
+def test_loss_reduction_is_sum(strategy: Strategy) -> None:
+    """Reference 1.4.3."""
+    assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
+    with strategy.scope():
+        assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM

@@ -1,0 +1,214 @@
+"""Nobody waits for ever for a rank that does not come."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def inside(strategy: Strategy, method: str, *args: Any) -> Any:
+    """Call a method of the replica context."""
+    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args))
+
+
+def options(timeout_seconds: float | None) -> CommunicationOptions:
+    return CommunicationOptions(timeout_seconds=timeout_seconds)
+
+
+@contextmanager
+def taking(at_least: float, at_most: float = 5) -> Iterator[None]:
+    """Expect the body to take so many seconds."""
+    start = time.monotonic()
+    yield
+    assert at_least <= time.monotonic() - start < at_most
+
+
+@pytest.mark.ranks(min=2)
+def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> None:
+    """T41, X25: and the strategy is broken until all reset it."""
+    strategy = Strategy(comm=comm)
+    deadline = options(1)
+    assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+    if comm.rank == 0:
+        with taking(at_least=1), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\) on rank 0 waited 1 s"):
+            strategy.reduce("SUM", 1.0, options=deadline)
+        for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
+            with (
+                taking(0, 0.9),
+                pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"),
+            ):
+                later()
+    comm.Barrier()
+    if comm.rank:  # too late, and it says so
+        with taking(0, 0.9), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
+            strategy.reduce("SUM", 1.0, options=deadline)
+    comm.Barrier()
+    strategy.reset()
+    for _ in range(2):
+        assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+        assert strategy.gather(np.ones(1), 0).size == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm) -> None:
+    """The others gave up, and will not say how their call differed."""
+    strategy = Strategy(None, options(0.4), comm=comm)
+    if comm.rank:
+        comm.Barrier()
+    with taking(0), pytest.raises(DeadlineExceededError):
+        strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
+    if comm.rank == 0:
+        comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+WAITS: dict[str, Callable[[Strategy], Any]] = {
+    "reduce": lambda s: s.reduce("SUM", 1.0),
+    "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
+    "reduce_to": lambda s: s.extended.reduce_to("SUM", 1.0, 0),
+    "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", []),
+    "broadcast_to": lambda s: s.extended.broadcast_to(1.0, 0),
+    "gather": lambda s: s.gather(np.ones(1), 0),
+    "all_reduce": lambda s: inside(s, "all_reduce", "SUM", 1.0),
+    "all_gather": lambda s: inside(s, "all_gather", np.ones(1), 0),
+    "merge_call": lambda s: inside(s, "merge_call", str),
+    "symmetric_empty": lambda s: s.symmetric_empty(3, "f4"),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.timeout(15)
+def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm) -> None:
+    strategy = Strategy(None, options(0.2), comm=comm)
+    for name, call in WAITS.items():
+        if comm.rank == 0:
+            with taking(0.2), pytest.raises(DeadlineExceededError, match=r"\(call \d+\) on rank 0 waited 0\.2 s"):
+                call(strategy)
+        comm.Barrier()
+        strategy.reset()
+        assert strategy.reduce("SUM", 1.0) == comm.size, name
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("given", [None, 0, 60])
+def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None) -> None:
+    """X26: 0 and None are no deadline; 0 switches off the strategy's own."""
+    with Strategy(None, options(0.2) if given is not None else None, comm=comm) as strategy:
+        if comm.rank == comm.size - 1:
+            time.sleep(0.5)
+        assert strategy.reduce("SUM", 1.0, options=options(given)) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("num_leaving", [1, 2])
+def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leaving: int) -> None:
+    """X27: it closes its strategy while the others call; nobody hangs, and all may close."""
+    num_leaving = min(num_leaving, comm.size - 1)
+    strategy = Strategy(comm=comm)
+    if comm.rank >= num_leaving:
+        leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
+        with pytest.raises(PeerFailedError, match=rf"{leavers} closed the strategy .* called reduce \(call 2\)"):
+            strategy.reduce("SUM", 1.0)
+        with taking(0, 0.9), pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
+            strategy.reduce("SUM", 1.0)
+    strategy.close()
+    strategy.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.reduce("SUM", 1.0)
+
+
+class RangError(Exception):
+    """What the alarm raises."""
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Let a signal handler raise after so many seconds."""
+
+    def ring(*_: Any) -> None:
+        raise RangError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.ranks(min=2)
+def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm) -> None:
+    """Ctrl-C is one; afterwards the strategy says what happened."""
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(RangError), alarm(0.3):
+            strategy.reduce("SUM", 1.0)
+        with pytest.raises(RuntimeError, match=r"reduce \(call 2\) was interrupted by RangError"):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
+    """A program that ends must end: nobody else will come."""
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.reduce("SUM", 1.0, options=options(0.2))
+    comm.Barrier()
+    with alarm(2), taking(0, 0.9):
+        strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
+    """At once, and by name."""
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.reduce("SUM", 1.0, options=options(0.2))
+    comm.Barrier()
+    if comm.rank:
+        with (
+            alarm(2),
+            taking(0, 0.9),
+            pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"),
+        ):
+            strategy.gather(np.ones(1), 0)
+    strategy.close()

@@ -1,0 +1,81 @@
+"""Device strings, and which GPU a rank takes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from mpidist.errors import UnavailableError
+from mpidist.transport import arrays
+from mpidist.transport.devices import Device, choose_device, gpu_index
+from mpidist.transport.topology import Topology
+
+pytestmark = pytest.mark.no_mpi
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "index"),
+    [
+        ("cpu", "cpu", 0),
+        ("/cpu:0", "cpu", 0),
+        ("CPU:3", "cpu", 3),
+        ("GPU:1", "gpu", 1),
+        ("/gpu:0", "gpu", 0),
+        ("/gpu:12", "gpu", 12),
+        ("/device:GPU:1", "gpu", 1),
+        ("device:cpu:0", "cpu", 0),
+        ("/rank:3/GPU:2", "gpu", 2),
+        ("/rank:0/cpu:0", "cpu", 0),
+    ],
+)
+def test_device_strings_are_read(text: str, kind: str, index: int) -> None:
+    device = Device.parse(text)
+    assert (device.kind, device.index) == (kind, index)
+    assert device.is_gpu == (kind == "gpu")
+    assert Device.parse(str(device)) == device
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "/", "tpu:0", "/gpu:", "gpu:-1", "gpu:x", "gpu 0", "gpu:0 ", "/rank:1", "/rank:/gpu:0", 0, None, b"cpu"],
+)
+def test_other_strings_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="a device is a string such as") as caught:
+        Device.parse(wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_ranks", "indices"),
+    [
+        (4, range(4), [0, 1, 2, 3]),  # every rank sees all GPUs of the node
+        (1, range(4), [0, 0, 0, 0]),  # CUDA_VISIBLE_DEVICES shows each rank its own
+        (8, range(4), [0, 1, 2, 3]),
+        (2, range(4), [0, 1, 0, 1]),  # more ranks than GPUs share them
+        (3, range(4), [0, 1, 2, 0]),
+    ],
+)
+def test_ranks_of_a_node_take_gpus_in_turn(visible: int, local_ranks: range, indices: list[int]) -> None:
+    assert [gpu_index(local_rank, visible) for local_rank in local_ranks] == indices
+
+
+needs_no_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed here")
+
+
+@needs_no_cupy
+def test_without_cupy_there_are_no_gpus() -> None:
+    """X37, X38."""
+    assert arrays.num_visible_gpus() == 0
+    assert choose_device(Topology(0, (0,), ("here",))) == Device("cpu")
+
+
+@needs_no_cupy
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda12"):
+        Device("gpu", 1).use()
+
+
+def test_the_cpu_can_always_be_used() -> None:
+    Device("cpu").use()

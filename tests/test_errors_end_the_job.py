@@ -1,0 +1,241 @@
+"""An error that nobody catches ends the whole job, soon, and says once where it happened. Real jobs of 3 ranks."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+from mpi_session import clean_environment
+from mpi_session.launch import Launcher
+
+import mpidist
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+PROJECT = str(Path(mpidist.__file__).parents[1])
+HERE = socket.gethostname()
+SOON_SECONDS = 15  # far more than a job needs to end, also on a busy machine
+LONG_SECONDS = 60  # of work that must not be waited for
+IS_MPICH = "MPICH" in MPI.Get_library_version()
+
+HEAD = """
+import os, signal, sys, threading, time
+import mpidist
+strategy = mpidist.MultiWorkerMirroredStrategy()
+rank = strategy.topology.rank
+def reduce_for_ever():
+    while True:
+        strategy.reduce("SUM", 1.0)
+"""
+OTHERS = {"others reduce": "reduce_for_ever()", "others compute": f"time.sleep({LONG_SECONDS})"}
+
+whatever_others_do = pytest.mark.parametrize("others", OTHERS)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has come to its end soon."""
+
+    status: int
+    out: str
+    err: str
+
+    def lines_of(self, rank: int) -> list[str]:
+        """Return what a rank wrote with its name in front, as `mpidist` does for an uncaught error."""
+        prefix = f"[rank {rank} on {HERE}] "
+        return [line.partition(prefix)[2] for line in self.err.splitlines() if prefix in line]
+
+
+Job = Callable[..., Ended]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Run a program on 3 ranks of the MPI library that these tests run with."""
+
+    def run(body: str, ranks: int = 3, **variables: str) -> Ended:
+        script = tmp_path / "program.py"
+        script.write_text(HEAD + body)
+        command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(script)]
+        return end_of(command, **variables)
+
+    return run
+
+
+def end_of(command: list[str], **variables: str) -> Ended:
+    environment = {
+        **clean_environment(),
+        "PYTHONPATH": PROJECT,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **variables,
+    }
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SOON_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"the job did not end within {SOON_SECONDS} s; it wrote {error.stdout!r} and {error.stderr!r}")
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@whatever_others_do
+def test_uncaught_exception_on_one_rank_ends_all_of_them(job: Job, others: str) -> None:
+    """api.md, section 4; T116."""
+    ended = job(f"strategy.reduce('SUM', 1.0)\nif rank == 1:\n    {{}}['mine']\n{OTHERS[others]}")
+    assert ended.status != 0
+    lines = ended.lines_of(1)
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyError: 'mine'"
+    assert ended.err.count("KeyError") == 1
+    assert ended.lines_of(0) == ended.lines_of(2) == []
+
+
+def test_exception_inside_run_and_a_with_statement_ends_all_ranks(job: Job) -> None:
+    program = """
+def step():
+    if rank == 2:
+        raise KeyError("mine")
+    mpidist.get_replica_context().all_reduce("SUM", 1.0)
+with strategy, strategy.scope():
+    strategy.run(step)
+"""
+    ended = job(program)
+    assert ended.status != 0
+    assert ended.lines_of(2)[-1] == "KeyError: 'mine'"
+    assert ended.err.count("Traceback") == 1
+
+
+@whatever_others_do
+@pytest.mark.parametrize("code", ["3", "'no data'"])
+def test_exit_with_a_code_on_one_rank_ends_all_of_them(job: Job, others: str, code: str) -> None:
+    """api.md, section 4: as an uncaught exception does."""
+    ended = job(f"strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit({code})\n{OTHERS[others]}")
+    assert ended.status != 0
+    assert re.search(rf"SystemExit.*{code.strip(chr(39))}", "\n".join(ended.lines_of(1)))
+    assert ended.err.count("Traceback") == 1
+
+
+def test_rank_that_ends_early_is_named_where_others_wait_for_it(job: Job) -> None:
+    """X27: an end without an error is one for those who still reduce."""
+    ended = job("strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()")
+    assert ended.status != 0
+    assert "PeerFailedError" in ended.err
+    assert "rank 1 closed the strategy or ended the program while ranks 0, 2 called reduce" in ended.err
+
+
+def test_on_error_raise_leaves_the_job_alone_and_others_learn_of_it(job: Job) -> None:
+    """api.md, section 4."""
+    program = """
+strategy.reduce("SUM", 1.0)
+if rank == 1:
+    raise KeyError("mine")
+try:
+    reduce_for_ever()
+except mpidist.errors.PeerFailedError as error:
+    print(f"rank {rank} learns: {error}", flush=True)
+    time.sleep(1)  # and goes on, undisturbed
+    print(f"rank {rank} goes on", flush=True)
+"""
+    ended = job(program, MPIDIST_ON_ERROR="raise")
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} learns: rank 1 closed the strategy or ended the program", ended.out)
+        assert f"rank {rank} goes on" in ended.out or not IS_MPICH  # Open MPI's launcher ends them at once
+    assert ended.err.count("KeyError: 'mine'") == 1
+    assert ended.lines_of(1) == []
+    assert ended.status != 0
+
+
+SAME_EVERYWHERE = {
+    "InvalidArgumentError": "strategy.reduce('SUM', [1.0] * (rank + 1))",
+    "ValueError": "strategy.reduce('median', 1.0)",
+    "TypeError": "strategy.reduce('SUM', 'text')",
+    "TopologyError: the environment": "os.environ['MPIDIST_CHECK'] = str(int(rank > 0))\nmpidist.MirroredStrategy()",
+    "TopologyError: a resolver": """
+from mpidist.cluster_resolver import ClusterSpec, SimpleClusterResolver
+mpidist.MultiWorkerMirroredStrategy(SimpleClusterResolver(ClusterSpec({"worker": ["n:1"]})))
+""",
+    "TopologyError: MirroredStrategy": "os.environ['MPIDIST_PRETEND_NODES'] = '0,1,1'\nmpidist.MirroredStrategy()",
+}
+
+
+@pytest.mark.parametrize("said", SAME_EVERYWHERE)
+def test_error_that_all_ranks_share_is_shown_once(job: Job, said: str) -> None:
+    ended = job(SAME_EVERYWHERE[said])
+    assert ended.status != 0
+    assert ended.err.count("Traceback (most recent call last):") == 1
+    kind = said.split(":")[0]
+    shown = [line for rank in range(3) for line in ended.lines_of(rank) if re.match(rf"[\w.]*\b{kind}: ", line)]
+    assert len(shown) == 1
+
+
+NORMAL_ENDS = {
+    "closed": "strategy.reduce('SUM', 1.0)\nstrategy.close()",
+    "with statement": "with strategy:\n    strategy.reduce('SUM', 1.0)",
+    "left open": "strategy.reduce('SUM', 1.0)",
+    "exit 0": "strategy.reduce('SUM', 1.0)\nsys.exit(0)",
+    "left open with shared memory": "strategy.symmetric_empty(10, float, per_node=True)",
+    "after a caught error": """
+try:
+    strategy.reduce("SUM", [1.0] * (rank + 1))
+except ValueError:
+    pass
+""",
+    "two left open": "mpidist.MirroredStrategy().reduce('SUM', 1.0)",
+}
+
+
+@pytest.mark.parametrize("how", NORMAL_ENDS)
+def test_normal_end_is_silent(job: Job, how: str) -> None:
+    ended = job(NORMAL_ENDS[how])
+    assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+def test_single_process_keeps_pythons_own_way(job: Job) -> None:
+    """Plain `python` is no launcher: nothing has to be ended."""
+    ended = job("raise KeyError('mine')", ranks=1)
+    assert ended.status != 0
+    assert "KeyError: 'mine'" in ended.err
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("where", ["waiting for others", "computing"])
+def test_signal_to_one_rank_ends_all_of_them(job: Job, name: str, where: str) -> None:
+    """api.md, section 4: also while the rank waits in a collective for ranks that do not come."""
+    work = "strategy.reduce('SUM', 1.0)" if where == "waiting for others" else f"time.sleep({LONG_SECONDS})"
+    program = f"""
+if rank == 1:
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.{name}]).start()
+    {work}
+time.sleep({LONG_SECONDS})
+"""
+    ended = job(program)
+    assert ended.status != 0
+    if name == "SIGINT":
+        assert ended.lines_of(1)[-1] == "KeyboardInterrupt"
+
+
+def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path: Path) -> None:
+    """users.md 2.2: the launcher of another MPI starts worlds of one rank each."""
+    script = tmp_path / "program.py"
+    script.write_text("import mpidist\nmpidist.MultiWorkerMirroredStrategy()\n")
+    another = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"} if IS_MPICH else {"PMI_SIZE": "3"}
+    ended = end_of([sys.executable, str(script)], **another)
+    assert ended.status != 0
+    assert "TopologyError" in ended.err
+    assert re.search(rf"mpiexec -n 3 \S*python\S* {re.escape(str(script))}", ended.err)
+
+
+def test_plain_python_is_a_job_of_one_rank(tmp_path: Path) -> None:
+    """api.md, section 1."""
+    script = tmp_path / "program.py"
+    script.write_text("import mpidist\nprint(mpidist.MirroredStrategy().reduce('SUM', 1.0))\n")
+    ended = end_of([sys.executable, str(script)])
+    assert (ended.status, ended.out, ended.err) == (0, "1.0\n", "")

@@ -1,0 +1,220 @@
+"""`import mpidist`: quick, without MPI and CUDA, and with all the names that programs of tf.distribute look for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_session import clean_environment
+
+import mpidist
+
+pytestmark = pytest.mark.no_mpi
+
+PROJECT = str(Path(mpidist.__file__).parents[1])
+
+
+def python(program: str, **variables: str) -> Any:
+    """Run a program in a fresh interpreter, outside of any MPI launch, and read what it prints as JSON."""
+    environment = {**clean_environment(), "PYTHONPATH": PROJECT, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_starts_neither_mpi_nor_cuda() -> None:
+    """api.md, section 1."""
+    loaded = python("import json, sys, mpidist; print(json.dumps(sorted(sys.modules)))")
+    assert "numpy" in loaded
+    assert not {"mpi4py.MPI", "cupy", "cupyx", "ml_dtypes", "sklearn"} & set(loaded)
+
+
+def test_import_is_quick() -> None:
+    """Beyond NumPy, which every program of ours loads. In CPU time, because the machine may be busy."""
+    program = "import time, numpy; begin = time.process_time(); import mpidist; print(time.process_time() - begin)"
+    assert statistics.median(python(program) for _ in range(5)) < 0.150
+
+
+def test_one_process_needs_no_mpi() -> None:
+    """api.md, section 1: the default strategy and OneDeviceStrategy, also with variables and data sets."""
+    program = """
+import sys, json, numpy, mpidist
+def train(strategy):
+    with strategy.scope():
+        variable = mpidist.Variable(1.0, aggregation="SUM")
+        for batch in strategy.experimental_distribute_dataset([numpy.ones(3)] * 2):
+            strategy.run(lambda: variable.assign_add(batch.sum()))
+    return float(strategy.reduce("MEAN", variable.read_value()))
+with mpidist.OneDeviceStrategy("/cpu:0") as one:
+    print(json.dumps([train(mpidist.get_strategy()), train(one), "mpi4py.MPI" in sys.modules]))
+"""
+    assert python(program) == [7.0, 7.0, False]
+    assert python(program, MPI4PY_LIBMPI="/nonexistent/libmpi.so") == [7.0, 7.0, False]
+
+
+UNAVAILABLE = """
+import json, sys
+{before}
+import mpidist
+said = []
+for make in (mpidist.MirroredStrategy, mpidist.MultiWorkerMirroredStrategy, mpidist.NcclAllReduce().bind):
+    try:
+        make()
+    except mpidist.errors.UnavailableError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "variables"),
+    [("", {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}), ("sys.modules['mpi4py'] = None  # not installed", {})],
+    ids=["no MPI library", "no mpi4py"],
+)
+def test_first_strategy_says_what_to_install(before: str, variables: dict[str, str]) -> None:
+    said = python(UNAVAILABLE.format(before=before), **variables)
+    assert len(said) == 3
+    for text in said:
+        assert "`pip install mpich`" in text
+        assert "MPI4PY_LIBMPI" in text
+
+
+NAMES = """
+ReduceOp CommunicationOptions experimental.CommunicationOptions
+CommunicationImplementation experimental.CommunicationImplementation experimental.CollectiveHints
+CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce CollectiveAllReduce
+OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
+Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
+experimental_set_strategy get_loss_reduction
+DistributedValues PerReplica Mirrored DistributedDataset InputContext InputReplicationMode InputOptions
+Variable VariableSynchronization VariableAggregation
+cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
+cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
+errors.DeadlineExceededError errors.InvalidArgumentError errors.PeerFailedError errors.UnavailableError
+errors.TopologyError
+"""
+
+
+def named(path: str) -> Any:
+    found: Any = mpidist
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_name_of_the_contract_is_there_and_listed(name: str) -> None:
+    """api.md, section 2."""
+    parent, _, last = name.rpartition(".")
+    assert named(name) is not None
+    assert last in (named(parent) if parent else mpidist).__all__
+    assert (named(name).__doc__ or "").strip()
+
+
+def test_names_of_the_seed_have_two_homes() -> None:
+    for name in ("CommunicationOptions", "CommunicationImplementation", "MultiWorkerMirroredStrategy"):
+        assert getattr(mpidist, name) is getattr(mpidist.experimental, name)
+
+
+def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
+    members = {
+        "ReduceOp": "SUM MEAN MIN MAX PROD",
+        "CommunicationImplementation": "AUTO RING NCCL",
+        "VariableSynchronization": "AUTO NONE ON_WRITE ON_READ",
+        "VariableAggregation": "NONE SUM MEAN ONLY_FIRST_REPLICA",
+        "InputReplicationMode": "PER_WORKER PER_REPLICA",
+    }
+    for name, its in members.items():
+        assert [member.name for member in named(name)] == its.split()
+
+
+KINDS_OF_ERROR = {
+    "DeadlineExceededError": TimeoutError,
+    "InvalidArgumentError": ValueError,
+    "PeerFailedError": ConnectionError,
+    "UnavailableError": RuntimeError,
+    "TopologyError": RuntimeError,
+}
+
+
+@pytest.mark.parametrize("name", KINDS_OF_ERROR)
+def test_errors_are_of_the_built_in_kinds_that_programs_catch(name: str) -> None:
+    assert issubclass(named(f"errors.{name}"), KINDS_OF_ERROR[name])
+
+
+SIGNATURES = """
+CommunicationOptions(bytes_per_pack=, timeout_seconds=, implementation=, *, reproducible=)
+experimental.CollectiveHints(bytes_per_pack=, timeout_seconds=)
+ReductionToOneDevice(reduce_to_device=, accumulation_fn=)
+NcclAllReduce(num_packs=)
+HierarchicalCopyAllReduce(num_packs=)
+CollectiveAllReduce(options=)
+OneDeviceStrategy(device=)
+MirroredStrategy(devices=, cross_device_ops=, *, comm=)
+MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=)
+Strategy.scope(self)
+Strategy.run(self, fn, args=, kwargs=, options=)
+Strategy.reduce(self, reduce_op, value, axis=, options=)
+Strategy.gather(self, value, axis)
+Strategy.experimental_local_results(self, value)
+Strategy.experimental_distribute_values_from_function(self, value_fn)
+Strategy.experimental_distribute_dataset(self, dataset, options=)
+Strategy.distribute_datasets_from_function(self, dataset_fn, options=)
+Strategy.symmetric_empty(self, shape, dtype, *, per_node=)
+Strategy.symmetric_empty_like(self, value, *, per_node=)
+Strategy.reset(self)
+Strategy.close(self)
+ReplicaContext.all_reduce(self, reduce_op, value, options=, *, out=)
+ReplicaContext.all_gather(self, value, axis, options=)
+ReplicaContext.merge_call(self, merge_fn, args=, kwargs=)
+StrategyExtended.reduce_to(self, reduce_op, value, destinations, options=)
+StrategyExtended.batch_reduce_to(self, reduce_op, value_destination_pairs, options=)
+StrategyExtended.broadcast_to(self, value, destinations)
+StrategyExtended.update(self, var, fn, args=, kwargs=, group=)
+StrategyExtended.call_for_each_replica(self, fn, args=, kwargs=)
+StrategyExtended.colocate_vars_with(self, var)
+StrategyExtended.value_container(self, value)
+StrategyExtended.variable_created_in_scope(self, v)
+CrossDeviceOps.bind(self, comm=)
+CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=)
+CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=)
+CrossDeviceOps.close(self)
+PerReplica(values)
+Variable.assign(self, value)
+InputContext(num_input_pipelines=, input_pipeline_id=, num_replicas_in_sync=)
+InputContext.get_per_replica_batch_size(self, global_batch_size)
+"""
+
+
+def shown(path: str) -> str:
+    """Write a signature as in the list: which arguments have defaults, which are named only."""
+    words: list[str] = []
+    for parameter in inspect.signature(named(path)).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(parameter.name + "=" * (parameter.default is not parameter.empty))
+    return f"{path}({', '.join(words)})"
+
+
+@pytest.mark.parametrize("signature", SIGNATURES.strip().splitlines())
+def test_signature_is_that_of_the_contract(signature: str) -> None:
+    """api.md, section 2."""
+    assert shown(signature.partition("(")[0]) == signature
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_replicas_in_sync", "cluster_resolver", "extended", "topology", "is_chief"]
+    + [f"extended.{name}" for name in ("worker_devices", "parameter_devices")],
+)
+def test_property_of_the_contract_is_there(name: str) -> None:
+    owner, _, last = f"Strategy.{name}".replace("Strategy.extended.", "StrategyExtended.").rpartition(".")
+    assert isinstance(inspect.getattr_static(named(owner), last), property)

@@ -1,0 +1,69 @@
+"""Arrays of more than 2^31 elements: more than an MPI call counts, and than Open MPI sends in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [pytest.mark.core, pytest.mark.ranks(2), pytest.mark.timeout(120)]
+
+COUNT = 2**31 + 9
+MARKS = [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, COUNT - 1]  # ends of messages, and of the numbers of 32 bits
+
+
+@pytest.fixture
+def strategy(comm: Intracomm) -> Iterator[Strategy]:
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def memory() -> Any:
+    """One array for all tests: 2 GiB on each of two ranks is enough to ask for."""
+    return np.empty(COUNT, np.int8)
+
+
+def is_filled(array: Any, filling: int, marks: Any) -> bool:
+    """Whether an array holds one number but for the marks, without a temporary array as large."""
+    found = array[MARKS].tolist() == marks
+    array[MARKS] = filling
+    return found and array.min() == array.max() == filling
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_all_reduce_in_place(strategy: Strategy, memory: Any, implementation: str) -> None:
+    memory[...] = 1
+    memory[MARKS] = [rank + strategy.topology.rank for rank in range(6)]
+    ops = strategy.extended.cross_device_ops
+    ops.all_reduce("SUM", memory, CommunicationOptions(implementation=implementation), out=memory)
+    assert is_filled(memory, 2, [1, 3, 5, 7, 9, 11])
+
+
+def test_every_other_call(strategy: Strategy, memory: Any) -> None:
+    """On the transport itself, which works in place."""
+    world, rank = strategy.extended.group.levels.world, strategy.topology.rank
+    memory[...] = rank
+    memory[MARKS] = range(10 * rank, 10 * rank + 6)
+    world.broadcast(memory, 1)
+    assert is_filled(memory, 1, [10, 11, 12, 13, 14, 15])
+    half = (COUNT + 1) // 2
+    own = memory[:half] if rank == 0 else memory[half:]
+    own[...] = rank + 5
+    world.all_gather(memory)
+    assert memory[:half].min() == memory[:half].max() == 5
+    assert memory[half:].min() == memory[half:].max() == 6
+    if rank == 0:
+        world.exchange(memory, 1, memory[:0], 1)
+    else:
+        memory[...] = 0
+        world.exchange(memory[:0], 0, memory, 0)
+        assert (memory[0], memory[half - 1], memory[half], memory[-1]) == (5, 5, 6, 6)

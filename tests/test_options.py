@@ -1,0 +1,161 @@
+"""What a caller may ask for: reductions, and how they shall travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.experimental import CollectiveHints
+
+pytestmark = pytest.mark.no_mpi
+
+
+def fields(options: CommunicationOptions) -> tuple[Any, ...]:
+    return options.bytes_per_pack, options.timeout_seconds, options.implementation.name, options.reproducible
+
+
+def test_defaults_ask_for_nothing() -> None:
+    """T10."""
+    assert fields(CommunicationOptions()) == (0, None, "AUTO", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"bytes_per_pack": -1}, ValueError),  # T10
+        ({"bytes_per_pack": None}, TypeError),
+        ({"bytes_per_pack": 1.5}, TypeError),
+        ({"bytes_per_pack": "4"}, TypeError),
+        ({"bytes_per_pack": True}, TypeError),
+        ({"timeout_seconds": -1}, ValueError),  # X26
+        ({"timeout_seconds": -1e-9}, ValueError),
+        ({"timeout_seconds": math.nan}, ValueError),
+        ({"timeout_seconds": "1"}, TypeError),
+        ({"timeout_seconds": True}, TypeError),
+        ({"implementation": "MPI"}, ValueError),
+        ({"implementation": ""}, ValueError),
+        ({"implementation": None}, ValueError),
+        ({"implementation": 1}, ValueError),
+    ],
+)
+def test_values_without_meaning_are_refused(arguments: dict[str, Any], kind: type[Exception]) -> None:
+    """T10, X26. The error says what was got, or which argument it is about."""
+    with pytest.raises(kind) as caught:
+        CommunicationOptions(**arguments)
+    ((name, value),) = arguments.items()
+    assert name in str(caught.value) or repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 0.0, 1, 2.5, np.float32(1), np.int64(3), math.inf])
+def test_timeouts_are_kept_as_given(timeout: float | None) -> None:
+    """X26: 0 and None are no deadline."""
+    assert CommunicationOptions(timeout_seconds=timeout).timeout_seconds == timeout
+
+
+@pytest.mark.parametrize("count", [0, 1, np.int64(7), np.uint8(200), 10**9, 2**40])
+def test_bytes_per_pack_is_a_whole_number(count: Any) -> None:
+    options = CommunicationOptions(count)
+    assert options.bytes_per_pack == count
+    assert type(options.bytes_per_pack) is int
+
+
+@pytest.mark.parametrize("name", ["ring", "RING", "Ring", CommunicationImplementation.RING])
+def test_implementations_are_named_in_any_case(name: Any) -> None:
+    assert CommunicationOptions(implementation=name).implementation is CommunicationImplementation.RING
+
+
+def test_reproducible_is_given_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        CommunicationOptions(0, None, "AUTO", True)  # type: ignore[misc]
+
+
+def test_options_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CommunicationOptions().bytes_per_pack = 1  # type: ignore[misc]
+
+
+def test_equal_options_are_equal_and_hash_alike() -> None:
+    one, other = CommunicationOptions(5, 1, "ring"), CommunicationOptions(5, 1.0, "RING")
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != CommunicationOptions(5, 1, "ring", reproducible=True)
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "merged"),
+    [
+        ((5, None, "ring"), (0, 0, "auto"), (5, 0, "RING", False)),  # X19
+        ((5, 3, "ring"), (0, None, "auto"), (5, 3, "RING", False)),
+        ((5, 3, "ring"), (7, 1, "nccl"), (7, 1, "NCCL", False)),
+        ((0, None, "auto"), (7, 1, "ring"), (7, 1, "RING", False)),
+        ((0, None, "auto"), (0, None, "auto"), (0, None, "AUTO", False)),
+    ],
+)
+def test_merge_lets_fields_that_are_no_defaults_win(own: Any, other: Any, merged: Any) -> None:
+    """X19."""
+    mine, theirs = CommunicationOptions(*own), CommunicationOptions(*other)
+    assert fields(mine.merge(theirs)) == merged
+    assert (mine, theirs) == (CommunicationOptions(*own), CommunicationOptions(*other))
+
+
+def test_merge_with_none_keeps_everything() -> None:
+    options = CommunicationOptions(5, 2, "ring", reproducible=True)
+    assert options.merge(None) == options
+
+
+@pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (True, True)])
+def test_reproducible_stays_on_in_a_merge(own: bool, other: bool) -> None:
+    merged = CommunicationOptions(reproducible=own).merge(CommunicationOptions(reproducible=other))
+    assert merged.reproducible is True
+
+
+def test_hints_are_options_with_a_warning() -> None:
+    """T11. The warning points at the line that asked for hints."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hints = CollectiveHints(50, 1)
+    assert isinstance(hints, CommunicationOptions)
+    assert fields(hints) == (50, 1, "AUTO", False)
+    (warning,) = caught
+    assert warning.category is DeprecationWarning
+    assert "deprecated" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hints_take_what_they_always_took() -> None:
+    """T11."""
+    assert fields(CollectiveHints()) == (0, None, "AUTO", False)
+    with pytest.raises(ValueError, match="bytes_per_pack"):
+        CollectiveHints(-1)
+    with pytest.raises(TypeError):
+        CollectiveHints(0, None, "ring")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
+def test_reductions_are_named_in_any_case(name: str) -> None:
+    for text in (name, name.lower(), name.capitalize()):
+        assert ReduceOp(text) is ReduceOp[name]
+    assert str(ReduceOp[name]) == name
+    assert ReduceOp(ReduceOp[name]) is ReduceOp[name]
+
+
+@pytest.mark.parametrize("wrong", ["bogus", "", " sum", None, 0, 1.0, CommunicationImplementation.AUTO])
+def test_other_reductions_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"is not a valid ReduceOp.*SUM, MEAN, MIN, MAX, PROD"):
+        ReduceOp(wrong)
+
+
+def test_tf_distributes_names_lead_to_the_same_things() -> None:
+    assert mpidist.experimental.CommunicationOptions is CommunicationOptions
+    assert mpidist.experimental.CommunicationImplementation is CommunicationImplementation
+    assert [member.name for member in CommunicationImplementation] == ["AUTO", "RING", "NCCL"]

@@ -1,0 +1,281 @@
+"""Which arrays go in which pack and message, told from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpidist import CommunicationOptions, ReduceOp
+from mpidist.cross_device_ops.plan import Plan, Spec, group_by_size, make_plan, wire_and_result_dtypes
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport.levels import Levels
+
+pytestmark = pytest.mark.no_mpi
+
+F32, I8, I64 = np.dtype(np.float32), np.dtype(np.int8), np.dtype(np.int64)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+OPS = list(ReduceOp)
+
+
+@dataclass
+class Sizes:
+    """The two sizes that a plan asks the levels for."""
+
+    direct_bytes: int = 1 << 20
+    pack_bytes: int = 4 << 20
+
+
+def specs(*shapes: int | tuple[int, ...], dtype: np.dtype[Any] = F32) -> list[Spec]:
+    return [Spec((shape,) if isinstance(shape, int) else shape, dtype, False) for shape in shapes]
+
+
+def plan_of(
+    arrays: Sequence[Spec],
+    op: ReduceOp = SUM,
+    num_packs: int = 1,
+    num_ranks: int = 4,
+    sizes: Any = None,
+    **options: Any,
+) -> Plan:
+    return make_plan(op, arrays, CommunicationOptions(**options), num_packs, num_ranks, sizes or Sizes())
+
+
+def elements(plan: Plan) -> list[list[tuple[int, int, int]]]:
+    """The messages, each as (array, start, stop)."""
+    return [[(piece.index, piece.start, piece.stop) for piece in chunk.pieces] for chunk in plan.chunks]
+
+
+def counts(plan: Plan) -> list[int]:
+    return [chunk.count for chunk in plan.chunks]
+
+
+# Sizes in bytes, limit, packs in bytes.
+PACKS: list[tuple[list[int], int, list[list[int]]]] = [
+    ([128, 32, 800, 4], 200, [[128, 32, 800], [4]]),  # T7
+    ([4, 8], 0, [[4, 8]]),  # T8
+    ([4, 4, 4, 4], 4, [[4, 4], [4, 4]]),
+    ([4] * 6, 8, [[4, 4, 4], [4, 4, 4]]),
+    ([4, 4, 4], 1, [[4], [4], [4]]),
+    ([400, 4, 4], 50, [[400], [4, 4]]),
+    ([0, 0, 4, 4], 1, [[0, 0, 4], [4]]),
+    ([4, 0, 0], 1, [[4], [0, 0]]),
+    ([0, 0], 1, [[0, 0]]),
+    ([5, 5, 5], 10**9, [[5, 5, 5]]),
+    ([], 0, [[]]),
+    ([], 10, []),
+]
+
+
+@pytest.mark.parametrize(("sizes", "bytes_per_pack", "packs"), PACKS)
+def test_packs_close_once_they_are_larger_than_the_limit(sizes: Any, bytes_per_pack: int, packs: Any) -> None:
+    """X21, T7, T8: the table of reference 1.1."""
+    grouped = group_by_size(sizes, bytes_per_pack)
+    assert [[sizes[index] for index in pack] for pack in grouped] == packs
+    assert [index for pack in grouped for index in pack] == list(range(len(sizes)))
+
+
+def test_negative_limits_are_refused() -> None:
+    with pytest.raises(ValueError, match="bytes_per_pack must be >= 0"):
+        group_by_size([1], -1)
+
+
+@pytest.mark.parametrize("bytes_per_pack", [0, 1, 3, 4, 5, 64, 10**9])
+@pytest.mark.parametrize("num_packs", [0, 1, 2, 3, 8, 100])
+@pytest.mark.parametrize("sizes", [Sizes(1, 8), Sizes(16, 16), Sizes(40, 24), Sizes()])
+def test_every_element_travels_once(bytes_per_pack: int, num_packs: int, sizes: Sizes) -> None:
+    values = specs(3, 0, (2, 5), (), 17, (0, 4), 1) + specs(9, (), 6, dtype=I64) + specs(5, dtype=BF16)
+    plan = plan_of(values, num_packs=num_packs, sizes=sizes, bytes_per_pack=bytes_per_pack)
+    seen = [np.zeros(spec.num_elements, int) for spec in values]
+    for chunk in plan.chunks:
+        assert chunk.count > 0
+        assert chunk.nbytes == chunk.count * chunk.wire.itemsize
+        for piece in chunk.pieces:
+            assert values[piece.index].dtype == chunk.wire
+            seen[piece.index][piece.start : piece.stop] += 1
+    assert all((times == 1).all() for times in seen)
+    assert plan.specs == tuple(values)
+
+
+def test_last_arrays_go_first() -> None:
+    """Reference 1.3.2: the last layers' gradients are ready first."""
+    plan = plan_of(specs(1, 2, 3), num_packs=0)
+    assert elements(plan) == [[(2, 0, 3)], [(1, 0, 2)], [(0, 0, 1)]]
+
+
+def test_reversal_comes_before_packing() -> None:
+    """Reference 1.3.2: the first pack must not be the small one that is left over."""
+    plan = plan_of(specs(1, 1, 1), bytes_per_pack=4)
+    assert elements(plan) == [[(2, 0, 1), (1, 0, 1)], [(0, 0, 1)]]
+
+
+def test_arrays_of_one_dtype_travel_together() -> None:
+    """X15: whatever the limit; TF concatenates unlike dtypes and fails."""
+    values = specs(1) + specs(1, dtype=I64) + specs(1) + specs(1, dtype=I64)
+    for bytes_per_pack, messages in ((0, 2), (1, 4), (10**9, 2)):
+        plan = plan_of(values, bytes_per_pack=bytes_per_pack)
+        assert len(plan.chunks) == plan.num_packs == messages
+        assert {chunk.wire for chunk in plan.chunks} == {F32, I64}
+
+
+def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
+    plan = plan_of(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
+    assert counts(plan) == [5]
+    assert plan.chunks[0].wire == np.int32
+    assert plan.results == (np.dtype(np.float32), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_packs", "expected"),
+    [
+        ([5, 5, 5], 3, [5, 5, 5]),  # X23
+        ([5, 5, 6], 3, [5, 5, 6]),
+        ([17], 3, [5, 5, 7]),
+        ([1, 1], 8, [2]),  # X22: more packs than elements
+        ([2], 2, [1, 1]),
+        ([5, 5], 1, [10]),
+        ([5, 7], 0, [7, 5]),
+        ([0, 0], 4, []),
+        ([], 4, []),
+        ([4, 0, 4], 2, [4, 4]),
+    ],
+)
+def test_num_packs_cuts_the_concatenation(shapes: list[int], num_packs: int, expected: list[int]) -> None:
+    """X22, X23: pieces of total // num_packs, the last with the remainder; 0 does not pack."""
+    assert counts(plan_of(specs(*shapes), num_packs=num_packs)) == expected
+
+
+def test_packs_cut_arrays_in_order() -> None:
+    """X23."""
+    plan = plan_of(specs(4, 5), num_packs=2)
+    assert elements(plan) == [[(1, 0, 4)], [(1, 4, 5), (0, 0, 4)]]
+
+
+def test_bytes_per_pack_wins_over_num_packs_and_cuts_no_array() -> None:
+    assert elements(plan_of(specs(9, 1), num_packs=3, bytes_per_pack=1)) == [[(1, 0, 1)], [(0, 0, 9)]]
+
+
+def test_bytes_per_pack_makes_one_message_of_a_pack() -> None:
+    """However large: the user has said how much one message carries."""
+    plan = plan_of(specs(1000, 1000), sizes=Sizes(16, 16), bytes_per_pack=10**9)
+    assert counts(plan) == [2000]
+    assert plan.num_packs == 1
+
+
+def test_large_arrays_are_not_copied_into_a_pack() -> None:
+    sizes = Sizes(direct_bytes=40, pack_bytes=400)
+    plan = plan_of(specs(9, 10, 11, 2, 3), sizes=sizes)
+    assert [(chunk.direct, chunk.count) for chunk in plan.chunks] == [(False, 5), (True, 11), (True, 10), (False, 9)]
+
+
+def test_a_lone_array_is_not_copied_into_a_pack() -> None:
+    assert [chunk.direct for chunk in plan_of(specs(1)).chunks] == [True]
+
+
+def test_packs_are_cut_where_the_pack_buffer_is_full() -> None:
+    plan = plan_of(specs(7, 6), sizes=Sizes(direct_bytes=40, pack_bytes=20))
+    assert elements(plan) == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)], [(0, 4, 7)]]
+    assert not any(chunk.direct for chunk in plan.chunks)
+
+
+def test_means_of_integers_are_never_reduced_in_place() -> None:
+    """Their results have another dtype than their sums."""
+    plan = plan_of(specs(100, dtype=I64), MEAN, sizes=Sizes(8, 400))
+    assert [chunk.direct for chunk in plan.chunks] == [False, False]
+
+
+def test_one_rank_copies_nothing_into_packs() -> None:
+    plan = plan_of(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo())
+    assert all(chunk.direct for chunk in plan.chunks)
+
+
+def test_arrays_without_elements_are_not_sent() -> None:
+    """X49."""
+    assert plan_of(specs(0, (0, 5), (3, 0))).chunks == ()
+
+
+def test_no_arrays_make_no_messages() -> None:
+    """X1."""
+    for op in OPS:
+        assert plan_of([], op).chunks == ()
+
+
+def test_means_are_divided_once() -> None:
+    for chunk in plan_of(specs(1, 2), MEAN, num_packs=0, num_ranks=5).chunks:
+        assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == ("sum", 1, 5)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
+def test_means_of_half_precision_are_divided_before_they_are_rounded(dtype: np.dtype[Any]) -> None:
+    (chunk,) = plan_of(specs(3, dtype=dtype), MEAN, num_ranks=5).chunks
+    assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == ("sum", 5, 1)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
+def test_other_reductions_divide_by_nothing(op: ReduceOp) -> None:
+    for dtype in (F32, BF16, I8):
+        (chunk,) = plan_of(specs(3, dtype=dtype), op).chunks
+        assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == (op.name.lower(), 1, 1)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_reproducible_asks_for_rank_order(reproducible: bool) -> None:
+    (chunk,) = plan_of(specs(3), reproducible=reproducible).chunks
+    assert chunk.reduction.in_rank_order is reproducible
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
+@pytest.mark.parametrize("code", "bBhHiIlLqQefdgFDG")
+def test_reductions_keep_the_dtype(op: ReduceOp, code: str) -> None:
+    dtype = np.dtype(code)
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        with pytest.raises(InvalidArgumentError, match="order"):
+            wire_and_result_dtypes(op, dtype)
+    else:
+        assert wire_and_result_dtypes(op, dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("names", "wire", "result"),
+    [
+        ("int8 uint8 int16 uint16", "int32", "float32"),
+        ("int32 int64", "int64", "float64"),
+        ("uint32 uint64", "uint64", "float64"),
+        *((name, name, name) for name in ("float16", "float32", "float64", "longdouble", "complex64", "complex128")),
+    ],
+)
+def test_means_of_integers_are_floats(names: str, wire: str, result: str) -> None:
+    """X5, reference 1.2.7."""
+    for name in names.split():
+        assert wire_and_result_dtypes(MEAN, np.dtype(name)) == (np.dtype(wire), np.dtype(result))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bfloat16_is_a_number(op: ReduceOp) -> None:
+    assert wire_and_result_dtypes(op, BF16) == (BF16, BF16)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["?", "U3", "S3", "O", "M8[s]", "m8[s]", "f4,i4", "V4", ml_dtypes.float8_e5m2])
+def test_what_is_no_number_is_refused(op: ReduceOp, dtype: Any) -> None:
+    """X7."""
+    with pytest.raises(InvalidArgumentError, match=f"{op} needs numbers, got dtype"):
+        wire_and_result_dtypes(op, np.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec((2, 3), F32, False), "f32[2,3]"),
+        (Spec((), I64, False), "i64[]"),
+        (Spec((0,), BF16, True), "bf16[0] on a GPU"),
+        (Spec((1,), np.dtype(np.complex64), False), "c64[1]"),
+    ],
+)
+def test_specs_are_short_to_read(spec: Spec, text: str) -> None:
+    assert repr(spec) == text

@@ -1,0 +1,325 @@
+"""Steps on every rank, and what they bring together: `run`, `merge_call`, `reduce`, `all_reduce`, training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy
+from mpidist.errors import InvalidArgumentError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+SUM_OF_RANKS = SIZE * (SIZE - 1) // 2
+
+only_several = pytest.mark.ranks(min=2)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with MultiWorkerMirroredStrategy() as made:
+        yield made
+
+
+def context() -> mpidist.ReplicaContext:
+    current = mpidist.get_replica_context()
+    assert current is not None
+    return current
+
+
+def all_reduce(strategy: Strategy, op: str, value: Any) -> Any:
+    return strategy.run(lambda: context().all_reduce(op, value))
+
+
+def merge(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+    return strategy.run(lambda: context().merge_call(*args, **kwargs))
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    return len(set(WORLD.allgather(np.asarray(value).tobytes()))) == 1
+
+
+@pytest.mark.core
+def test_runs_may_be_chained(strategy: Strategy) -> None:
+    """T118: results of one run are arguments of the next."""
+    x = strategy.run(lambda: context().replica_id_in_sync_group + 1)
+    powers = strategy.run(lambda x: {"a": 2 * x, "b": x * x}, (x,))
+    assert (x, powers) == (RANK + 1, {"a": 2 * (RANK + 1), "b": (RANK + 1) ** 2})
+    assert strategy.run(lambda a, b, c: a + 2 * b + c, kwargs={**powers, "c": 2}) == 2 * x + 2 * x * x + 2
+
+
+def test_run_on_one_device_is_one_replica() -> None:
+    """T118, T154."""
+    with OneDeviceStrategy() as alone:
+        x = 4
+        powers = alone.run(lambda x: {"a": 2 * x, "b": x * x}, (x,))
+        assert powers == {"a": 8, "b": 16}
+        assert alone.run(lambda a, b: a + 2 * b + 2, (), powers) == 42
+        assert alone.reduce("SUM", 5) == 5
+
+
+def test_run_opens_distributed_values_and_passes_on_the_rest(strategy: Strategy) -> None:
+    """T133; reference 1.4.4."""
+    other = object()
+    nest = {"p": Point(PerReplica((1,)), [Mirrored((2,)), other])}
+    args, kwargs = strategy.run(lambda *args, **kwargs: (args, kwargs), [PerReplica((0,)), other], {"nest": nest})
+    assert args == (0, other)
+    assert kwargs == {"nest": {"p": Point(1, [2, other])}}
+    plain = [other]
+    assert strategy.run(lambda plain: plain, (plain,)) is plain
+
+
+@pytest.mark.parametrize("args", ["ab", {}, 3, np.ones(2)], ids=repr)
+def test_args_that_are_no_list_or_tuple_are_refused(strategy: Strategy, args: Any) -> None:
+    """X34."""
+    with pytest.raises(ValueError, match="must be a list or tuple"):
+        strategy.run(lambda: None, args)
+    with pytest.raises(ValueError, match="options must be None"):
+        strategy.run(lambda: None, options=object())  # type: ignore[arg-type]
+
+
+def fail(*_: Any) -> None:
+    raise KeyError("mine")
+
+
+RAISING: dict[str, Callable[[Strategy], Any]] = {
+    "fn": lambda s: s.run(fail),
+    "merge_fn": lambda s: merge(s, fail),
+    "fn called from merge_fn": lambda s: merge(s, lambda merged: merged.run(fail)),
+    "merge_fn of fn called from merge_fn": lambda s: merge(s, lambda merged: merge(merged, fail)),
+}
+
+
+@pytest.mark.parametrize("where", RAISING)
+def test_exceptions_come_out_as_they_are(strategy: Strategy, where: str) -> None:
+    """T116."""
+    with pytest.raises(KeyError, match="mine"):
+        RAISING[where](strategy)
+    assert strategy.reduce("SUM", 1) == SIZE
+
+
+def test_merge_function_sees_per_replica_values(strategy: Strategy) -> None:
+    """T133: arrays and numbers arrive distributed, other objects as they are; the result is opened."""
+    with strategy.scope():
+        variable = mpidist.Variable(0.0)
+    mirrored, other = Mirrored((1,)), object()
+
+    def merged(current: Strategy, number: Any, *, nest: Any, same: Any) -> Any:
+        assert current is strategy
+        assert isinstance(number, PerReplica)
+        assert isinstance(nest["x"][0], PerReplica)
+        assert same == [mirrored, other, variable, "text", None, True]
+        return {"total": current.reduce("SUM", number), "mine": [number, nest["x"][0]]}
+
+    arguments = {"nest": {"x": [np.full(2, RANK)]}, "same": [mirrored, other, variable, "text", None, True]}
+    result = merge(strategy, merged, (RANK,), arguments)
+    assert (result["total"], result["mine"][0]) == (SUM_OF_RANKS, RANK)
+    assert result["mine"][1].tolist() == [RANK, RANK]
+    assert merge(strategy, lambda merged: None) is None
+
+
+@only_several
+def test_rank_that_skips_a_merge_call_is_an_error_everywhere(strategy: Strategy) -> None:
+    """T137."""
+    if RANK > 0:
+        with pytest.raises(InvalidArgumentError, match="merge_call"):
+            merge(strategy, lambda merged: None)
+    with pytest.raises(InvalidArgumentError, match="merge_call") if RANK == 0 else pytest.raises(ZeroDivisionError):
+        strategy.reduce("SUM", 1.0) if RANK == 0 else 1 / 0
+
+
+def merged_one(strategy: Strategy) -> int:
+    return 1
+
+
+def merged_two(strategy: Strategy) -> int:
+    return 2
+
+
+@only_several
+def test_different_merge_functions_are_an_error_everywhere(strategy: Strategy) -> None:
+    """Reference 2.6."""
+    with pytest.raises(InvalidArgumentError, match="merged_one"):
+        merge(strategy, merged_one if RANK == 0 else merged_two)
+
+
+@only_several
+def test_results_of_different_forms_are_an_error_everywhere(strategy: Strategy) -> None:
+    """T136: at the next use across replicas."""
+    with pytest.raises(InvalidArgumentError):
+        strategy.reduce("SUM", strategy.run(lambda: [1.0] * context().replica_id_in_sync_group))
+
+
+@pytest.mark.core
+def test_bare_value_is_this_ranks_contribution(placement: tuple[int, ...]) -> None:
+    """X17, T131: in the scope and out of it, on every placement; section 7, faults 2 and 4."""
+    with MultiWorkerMirroredStrategy() as strategy:
+        for value in (1.0, np.float32(1), np.ones(()), PerReplica((1.0,))):
+            assert strategy.reduce("SUM", value, axis=None) == SIZE
+            assert strategy.reduce("MEAN", value) == 1.0
+            with strategy.scope():
+                assert strategy.reduce(mpidist.ReduceOp.SUM, value) == SIZE
+
+
+@pytest.mark.parametrize("op", ["sum", "SUM", "Sum", "mean", "MEAN", mpidist.ReduceOp.MEAN])
+def test_operations_are_named_in_any_case(op: Any) -> None:
+    """T55."""
+    with MirroredStrategy(comm=MPI.COMM_SELF) as alone:
+        assert alone.reduce(op, 1.0, axis=None) == 1.0
+        assert alone.extended.reduce_to(op, 1.0, 0) == 1.0
+        assert alone.extended.batch_reduce_to(op, [(1.0, 0), (1.0, "all")]) == [1.0, 1.0]
+
+
+def test_operation_that_is_none_is_refused(strategy: Strategy) -> None:
+    """Reference 1.4.1."""
+    for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA):
+        for axis in (None, 0):
+            with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+                strategy.reduce(wrong, np.ones(2), axis)  # type: ignore[arg-type]
+    assert strategy.reduce("SUM", 1) == SIZE
+
+
+def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
+    """X18; api.md, section 2."""
+    assert strategy.reduce("MEAN", Mirrored((3.0,))) == 3.0
+    assert strategy.reduce("MAX", {"a": Mirrored((3.0,)), "b": RANK}) == {"a": 3.0, "b": SIZE - 1}
+    if SIZE == 1:
+        assert strategy.reduce("SUM", Mirrored((3.0,))) == 3.0
+        return
+    with pytest.raises(ValueError, match="Mirrored"):
+        strategy.reduce("SUM", Mirrored((3.0,)))
+
+
+def test_values_on_one_rank_per_node(placement: tuple[int, ...]) -> None:
+    """T134: `reduce`, `reduce_to`, `batch_reduce_to`."""
+    with MultiWorkerMirroredStrategy() as strategy:
+        for value in (1.0, np.float32(1), np.ones(())):
+            assert strategy.reduce("SUM", value) == SIZE
+            assert strategy.extended.reduce_to("SUM", value, value) == SIZE
+            assert strategy.extended.batch_reduce_to("SUM", [(value, value), (value, value)]) == [SIZE, SIZE]
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int8(1)])
+def test_rank_that_is_no_destination_gets_none(strategy: Strategy, value: Any) -> None:
+    """api.md, section 2: destinations, for numbers too."""
+    last = SIZE - 1
+    total = SIZE if last == RANK else None
+    assert strategy.extended.reduce_to("SUM", value, last) == total
+    assert strategy.extended.batch_reduce_to("SUM", [(value, last), ([value, {"a": value}], [0, last])]) == [
+        total,
+        [SIZE, {"a": SIZE}] if RANK in (0, last) else None,
+    ]
+    assert strategy.extended.broadcast_to(value, last) == (value if last == RANK else None)
+
+
+def test_results_come_in_the_kinds_and_the_form_of_the_values(strategy: Strategy) -> None:
+    value = {"b": Point(1, np.float32(2)), "a": [np.ones(2, np.int8), (3.5, np.ones(()))]}
+    for result in (strategy.reduce("SUM", value), all_reduce(strategy, "SUM", value)):
+        assert list(result) == ["b", "a"]
+        assert result["b"] == Point(SIZE, 2 * SIZE)
+        assert [type(item) for item in result["b"]] == [int, np.float32]
+        assert (result["a"][0].dtype, result["a"][0].tolist()) == (np.int8, [SIZE, SIZE])
+        assert result["a"][1] == (3.5 * SIZE, SIZE)
+        assert [type(item) for item in result["a"][1]] == [float, np.ndarray]
+        assert isinstance(result["b"], Point)
+
+
+@pytest.mark.core
+def test_all_reduce_sums_and_means_a_nest(placement: tuple[int, ...]) -> None:
+    """T119, T121."""
+    value = (1.0 + 2 * RANK, [39.0 - 36 * RANK, 2.0 + 39 * RANK])
+    one, two, three = SIZE + 2 * SUM_OF_RANKS, 39 * SIZE - 36 * SUM_OF_RANKS, 2 * SIZE + 39 * SUM_OF_RANKS
+    with MultiWorkerMirroredStrategy() as strategy:
+        assert all_reduce(strategy, "SUM", value) == (one, [two, three])
+        assert all_reduce(strategy, "MEAN", value) == (one / SIZE, [two / SIZE, three / SIZE])
+    with OneDeviceStrategy() as alone:
+        assert all_reduce(alone, "MEAN", value) == value
+
+
+def test_all_reduce_of_ones_counts_the_replicas(strategy: Strategy) -> None:
+    """T122: also of one captured object (section 7, fault 2), and of nothing (X1)."""
+    captured = np.float32(1.0)
+    assert all_reduce(strategy, "SUM", captured) == SIZE
+    assert all_reduce(strategy, "SUM", 1.0) == SIZE
+    assert all_reduce(strategy, "SUM", []) == []
+
+
+def test_mirrored_variable_is_each_ranks_contribution_in_run(strategy: Strategy) -> None:
+    """T104."""
+    with strategy.scope():
+        variable = mpidist.Variable(2.0)
+    result = strategy.run(lambda: context().all_reduce("SUM", variable) + context().replica_id_in_sync_group)
+    assert result == 2 * SIZE + RANK
+
+
+def test_result_belongs_to_the_caller(strategy: Strategy) -> None:
+    """api.md, section 1; section 7, fault 12."""
+    value = np.ones(3)
+    for reduced in (strategy.reduce("SUM", value), strategy.reduce("MEAN", value), all_reduce(strategy, "SUM", value)):
+        reduced[...] = -1
+        assert value.tolist() == [1, 1, 1]
+    assert strategy.reduce("MEAN", value).tolist() == [1, 1, 1]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy])
+def test_training_a_scalar_shrinks_its_error_alike_on_all_ranks(make: Callable[[], Strategy]) -> None:
+    """T124, T142: the copies stay equal bit for bit, whatever each rank's gradient is."""
+    rng = np.random.default_rng(RANK)
+    with make() as strategy, strategy.scope():
+        kernel = mpidist.Variable(rng.normal(), name="kernel", aggregation="MEAN")
+        before = abs(float(kernel) - 1)
+        rate = 0.2 / strategy.num_replicas_in_sync
+
+        def step() -> None:
+            noise = 1 + 1e-3 * rng.normal()
+            gradient = 2 * (kernel.read_value() * noise - 1) * noise
+            kernel.assign_sub(rate * context().all_reduce("SUM", gradient))
+
+        for _ in range(10):
+            strategy.run(step)
+        assert abs(float(kernel) - 1) < before / 4
+        if make is not OneDeviceStrategy:
+            assert same_on_all_ranks(kernel.local_value())
+
+
+def test_values_from_a_function_know_their_replica(strategy: Strategy) -> None:
+    """T61, T62."""
+    make = strategy.experimental_distribute_values_from_function
+    assert strategy.experimental_local_results(make(lambda context: 1)) == (1,)
+    (array,) = strategy.experimental_local_results(make(lambda context: np.array([1, 2, 3])))
+    assert array.tolist() == [1, 2, 3]
+    made = make(lambda context: list(range(context.num_replicas_in_sync))[context.replica_id_in_sync_group])
+    assert isinstance(made, PerReplica)
+    assert made.values == (RANK,)
+    pair = make(lambda context: (context.replica_id_in_sync_group, {"n": context.num_replicas_in_sync}))
+    assert isinstance(pair, tuple)
+    assert (pair[0].values, pair[1]["n"].values) == ((RANK,), (SIZE,))
+
+
+def test_values_from_a_function_may_be_run_and_gathered(strategy: Strategy) -> None:
+    """T61, T64."""
+    ids = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+    assert strategy.run(lambda x: x * x, (ids,)) == RANK**2
+    ones = strategy.experimental_distribute_values_from_function(lambda context: np.ones(1))
+    assert strategy.gather(ones, axis=0).tolist() == [1] * SIZE
+    assert strategy.reduce("SUM", ids) == SUM_OF_RANKS
+
+
+def test_local_results_are_a_tuple_of_this_ranks_component(strategy: Strategy) -> None:
+    """Reference 1.4.4; T154."""
+    other = object()
+    results = strategy.experimental_local_results
+    assert results(PerReplica((1,))) == (1,)
+    assert results({"a": PerReplica((1,)), "b": [Mirrored((2,)), other]}) == ({"a": 1, "b": [2, other]},)
+    assert results(other) == (other,)

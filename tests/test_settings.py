@@ -1,0 +1,113 @@
+"""The `MPIDIST_` variables of the environment."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mpidist.transport.settings import Settings
+
+pytestmark = pytest.mark.no_mpi
+
+
+def test_an_empty_environment_means_the_defaults() -> None:
+    assert Settings.from_environment({}) == Settings(None, True, None, True, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "attribute", "value"),
+    [
+        ("PRETEND_NODES", "0,0,1,1", "pretend_nodes", (0, 0, 1, 1)),
+        ("PRETEND_NODES", " 7 , -1,7 ", "pretend_nodes", (7, -1, 7)),
+        ("PRETEND_NODES", "0", "pretend_nodes", (0,)),
+        ("PRETEND_NODES", "", "pretend_nodes", None),
+        ("PRETEND_NODES", "  ", "pretend_nodes", None),
+        ("CHECK", "1", "check", True),
+        ("CHECK", "0", "check", False),
+        ("CHECK", " 0 ", "check", False),
+        ("CHECK", "", "check", True),
+        ("TIMEOUT_SECONDS", "2.5", "timeout_seconds", 2.5),
+        ("TIMEOUT_SECONDS", "1e3", "timeout_seconds", 1000.0),
+        ("TIMEOUT_SECONDS", "inf", "timeout_seconds", math.inf),
+        ("TIMEOUT_SECONDS", "0", "timeout_seconds", None),  # X26
+        ("TIMEOUT_SECONDS", "", "timeout_seconds", None),
+        ("ON_ERROR", "abort", "abort_on_error", True),
+        ("ON_ERROR", "raise", "abort_on_error", False),
+        ("ON_ERROR", "", "abort_on_error", True),
+        ("LOG", "INFO", "log_level", "INFO"),
+        ("LOG", "debug", "log_level", "DEBUG"),
+        ("LOG", "", "log_level", None),
+    ],
+)
+def test_a_variable_sets_its_field_alone(name: str, text: str, attribute: str, value: Any) -> None:
+    settings = Settings.from_environment({f"MPIDIST_{name}": text})
+    assert getattr(settings, attribute) == value
+    others = {key: its for key, its in vars(settings).items() if key != attribute}
+    assert others == {key: its for key, its in vars(Settings()).items() if key != attribute}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("PRETEND_NODES", "a,b"),
+        ("PRETEND_NODES", "0,,1"),
+        ("PRETEND_NODES", "0;1"),
+        ("PRETEND_NODES", "0.5,1"),
+        ("CHECK", "yes"),
+        ("CHECK", "2"),
+        ("TIMEOUT_SECONDS", "-1"),  # X26
+        ("TIMEOUT_SECONDS", "nan"),
+        ("TIMEOUT_SECONDS", "soon"),
+        ("ON_ERROR", "ignore"),
+        ("LOG", "loud"),
+    ],
+)
+def test_a_value_that_is_not_understood_names_its_variable(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"MPIDIST_{name}='{text}' is not understood"):
+        Settings.from_environment({f"MPIDIST_{name}": text})
+
+
+def test_other_variables_are_left_alone() -> None:
+    assert Settings.from_environment({"CHECK": "0", "PATH": "/bin", "MPI_CHECK": "0"}) == Settings()
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The logger of mpidist, put back as it was."""
+    ours = logging.getLogger("mpidist")
+    before = ours.level, ours.handlers[:]
+    ours.handlers[:] = []
+    yield ours
+    ours.setLevel(before[0])
+    ours.handlers[:] = before[1]
+
+
+def test_no_level_leaves_logging_alone(logger: logging.Logger) -> None:
+    level = logger.level
+    Settings().apply_log_level()
+    assert (logger.level, logger.handlers) == (level, [])
+
+
+def test_a_level_lets_the_loggers_write_once(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every strategy applies it."""
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    Settings(log_level="INFO").apply_log_level()
+    Settings(log_level="INFO").apply_log_level()
+    (handler,) = logger.handlers
+    assert isinstance(handler, logging.StreamHandler)
+    logging.getLogger("mpidist.transport").info("r0 | hello")
+    logging.getLogger("mpidist.transport").debug("r0 | not this")
+    assert handler.stream.getvalue() == "mpidist INFO r0 | hello\n"
+
+
+def test_a_users_own_handler_is_enough(logger: logging.Logger) -> None:
+    own = logging.NullHandler()
+    logger.addHandler(own)
+    Settings(log_level="WARNING").apply_log_level()
+    assert logger.handlers == [own]
+    assert logger.level == logging.WARNING

@@ -1,0 +1,294 @@
+"""The strategies: their ranks, nodes and devices, and their end."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, TopologyError, UnavailableError
+from mpidist.strategies.default import DefaultStrategy
+
+WORLD = MPI.COMM_WORLD
+KINDS: dict[str, Callable[[], Strategy]] = {
+    "OneDeviceStrategy": OneDeviceStrategy,
+    "MirroredStrategy": MirroredStrategy,
+    "MultiWorkerMirroredStrategy": MultiWorkerMirroredStrategy,
+    "DefaultStrategy": DefaultStrategy,
+}
+ALONE = ("OneDeviceStrategy", "DefaultStrategy")
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+only_several = pytest.mark.ranks(min=2)
+
+
+@every_kind
+@pytest.mark.core
+def test_group_is_all_ranks_or_this_one(kind: str) -> None:
+    """T128, T140."""
+    rank, size = (0, 1) if kind in ALONE else (WORLD.rank, WORLD.size)
+    with KINDS[kind]() as strategy:
+        topology = strategy.topology
+        assert (strategy.num_replicas_in_sync, topology.size, topology.rank) == (size, size, rank)
+        assert topology.nodes == (tuple(range(size)),)
+        assert strategy.is_chief == (rank == 0)
+        assert strategy.cluster_resolver is None
+        devices = strategy.extended.worker_devices
+        assert [device.rpartition("/")[0] for device in devices] == [f"/rank:{other}" for other in range(size)]
+        assert strategy.extended.parameter_devices == devices
+        assert str(strategy) == f"{kind}({size} ranks)"
+
+
+@every_kind
+def test_closing_twice_is_fine(kind: str) -> None:
+    strategy = KINDS[kind]()
+    strategy.close()
+    strategy.close()
+
+
+USES: dict[str, Callable[[Strategy], Any]] = {
+    "scope": lambda s: s.scope(),
+    "run": lambda s: s.run(lambda: None),
+    "reduce": lambda s: s.reduce("SUM", 1.0),
+    "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
+    "gather": lambda s: s.gather(np.ones(2), axis=0),
+    "reduce_to": lambda s: s.extended.reduce_to("SUM", 1.0, "all"),
+    "broadcast_to": lambda s: s.extended.broadcast_to(1.0, "all"),
+    "symmetric_empty": lambda s: s.symmetric_empty(3, np.float32),
+    "reset": lambda s: s.reset(),
+    "distribute_dataset": lambda s: list(s.experimental_distribute_dataset([np.ones(2)])),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("use", USES)
+def test_use_after_close_is_refused(kind: str, use: str) -> None:
+    strategy = KINDS[kind]()
+    strategy.close()
+    with pytest.raises(RuntimeError, match="closed strategy"):
+        USES[use](strategy)
+
+
+@every_kind
+def test_variable_and_data_set_of_a_closed_strategy_are_refused(kind: str) -> None:
+    strategy = KINDS[kind]()
+    steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
+    with strategy.scope():
+        metric = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        strategy.close()
+        with pytest.raises(RuntimeError, match="closed strategy"):
+            mpidist.Variable(1.0)
+    for use in (metric.read_value, lambda: next(steps)):
+        with pytest.raises(RuntimeError, match="closed strategy"):
+            use()
+
+
+@every_kind
+def test_with_statement_closes(kind: str) -> None:
+    with KINDS[kind]() as strategy:
+        assert strategy.run(lambda: 1) == 1
+    with pytest.raises(RuntimeError, match="closed strategy"):
+        strategy.reduce("SUM", 1.0)
+
+
+def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
+    strategy = MultiWorkerMirroredStrategy()
+    if WORLD.rank == 0:
+        with pytest.raises(KeyError), strategy:
+            raise KeyError
+    WORLD.Barrier()  # would not be reached if leaving the body were collective
+    strategy.close()
+
+
+@every_kind
+def test_copying_is_refused(kind: str) -> None:
+    """X46."""
+    with KINDS[kind]() as strategy:
+        for copies in (copy.copy, copy.deepcopy):
+            with pytest.raises(RuntimeError, match="cannot be copied"):
+                copies(strategy)
+
+
+@pytest.mark.no_mpi
+def test_strategy_itself_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Strategy(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.core
+def test_topology_is_that_of_the_placement(placement: tuple[int, ...]) -> None:
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(placement))}
+    nodes = [numbers[label] for label in placement]
+    with MultiWorkerMirroredStrategy() as strategy:
+        topology = strategy.topology
+        assert topology.node_of_rank == tuple(nodes)
+        assert topology.num_nodes == len(numbers)
+        assert topology.nodes == tuple(
+            tuple(rank for rank, its in enumerate(nodes) if its == node) for node in range(len(numbers))
+        )
+        assert topology.local_rank == nodes[: WORLD.rank].count(nodes[WORLD.rank])
+        assert topology.is_leader == (topology.local_rank == 0)
+        assert strategy.reduce("SUM", WORLD.rank) == WORLD.size * (WORLD.size - 1) // 2
+
+
+@pytest.mark.core
+def test_mirrored_strategy_is_for_one_node(placement: tuple[int, ...]) -> None:
+    if len(set(placement)) == 1:
+        MirroredStrategy().close()
+        return
+    with pytest.raises(TopologyError, match="use MultiWorkerMirroredStrategy"):
+        MirroredStrategy()
+
+
+@pytest.mark.parametrize("device", ["/cpu:0", "CPU:0", "/device:CPU:0", "/rank:0/cpu:0"])
+def test_mirrored_strategy_takes_a_device_or_one_per_rank(device: str) -> None:
+    expected = tuple(f"/rank:{rank}/cpu:0" for rank in range(WORLD.size))
+    for devices in (device, [device] * WORLD.size):
+        with MirroredStrategy(devices) as strategy:
+            assert strategy.extended.worker_devices == expected
+
+
+def test_number_of_devices_is_that_of_ranks() -> None:
+    with pytest.raises(ValueError, match=rf"{WORLD.size + 1} devices for {WORLD.size} ranks.*mpiexec -n"):
+        MirroredStrategy(["/cpu:0"] * (WORLD.size + 1))
+
+
+def test_device_that_is_not_understood_is_refused_on_all_ranks() -> None:
+    devices = ["/cpu:0"] * WORLD.size
+    devices[-1] = "/tpu:0"
+    with pytest.raises(ValueError, match="/tpu:0"):
+        MirroredStrategy(devices)
+    for wrong in ("tpu", 3):
+        with pytest.raises(ValueError, match="a device is a string"):
+            OneDeviceStrategy(wrong)  # type: ignore[arg-type]
+
+
+def test_missing_gpu_is_refused_on_all_ranks() -> None:
+    """Also where only one rank asks for it."""
+    devices = ["/cpu:0"] * WORLD.size
+    devices[-1] = "/gpu:99"
+    with pytest.raises((UnavailableError, InvalidArgumentError), match="gpu:99"):
+        MirroredStrategy(devices)
+    with pytest.raises(UnavailableError, match="pip install"):
+        OneDeviceStrategy("/gpu:99")
+
+
+@pytest.mark.core
+def test_part_of_the_world_in_its_own_order() -> None:
+    part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
+    with MultiWorkerMirroredStrategy(comm=part) as strategy:
+        assert (strategy.topology.rank, strategy.num_replicas_in_sync) == (part.rank, part.size)
+        ranks = strategy.gather(np.array([WORLD.rank]), axis=0)
+        assert ranks.tolist() == sorted(range(WORLD.rank % 2, WORLD.size, 2), reverse=True)
+    part.Free()
+
+
+def test_part_of_the_world_numbers_its_own_nodes(placement: tuple[int, ...]) -> None:
+    """api.md, section 5."""
+    part = WORLD.Split(int(WORLD.rank == 0), WORLD.rank)
+    mine = [0] if WORLD.rank == 0 else list(range(1, WORLD.size))
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(placement[rank] for rank in mine))}
+    with MultiWorkerMirroredStrategy(comm=part) as strategy:
+        assert strategy.topology.node_of_rank == tuple(numbers[placement[rank]] for rank in mine)
+        assert strategy.reduce("SUM", 1) == len(mine)
+    part.Free()
+
+
+@pytest.mark.core
+def test_group_of_one_gives_every_value_back() -> None:
+    """X47: a mean of integers is a float at any number of ranks, also at one."""
+    makers: list[Callable[[], Strategy]] = [
+        *(KINDS[kind] for kind in ALONE),
+        lambda: MirroredStrategy(comm=MPI.COMM_SELF),
+        lambda: MultiWorkerMirroredStrategy(comm=MPI.COMM_SELF),
+    ]
+    for make in makers:
+        with make() as strategy:
+            for dtype in (np.int8, np.int64, np.float16, np.float32, np.float64, np.complex64):
+                value = np.array([1, 2, 3], dtype)
+                for op in mpidist.ReduceOp:
+                    if np.dtype(dtype).kind == "c" and op.name in ("MIN", "MAX"):
+                        continue
+                    result = strategy.reduce(op, value)
+                    assert result.tolist() == [1, 2, 3]
+                    assert not np.shares_memory(result, value)
+                    if op is not mpidist.ReduceOp.MEAN:
+                        assert result.dtype == dtype
+            assert strategy.reduce("MEAN", np.int16([3])).dtype == np.float32
+            assert strategy.reduce("MEAN", np.int64([3])).dtype == np.float64
+            assert strategy.reduce("SUM", 5) == 5
+            assert strategy.gather(np.arange(2), 0).tolist() == [0, 1]
+            assert strategy.experimental_local_results(5) == (5,)
+
+
+def test_two_strategies_do_not_hear_each_other(comm: MPI.Intracomm) -> None:
+    """Nor do they hear the messages of the program on the very communicator."""
+    backwards = comm.Split(0, -comm.rank)
+    with MultiWorkerMirroredStrategy(comm=comm) as one, MultiWorkerMirroredStrategy(comm=backwards) as two:
+        request = comm.isend("mine", (comm.rank + 1) % comm.size, tag=0)
+        for step in range(3):
+            assert one.reduce("SUM", step + one.topology.rank) == comm.size * step + sum(range(comm.size))
+            assert two.gather(np.array([comm.rank]), 0).tolist() == list(range(comm.size))[::-1]
+        assert comm.recv(source=(comm.rank - 1) % comm.size, tag=0) == "mine"
+        request.wait()
+    backwards.Free()
+
+
+def test_reset_of_a_working_strategy_leaves_it_working() -> None:
+    with MultiWorkerMirroredStrategy() as strategy:
+        variable = strategy.run(lambda: mpidist.Variable(1.0))
+        for _ in range(2):
+            strategy.reset()
+            assert strategy.reduce("SUM", variable.local_value()) == WORLD.size
+
+
+LATE: dict[str, Callable[[Strategy, Any], Any]] = {
+    "reduce": lambda s, steps: s.reduce("SUM", 1.0),
+    "reduce along an axis": lambda s, steps: s.reduce("MEAN", np.ones(2), axis=0),
+    "gather": lambda s, steps: s.gather(np.ones(2), 0),
+    "broadcast_to": lambda s, steps: s.extended.broadcast_to(1.0, "all"),
+    "merge_call": lambda s, steps: s.run(lambda: mpidist.get_replica_context().merge_call(lambda strategy: None)),
+    "Variable": lambda s, steps: s.run(lambda: mpidist.Variable(0.0)),
+    "next": lambda s, steps: next(steps),
+    "symmetric_empty": lambda s, steps: s.symmetric_empty(1, np.float32),
+}
+
+
+@only_several
+@pytest.mark.parametrize("call", LATE)
+def test_deadline_of_the_options_counts_for_every_collective(call: str) -> None:
+    """X25; api.md, section 4: after `reset()` the strategy works again."""
+    options = CommunicationOptions(timeout_seconds=0.2)
+    strategy = MultiWorkerMirroredStrategy(communication_options=options)
+    steps = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
+    late = WORLD.size - 1
+    if WORLD.rank == late:
+        time.sleep(0.6)
+    with pytest.raises(DeadlineExceededError):
+        LATE[call](strategy, steps)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        strategy.reduce("SUM", 1.0)
+    assert time.monotonic() - begin < 0.2
+    WORLD.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == WORLD.size
+    strategy.close()
+
+
+@only_several
+def test_call_of_a_strategy_that_a_rank_has_closed_fails_elsewhere() -> None:
+    strategy = MultiWorkerMirroredStrategy()
+    if WORLD.rank == 0:
+        strategy.close()
+        return
+    with pytest.raises(PeerFailedError, match="rank 0 closed the strategy"):
+        strategy.reduce("SUM", 1.0)
+    strategy.close()

@@ -1,0 +1,129 @@
+"""Arrays in memory that all ranks of a node reach: one for each rank, or one for the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy, Strategy
+from mpidist.errors import InvalidArgumentError
+
+WORLD = MPI.COMM_WORLD
+
+both = pytest.mark.parametrize("per_node", [False, True], ids=["per rank", "per node"])
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with MultiWorkerMirroredStrategy() as made:
+        yield made
+
+
+def all_reduce(strategy: Strategy, value: Any, out: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value, out=out))
+
+
+@both
+@pytest.mark.parametrize("shape", [(), 0, 5, (2, 3), [2, 3], (0, 4), np.int64(3)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", np.int8, np.dtype(np.complex128), bool])
+def test_array_is_an_ordinary_one(strategy: Strategy, shape: Any, dtype: Any, per_node: bool) -> None:
+    array = strategy.symmetric_empty(shape, dtype, per_node=per_node)
+    assert type(array) is np.ndarray
+    assert array.shape == np.empty(shape).shape
+    assert array.dtype == np.dtype(dtype)
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+
+
+@pytest.mark.core
+def test_every_rank_has_its_own(strategy: Strategy) -> None:
+    one, two = strategy.symmetric_empty(3, np.float32), strategy.symmetric_empty(3, np.float32)
+    WORLD.Barrier()
+    one[...], two[...] = WORLD.rank, -WORLD.rank
+    WORLD.Barrier()
+    assert one.tolist() == [WORLD.rank] * 3
+    assert two.tolist() == [-WORLD.rank] * 3
+
+
+@pytest.mark.core
+def test_ranks_of_a_node_share_one(placement: tuple[int, ...]) -> None:
+    with MultiWorkerMirroredStrategy() as strategy:
+        array = strategy.symmetric_empty((2, 2), np.int64, per_node=True)
+        WORLD.Barrier()
+        if strategy.topology.is_leader:
+            array[...] = 7 + placement[WORLD.rank]
+        WORLD.Barrier()
+        assert array.tolist() == [[7 + placement[WORLD.rank]] * 2] * 2
+
+
+@both
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_reductions_write_it(placement: tuple[int, ...], per_node: bool, count: int) -> None:
+    with MultiWorkerMirroredStrategy() as strategy:
+        out = strategy.symmetric_empty(count, np.float32, per_node=per_node)
+        for step in range(3):
+            value = np.full(count, WORLD.rank + step, np.float32)
+            assert all_reduce(strategy, value, out) is out
+            assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()
+            assert (value == WORLD.rank + step).all()
+            WORLD.Barrier()  # nobody writes what another rank still compares
+
+
+def test_reduction_of_it_into_itself(strategy: Strategy) -> None:
+    array = strategy.symmetric_empty(1000, np.float64)
+    array[...] = WORLD.rank
+    all_reduce(strategy, array, array)
+    assert (array == sum(range(WORLD.size))).all()
+
+
+@both
+def test_nest_of_arrays_keeps_its_form(strategy: Strategy, per_node: bool) -> None:
+    like = {"w": np.ones((2, 3), np.float16), "b": [np.arange(4), np.float32(1)], "n": (2, 1.5)}
+    made = strategy.symmetric_empty_like(like, per_node=per_node)
+    assert (made["w"].shape, made["w"].dtype) == ((2, 3), np.float16)
+    assert [(array.shape, array.dtype) for array in made["b"]] == [((4,), np.int64), ((), np.float32)]
+    assert [(array.shape, array.dtype) for array in made["n"]] == [((), np.int64), ((), np.float64)]
+    assert isinstance(made["b"], list)
+    assert isinstance(made["n"], tuple)
+    assert all_reduce(strategy, like, made) is made
+    assert (made["b"][0] == WORLD.size * np.arange(4)).all()
+
+
+def test_like_arrays_of_this_machines_byte_order(strategy: Strategy) -> None:
+    foreign = np.arange(3).astype(np.dtype(np.int32).newbyteorder("S"))
+    made = strategy.symmetric_empty_like(mpidist.PerReplica((foreign,)))
+    assert made.dtype == np.int32
+    assert made.dtype.isnative
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind"),
+    [((2, -1), "f4", ValueError), (2, object, ValueError), (2, "nonsense", TypeError), ("a", "f4", ValueError)],
+)
+def test_impossible_array_is_refused(strategy: Strategy, shape: Any, dtype: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        strategy.symmetric_empty(shape, dtype)
+    assert strategy.reduce("SUM", 1) == WORLD.size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        (((2,), "f4", False), ((3,), "f4", False), "shape: rank 0: \\(2,\\); ranks? 1.*: \\(3,\\)"),
+        (((2,), "f4", False), ((2,), "f8", False), "dtype"),
+        (((2,), "f4", False), ((2,), "f4", True), "per_node"),
+        ((-1, "f4", False), ((2,), "f4", False), "rank 0"),
+    ],
+)
+def test_ranks_that_ask_for_different_arrays_are_refused(
+    strategy: Strategy, mine: tuple[Any, ...], theirs: tuple[Any, ...], text: str
+) -> None:
+    shape, dtype, per_node = mine if WORLD.rank == 0 else theirs
+    with pytest.raises(InvalidArgumentError, match=text):
+        strategy.symmetric_empty(shape, dtype, per_node=per_node)

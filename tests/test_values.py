@@ -1,0 +1,102 @@
+"""`PerReplica`, `Mirrored`: values with a component on each replica, of which a rank holds its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpidist import DistributedValues, Mirrored, OneDeviceStrategy, PerReplica
+from mpidist.values import local, open_nest
+
+pytestmark = pytest.mark.no_mpi
+
+both = pytest.mark.parametrize("kind", [PerReplica, Mirrored])
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@both
+def test_values_are_a_tuple_of_this_ranks_component(kind: type[DistributedValues]) -> None:
+    component = object()
+    given = [component]
+    for value in (kind(given), kind((component,))):
+        given.clear()
+        assert isinstance(value, DistributedValues)
+        assert value.values == (component,)
+        assert local(value) is component
+    assert repr(kind((3,))) == f"{kind.__name__}((3,))"
+
+
+@both
+@pytest.mark.parametrize("values", [(), [], (1, 2)])
+def test_number_of_components_is_one(kind: type[DistributedValues], values: Any) -> None:
+    with pytest.raises(ValueError, match=f"exactly one component.*got {len(values)}"):
+        kind(values)
+
+
+@both
+@pytest.mark.parametrize("values", [1.0, None, "a", np.ones(1), {"a": 1}], ids=repr)
+def test_components_come_in_a_list_or_tuple(kind: type[DistributedValues], values: Any) -> None:
+    with pytest.raises(TypeError, match="takes a tuple"):
+        kind(values)
+
+
+def test_distributed_values_itself_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        DistributedValues((1,))
+
+
+def test_values_that_differ_cannot_be_computed_with_across_replicas() -> None:
+    """Reference 1.4.7."""
+    value = PerReplica((np.ones(2),))
+    with pytest.raises(TypeError):
+        value + 1  # type: ignore[operator]
+    with pytest.raises(TypeError):
+        np.ones(2) + value
+    with pytest.raises(TypeError):
+        float(value)  # type: ignore[arg-type]
+
+
+@both
+def test_copies_keep_the_component(kind: type[DistributedValues]) -> None:
+    """T65."""
+    value = kind(([1, 2],))
+    assert copy.copy(value).values[0] is value.values[0]
+    for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert type(other) is kind
+        assert other.values == ([1, 2],)
+        assert other.values[0] is not value.values[0]
+
+
+def test_opening_a_nest_keeps_its_form() -> None:
+    """T67, T68, T71."""
+    nest = (PerReplica(("a1",)), ["b1", {"e": PerReplica(("f1",)), "c": Mirrored(("d1",))}], Point(PerReplica((0,)), 1))
+    opened = open_nest(nest)
+    assert opened == ("a1", ["b1", {"c": "d1", "e": "f1"}], Point(0, 1))
+    assert isinstance(opened[2], Point)
+    assert list(opened[1][1]) == ["e", "c"]
+
+
+def test_nest_without_distributed_values_stays_the_same_object() -> None:
+    """T70: so does every leaf beside one."""
+    foo = object()
+    nest = {"a": [foo]}
+    assert open_nest(nest) is nest
+    assert open_nest(foo) is foo
+    assert open_nest((PerReplica((1,)), foo))[1] is foo
+
+
+def test_component_may_be_anything() -> None:
+    for component in (None, "text", {"a": 1}, [1, 2], (3,), np.ones(2), PerReplica((1,))):
+        value = PerReplica((component,))
+        assert value.values[0] is component
+        with OneDeviceStrategy() as strategy:
+            assert strategy.run(lambda given: given, (value,)) is component
+            assert strategy.experimental_local_results(value)[0] is component
