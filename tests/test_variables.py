@@ -182,7 +182,9 @@ def test_update_works_on_every_copy(
     for change, args, factor in steps:
         assert update(variable, change, args) is variable
         assert variable.local_value() == factor * (RANK + 1)
-    assert update(variable, lambda var, x, k: var + x + k, (value,), {"k": 1}, group=False) == (4 * (RANK + 1) + 1,)
+    results = update(variable, lambda var, x, k: var + x + k, (value,), {"k": 1}, group=False)
+    assert isinstance(results, tuple)
+    assert results == (4 * (RANK + 1) + 1,)
 
 
 @every_synchronization
@@ -242,6 +244,15 @@ def test_what_is_added_in_run_is_aggregated(
         strategy.run(lambda: getattr(variable, method)(np.array([replica_id(), 2 * replica_id()])))
     total = COMBINED[aggregation](RANKS)
     assert variable.read_value().tolist() == [combine(5, 2 * total), combine(1, 4 * total)]
+
+
+@every_combining
+def test_number_of_one_replica_meets_the_array_of_another(
+    make: Callable[..., Variable], strategy: Strategy, aggregation: str
+) -> None:
+    variable = make([5.0, 1.0], aggregation)
+    strategy.run(lambda: variable.assign(np.float64(1) if RANK == 0 else np.ones(2)))
+    assert variable.read_value().tolist() == [{"SUM": SIZE}.get(aggregation, 1)] * 2
 
 
 def test_changes_across_replicas_add_up(make: Callable[..., Variable]) -> None:
