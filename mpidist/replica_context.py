@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts, nest
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport.sync_group import SyncGroup
 from mpidist.values import Mirrored, PerReplica, local
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
 
 __all__ = ["ReplicaContext"]
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -130,6 +134,12 @@ class ReplicaContext:
     def _require_current(self, call: str) -> None:
         here = contexts.get_replica_context()
         if here is self:
+            if contexts.current() is None and SyncGroup.num_open():
+                logger.warning(
+                    "ReplicaContext.%s was called outside of strategy.run(), where the default strategy of this process "
+                    "alone is current: it combines nothing with other ranks",
+                    call,
+                )
             return
         if here is None:
             raise RuntimeError(

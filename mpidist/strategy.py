@@ -271,8 +271,8 @@ class Strategy(ABC):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__copy__()
 
-    def __str__(self) -> str:
-        return f"{type(self).__name__}({self.topology.size} ranks)"
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.topology}>"
 
 
 @final

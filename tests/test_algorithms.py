@@ -168,10 +168,11 @@ def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorithm: str) -> None:
-    """Byte counts: below and above the leader limit, of lengths that all numbers of ranks and nodes divide."""
-    topology = strategy.topology
-    for per_rank in (1, 5000):
-        value = np.ones(per_rank * topology.size, np.float32)
+    """Byte counts: below, at and above the leader limit, of lengths that all numbers of ranks and nodes divide."""
+    topology, at_limit = strategy.topology, LEADER_BYTES // 4
+    around = [] if at_limit % topology.size else [at_limit, at_limit + topology.size]
+    for count in [topology.size, *around, 5000 * topology.size]:
+        value = np.ones(count, np.float32)
         stated = cost(algorithm, topology.node_sizes, topology.node, topology.is_leader, value.nbytes)
         assert moved(strategy, value) == stated
         pieces = [value[:1], value[1:]]
@@ -196,6 +197,14 @@ def test_reproducible_results_do_not_depend_on_the_placement(
                     parts = [row[:count].astype(dtype) for row in rows]
                     assert bits(total) == bits(in_rank_order(np.add, parts, dtype)), dtype
                     assert bits(mean) == bits(in_rank_order(np.add, parts, dtype, comm.size)), dtype
+
+
+@pytest.mark.parametrize("algorithm", ["ReductionToOneDevice"])
+def test_adding_at_one_rank_keeps_the_order_of_ranks(strategy: Strategy) -> None:
+    """Its docstring's promise, without an option."""
+    rows = np.random.default_rng(5).standard_normal((strategy.topology.size, 900))
+    own = rows[strategy.topology.rank]
+    assert bits(strategy.reduce("SUM", own)) == bits(in_rank_order(np.add, rows, own.dtype))
 
 
 class ForgetsOtherNodes(CrossDeviceOps):

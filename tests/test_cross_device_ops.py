@@ -59,6 +59,7 @@ def destinations(size: int) -> list[tuple[Any, Sequence[int]]]:
         (last, [last]),
         (np.int32(last), [last]),
         ([last, 0, last], {0, last}),
+        ([last, last // 2], {last // 2, last}),
         ((0,), [0]),
         ({last}, [last]),
         (range(size), range(size)),
@@ -74,7 +75,7 @@ def destinations(size: int) -> list[tuple[Any, Sequence[int]]]:
 
 def test_reduce_reaches_every_kind_of_destination(ops: Any, comm: Intracomm) -> None:
     """T13, X3: a rank that is a destination gets the array, any other None."""
-    value = np.full(3, comm.rank, np.float32)
+    value = np.full(70_000, comm.rank, np.float32)  # large enough that a message waits for its receiver
     for where, ranks in destinations(comm.size):
         for op, right in (("SUM", comm.size * (comm.size - 1) / 2), ("MEAN", (comm.size - 1) / 2)):
             result = ops.reduce(op, value, where)

@@ -212,3 +212,33 @@ def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
         ):
             strategy.gather(np.ones(1), 0)
     strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_closing_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than any deadline: they may have work of their own left. Then all free together."""
+    from mpi4py import MPI
+
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.1")
+    strategy = Strategy(comm=comm)
+    world = strategy.extended.group.levels.world
+    if comm.rank:
+        time.sleep(0.4)
+    with taking(0 if comm.rank else 0.3):
+        strategy.close()
+    assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(min=2)
+def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MPIDIST_CHECK=0`: a call with a deadline still waits for all ranks, and closing hangs on nobody."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    strategy = Strategy(comm=comm)
+    strategy.symmetric_empty(3, np.float32)  # in a window, which ranks can only free together
+    assert strategy.reduce("SUM", 1.0, options=options(5)) == comm.size
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+            strategy.reduce("SUM", 1.0, options=options(0.2))
+    comm.Barrier()
+    with alarm(2), taking(0, 0.9):
+        strategy.close()

@@ -75,6 +75,7 @@ def end_of(command: list[str], **variables: str) -> Ended:
         "PYTHONPATH": PROJECT,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
         **variables,
     }
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_first_strategy_says_what_to_install(before: str, variables: dict[str, s
     said = python(UNAVAILABLE.format(before=before), **variables)
     assert len(said) == 3
     for text in said:
-        assert "`pip install mpich`" in text
+        assert re.search(r"pip install [\w ]*mpich", text)
         assert "MPI4PY_LIBMPI" in text
 
 

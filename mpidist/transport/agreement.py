@@ -153,7 +153,7 @@ class MpiAgreement(Agreement):
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if call == LEAVE:
             timeout = None  # the others may have hours of work of their own left
-        if not self._check and not timeout:
+        if not self._check and not timeout and call != LEAVE:
             if error is not None:
                 raise error
             return
@@ -162,6 +162,8 @@ class MpiAgreement(Agreement):
         equal = self._compare(fingerprint ^ bool(timeout), call, timeout)
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
+        elif not equal and call == LEAVE:
+            self._broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
         if timeout and equal:
             # A rank that comes after others gave up completes the first round, but waits in vain in this one.
             self._compare(0, call, timeout)

