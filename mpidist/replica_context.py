@@ -136,8 +136,8 @@ class ReplicaContext:
         if here is self:
             if contexts.current() is None and SyncGroup.num_open():
                 logger.warning(
-                    "ReplicaContext.%s was called outside of strategy.run(), where the default strategy of this process "
-                    "alone is current: it combines nothing with other ranks",
+                    "ReplicaContext.%s was called outside of strategy.run(), where the default strategy, of this "
+                    "process alone, is current: nothing was combined with other ranks",
                     call,
                 )
             return
