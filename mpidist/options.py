@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
-__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "ReduceOp"]
+__all__ = [
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "NamedInAnyCase",
+    "ReduceOp",
+]
 
 
 class NamedInAnyCase(Enum):

@@ -23,7 +23,6 @@ only_several = pytest.mark.ranks(min=2)
     ("name", "value", "kind"),
     [
         ("MPIDIST_CHECK", "yes", ValueError),
-        ("MPIDIST_STALL_SECONDS", "soon", ValueError),
         ("MPIDIST_TIMEOUT_SECONDS", "-1", ValueError),
         ("MPIDIST_ON_ERROR", "ignore", ValueError),
         ("MPIDIST_LOG", "loud", ValueError),

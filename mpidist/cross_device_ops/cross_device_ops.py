@@ -25,7 +25,7 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.ring import ring_all_reduce
 from mpidist.transport.sync_group import SyncGroup
 
-__all__ = ["CrossDeviceOps", "require_usable"]
+__all__ = ["CrossDeviceOps", "reduce_to_root", "require_usable"]
 
 ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
 

@@ -33,6 +33,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     collective reduction operations", ICCS 2004. The name is tf.distribute's.
     """
 
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__(num_packs)
+
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         node, nodes = levels.within_node, levels.across_nodes
         if node.size == levels.world.size or (levels.is_even and node.size == 1):

@@ -16,15 +16,23 @@ import numpy as np
 __all__ = [
     "LIBRARIES",
     "ArrayLibrary",
+    "ArrayLikes",
+    "CuPyArrays",
+    "DLPackArrays",
     "NativeArray",
+    "NumPyArrays",
+    "NumPyScalars",
+    "PythonNumbers",
     "empty",
     "from_host",
     "is_device",
     "library_of",
     "memory_bounds",
+    "num_visible_gpus",
     "share_memory",
     "to_device",
     "to_host",
+    "use_gpu",
 ]
 
 _MAX_WORK: Final[Any] = 10_000  # of NumPy's search for a common element; some 10 ms

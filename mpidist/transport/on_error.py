@@ -8,9 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final
+from typing import Final, NoReturn, final
 
-__all__ = ["install"]
+__all__ = ["install", "report"]
 
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
@@ -22,6 +22,8 @@ _installed: list[bool] = []
 
 def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
+
+    `sys.exit` with a code other than 0 counts as one, where nobody catches it.
 
     Args:
         abort: Ends all ranks with the exit code that it is given, `MPI_Abort`.
@@ -40,12 +42,55 @@ def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
         time.sleep(_FORWARD_SECONDS)
         abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
 
+    def leave(exit_: _Exit) -> None:
+        text = f"{exit_.where}SystemExit: {exit_.args[0]}\n"
+        _write(f"Traceback (most recent call last):\n{text}", f"[rank {rank} on {hostname}] ")
+        time.sleep(_FORWARD_SECONDS)
+        abort(exit_.args[0] if isinstance(exit_.args[0], int) else _EXIT_CODE)
+
+    def exit_(code: object = None, /) -> NoReturn:
+        if code in (None, 0):
+            raise SystemExit(code)
+        raise _Exit(code, leave)
+
     sys.excepthook = hook
+    sys.exit = exit_
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
     """Write a traceback to standard error in one piece, `prefix` before every line."""
+    _write("".join(traceback.format_exception(kind, error, trace)), prefix)
+
+
+@final
+class _Exit(SystemExit):
+    """What `sys.exit` raises. It notices when nobody caught it.
+
+    Python has no hook for a program that ends with a code. But then the interpreter itself asks for the code, and not
+    a function of Python.
+    """
+
+    def __init__(self, code: object, leave: Callable[[_Exit], None]) -> None:
+        super().__init__(code)
+        self.where = "".join(traceback.format_stack(sys._getframe(2)))
+        self._leave = leave
+
+    @property
+    def code(self) -> object:  # type: ignore[override]
+        if _asked_by_the_interpreter():
+            self._leave(self)
+        return self.args[0]
+
+
+def _asked_by_the_interpreter() -> bool:
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False
+
+
+def _write(text: str, prefix: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
-    os.write(2, "".join(f"{prefix}{line}\n" for line in lines).encode(errors="replace"))
+    os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))

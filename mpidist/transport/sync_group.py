@@ -87,7 +87,8 @@ class SyncGroup:
         try:
             settings = _agreed_settings(comm)
             topology = _discover(comm, settings.pretend_nodes, mpi.COMM_WORLD)
-        except (ValueError, TopologyError):  # the same on all ranks
+        except (ValueError, TopologyError) as error:
+            vars(error)["raised_on_all_ranks"] = True
             comm.Free()
             raise
         settings.apply_log_level()
