@@ -54,7 +54,7 @@ def reduce_along_axis(
         if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
             raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
         parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]
-    except (TypeError, ValueError) as problem:
+    except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     call = f"reduce along axis {axis}"  # as ranks compare it
     sums = nest.rebuild(value, [part for part, _, _ in parts]) if error is None else []

@@ -241,7 +241,7 @@ class StrategyExtended:
             native = np.dtype(dtype)
             if any(length < 0 for length in dims) or native.hasobject:
                 raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         self.agree("symmetric_empty", {"shape": str(dims), "dtype": native.str, "per_node": str(per_node)}, error)
         return self._group.shared.empty(dims, native, per_node)

@@ -47,7 +47,7 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
             _movable(spec.dtype)
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
             fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
-    except (TypeError, ValueError) as problem:
+    except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     group.agree(call, fingerprint_of((call, fields)), lambda: fields, options.timeout_seconds, error)
     lengths = [array.shape[at] for array, at in zip(operands.arrays, axes, strict=True)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
 from typing import Any, Final
 
 __all__ = ["LEAF", "Structure", "flatten", "map_structure", "rebuild"]
@@ -70,7 +71,14 @@ def _fill(like: Any, take: Callable[[], Any]) -> Any:
     if isinstance(like, Mapping):
         filled = {key: _fill(like[key], take) for key in _sorted_keys(like)}
         in_order = {key: filled[key] for key in like}
-        return in_order if type(like) is dict else type(like)(in_order)  # type: ignore[call-arg]
+        if type(like) is dict:
+            return in_order
+        if isinstance(like, MutableMapping):  # a copy keeps what its class holds beside the items: a default, say
+            again = copy(like)
+            for key, value in in_order.items():
+                again[key] = value
+            return again
+        return type(like)(in_order)  # type: ignore[call-arg]
     return take()
 
 

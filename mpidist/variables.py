@@ -294,7 +294,7 @@ class MirroredVariable(Variable):
         array, error = self._value, None
         try:
             array = self._contribution(value)
-        except (TypeError, ValueError) as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         call = f"assignment to variable {self._name!r}"
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:

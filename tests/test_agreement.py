@@ -129,15 +129,8 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
 }  # fmt: skip
 
 
-# Their modules let other kinds of exception through before the ranks have met.
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="gathering.py and axis_reduction.py catch TypeError and ValueError only"
-)
-LATER = {"failing gather", "failing axis"}
-
-
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET) if name in LATER else name for name in DIFFERENCES])
+@pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_every_ranks_error(comm: Intracomm, name: str) -> None:
     """X9, X11: at once, on all ranks, with both sides; and the next call works.
 

@@ -55,7 +55,6 @@ def test_rebuild_undoes_flatten(value: Any) -> None:
     assert type(again) is type(value)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="nest.rebuild calls a mapping's class with a dict")
 def test_rebuild_undoes_flatten_of_a_defaultdict() -> None:
     value = defaultdict(list, {"b": [1], "a": [2]})
     leaves, _ = nest.flatten(value)

@@ -210,7 +210,6 @@ def test_an_array_of_the_node_takes_the_result_once(placed: Strategy, comm: Intr
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.xfail(strict=True, reason="ranks do not compare whether an out is one for all ranks of a node")
 def test_ranks_may_not_differ_in_whether_an_out_is_one_for_the_node(strategy: Strategy, comm: Intracomm) -> None:
     """It is written together: the others would take the next message for it."""
     out = strategy.symmetric_empty(3, np.float64, per_node=True)

@@ -97,7 +97,7 @@ class BatchReducer:
         Raises:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
         """
-        operands, shape = Operands([]), _Shape(0, ())
+        operands, shape, together = Operands([]), _Shape(0, ()), 0
         if error is None:
             try:
                 operands = Operands(values)
@@ -109,12 +109,17 @@ class BatchReducer:
                         for at, dtype in zip(all_at, plan.results, strict=True)
                     }
                     check_outs(outs, operands.arrays, operands.specs, [dtypes[at] for at in range(len(values))])
+                    together = self._group.shared.fingerprint(outs)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
         self._group.agree(
             request.call,
-            shape.fingerprint,
-            lambda: {"cross_device_ops": str(self._configuration), **_describe(request, operands.specs)},
+            shape.fingerprint ^ together,
+            lambda: {
+                "cross_device_ops": str(self._configuration),
+                "out of all ranks of a node": "some" if together else "none",
+                **_describe(request, operands.specs),
+            },
             request.options.timeout_seconds,
             error,
         )

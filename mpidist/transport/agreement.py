@@ -14,7 +14,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import numpy as np
 
@@ -159,6 +159,8 @@ class MpiAgreement(Agreement):
             return
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))
+        if (timeout or call == LEAVE) and self._comm.Iprobe(self._any_source, _GAVE_UP):
+            self._fail(call, timeout)  # before a message is sent that nobody will take: MPI could not end well
         equal = self._compare(fingerprint ^ bool(timeout), call, timeout)
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
@@ -216,10 +218,13 @@ class MpiAgreement(Agreement):
             self._tell_others()
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
-        if in_time:
-            return
-        _abandoned.append(request)
-        gave_up = self._who_gave_up()
+        if not in_time:
+            _abandoned.append(request)
+            self._fail(call, timeout)
+
+    def _fail(self, call: str, timeout: float | None) -> NoReturn:
+        """Raise because time is up, or because another rank gave up."""
+        gave_up = [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, _GAVE_UP)]
         if gave_up:
             reason = f"cannot complete: {name_ranks(gave_up)} had given up waiting, for it or for an earlier call"
         else:
@@ -239,9 +244,6 @@ class MpiAgreement(Agreement):
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
                 _abandoned.append(self._comm.Isend(_NOTE, rank, _GAVE_UP))
-
-    def _who_gave_up(self) -> list[int]:
-        return [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, _GAVE_UP)]
 
     def _poll(self, request: Request, timeout: float | None) -> bool:
         """Test until the request is complete: spin, then yield the core, then nap.

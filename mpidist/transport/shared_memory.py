@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.mpi import MpiCommunicator, load_mpi
 
@@ -63,6 +65,11 @@ class SharedArrays:
             return False
         start, stop = arrays.memory_bounds(array)
         return any(its_start <= start and stop <= its_stop for its_start, its_stop in self._per_node)
+
+    def fingerprint(self, outs: Sequence[Any]) -> int:
+        """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""
+        which = [index for index, out in enumerate(outs) if self._per_node and self.is_per_node(out)]
+        return fingerprint_of(which) if which else 0
 
     def write(self, out: Any, result: Any) -> None:
         """Let the node's first rank write an array that is one for all. Collective over the node.
