@@ -29,6 +29,7 @@ class SharedArrays:
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
         self._windows: list[Any] = []
+        self._own: list[np.ndarray[Any, Any]] = []
         self._per_node: list[tuple[int, int]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], per_node: bool) -> np.ndarray[Any, Any]:
@@ -44,7 +45,11 @@ class SharedArrays:
         """
         node = self.within_node
         if not isinstance(node, MpiCommunicator):  # one rank: its own memory is all that the node shares
-            return np.empty(shape, dtype)
+            array = np.empty(shape, dtype)
+            if per_node:  # the ranks of other nodes share theirs, and all must know alike
+                self._own.append(array)
+                self._per_node.append(arrays.memory_bounds(array))
+            return array
         nbytes = prod(shape) * dtype.itemsize
         owner = 0 if per_node else node.rank
         mine = nbytes + _ALIGNMENT if node.rank == owner else 0
@@ -88,6 +93,7 @@ class SharedArrays:
             window.Unlock_all()
             window.Free()
         self._windows.clear()
+        self._own.clear()
         self._per_node.clear()
 
     def _sync(self) -> None:
