@@ -31,7 +31,7 @@ OTHER = "Fujitsu MPI Library 4.0.0"
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "9", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}
-PRRTE = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-vm-1@1"}
+PRRTE = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-n1-1@1"}
 
 
 def recorded(path: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_mpiexec_of_another_mpi_names_the_right_one(name: str, library: str, var
         ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"MV2_COMM_WORLD_SIZE": "5"}, 5),
         ({"PMI_SIZE": "6"}, 6),
-        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-1@1"}, 2),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1@1"}, 2),
         # mpiexec in an allocation: the step is that of its daemons.
         ({**STEP, **HYDRA, "PMI_SIZE": "8"}, 8),
         ({**STEP, **PRRTE}, 2),
