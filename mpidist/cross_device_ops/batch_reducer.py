@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
+import numpy as np
+
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import check_outs, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
@@ -51,6 +53,11 @@ class _Shape:
 
     fingerprint: int
     parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
+
+    def result_dtypes(self) -> list[np.dtype[Any]]:
+        """Return the dtype of each result, in the caller's order."""
+        dtypes = {at: dtype for _, all_at, plan in self.parts for at, dtype in zip(all_at, plan.results, strict=True)}
+        return [dtypes[at] for at in range(len(dtypes))]
 
 
 @final
@@ -103,12 +110,7 @@ class BatchReducer:
                 operands = Operands(values)
                 shape = self._shape(request, operands.specs)
                 if outs is not None:
-                    dtypes = {
-                        at: dtype
-                        for _, all_at, plan in shape.parts
-                        for at, dtype in zip(all_at, plan.results, strict=True)
-                    }
-                    check_outs(outs, operands.arrays, operands.specs, [dtypes[at] for at in range(len(values))])
+                    check_outs(outs, operands.arrays, operands.specs, shape.result_dtypes())
                     together = self._group.shared.fingerprint(outs)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
