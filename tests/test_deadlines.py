@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.agreement import MpiAgreement
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -242,3 +245,18 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
     comm.Barrier()
     with alarm(2), taking(0, 0.9):
         strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
+    """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
+    agreement = MpiAgreement(comm.Dup(), check=True, timeout_seconds=0.2)
+    memory = [weakref.ref(value) for value in vars(agreement).values() if isinstance(value, np.ndarray)]
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            agreement.join("reduce", 0, dict)
+    comm.Barrier()
+    del agreement
+    gc.collect()
+    assert memory
+    assert all((array() is not None) == (comm.rank == 0) for array in memory)

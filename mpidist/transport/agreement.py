@@ -7,6 +7,7 @@ The message is polled, so that Python's signal handlers run while a rank waits, 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import os
@@ -30,8 +31,6 @@ _YIELD_SECONDS: Final = 0.002
 _NAP_SECONDS: Final = 0.0002
 _MASK: Final = (1 << 63) - 1
 
-# Messages that nobody waits for any more. Each holds the memory that MPI may still write, for as long as MPI runs.
-_abandoned: Final[list[Request]] = []
 _GAVE_UP: Final = 1  # the tag of the note of a rank that waits no more
 _NOTE: Final = np.zeros(1, np.uint8)
 
@@ -177,7 +176,7 @@ class MpiAgreement(Agreement):
     def any_of(self, flags: int) -> int:
         mpi = load_mpi()
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
-        self._wait(self._comm.Iallreduce(mine, united, mpi.BOR), "any_of")
+        self._wait(self._comm.Iallreduce(mine, united, mpi.BOR), (mine, united), "any_of")
         return int(united[0])
 
     def exchange(self, item: Any) -> list[Any]:
@@ -196,30 +195,30 @@ class MpiAgreement(Agreement):
         sent, received = self._sent, self._received
         sent[0] = fingerprint
         sent[1] = -fingerprint
-        self._wait(self._comm.Iallreduce(sent, received, self._max), call, timeout)
+        self._wait(self._comm.Iallreduce(sent, received, self._max), (sent, received), call, timeout)
         return bool(received[0] == -received[1])
 
     def _gather(self, item: Any, call: str, timeout: float | None = None) -> list[Any]:
         """Bring every rank's picklable item to all ranks. Polled, as everything here: ranks may be gone for ever."""
-        sent = np.frombuffer(pickle.dumps(item), np.uint8)
-        lengths = np.empty(self._comm.size, np.int64)
-        self._wait(self._comm.Iallgather(np.array([sent.size]), lengths), call, timeout)
-        received = np.empty(lengths.sum(), np.uint8)
-        self._wait(self._comm.Iallgatherv(sent, [received, lengths]), call, timeout)
-        parts = np.split(received, np.cumsum(lengths)[:-1])
-        return [pickle.loads(part.tobytes()) for part in parts]
+        text = np.frombuffer(pickle.dumps(item), np.uint8)
+        length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
+        self._wait(self._comm.Iallgather(length, lengths), (length, lengths), call, timeout)
+        sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
+        sent[: text.size] = text
+        self._wait(self._comm.Iallgather(sent, received), (sent, received), call, timeout)
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
-    def _wait(self, request: Request, call: str, timeout: float | None = None) -> None:
+    def _wait(self, request: Request, memory: tuple[Any, ...], call: str, timeout: float | None = None) -> None:
         """Wait for a message of all ranks. If it does not come, this group is broken."""
         try:
             in_time = self._poll(request, timeout)
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
-            _abandoned.append(request)
+            _never_free(request, memory)
             self._tell_others()
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
         if not in_time:
-            _abandoned.append(request)
+            _never_free(request, memory)
             self._fail(call, timeout)
 
     def _fail(self, call: str, timeout: float | None) -> NoReturn:
@@ -243,7 +242,7 @@ class MpiAgreement(Agreement):
         """Tell the other ranks that this one waits no more, so that none of them waits for it."""
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                _abandoned.append(self._comm.Isend(_NOTE, rank, _GAVE_UP))
+                _never_free(self._comm.Isend(_NOTE, rank, _GAVE_UP), (_NOTE,))
 
     def _poll(self, request: Request, timeout: float | None) -> bool:
         """Test until the request is complete: spin, then yield the core, then nap.
@@ -290,6 +289,14 @@ class MpiAgreement(Agreement):
 
     def _again(self, first: Exception) -> Exception:
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
+
+
+def _never_free(request: Request, memory: tuple[Any, ...]) -> None:
+    """Keep a message that nobody waits for any more, with the memory that MPI may still read and write.
+
+    Python would free it before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((request, memory)))
 
 
 def _peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
