@@ -8,12 +8,9 @@ README.md beside this file says what the columns mean and how to be fair.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import json
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +19,12 @@ from typing import Any, Final, final
 
 import numpy as np
 from mpi4py import MPI
+from record import SHAPES, commit_of, parse_size, shapes_of_list, stolen_seconds, text_of, write_rows
 
 import mpidist
 
 __all__ = [
     "RAW", "RAW_IN_PLACE", "Case", "Inputs", "Timing", "measure", "mpidist_case", "provenance", "raw_cases", "rows_of",
-    "stolen_seconds", "text_of", "write_rows",
 ]  # fmt: skip
 
 RAW: Final = "raw"
@@ -35,8 +32,6 @@ RAW_IN_PLACE: Final = "raw in place"
 BUCKET: Final = "bucket"
 BUCKET_IN_PLACE: Final = "bucket in place"
 
-_SHAPES: Final = Path(__file__).parent / "shapes"
-_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZES: Final = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
 _QUICK: Final = ("4,4K,256K,4M", "tiny1000,resnet50", 2, 0.1)
 _LISTS: Final = "tiny1000,resnet50,bert_base,gpt2_small"
@@ -253,7 +248,7 @@ def provenance(comm: MPI.Intracomm, strategy: mpidist.Strategy) -> dict[str, str
     sizes = "+".join(map(str, strategy.topology.node_sizes))
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": comm.bcast(_commit(), 0),
+        "commit": comm.bcast(commit_of(Path(mpidist.__file__).parent.parent), 0),
         "mpi": f"{name} {'.'.join(map(str, version))}",
         "ranks": str(comm.Get_size()),
         "placement": sizes + " pretended" * ("MPIDIST_PRETEND_NODES" in os.environ),
@@ -262,24 +257,6 @@ def provenance(comm: MPI.Intracomm, strategy: mpidist.Strategy) -> dict[str, str
         "cpus": str(os.cpu_count()),
         "load": f"{os.getloadavg()[0]:.2f}",
     }
-
-
-def _commit() -> str:
-    """Name the commit of the library that is measured, with `-dirty` if files differ from it."""
-    root = Path(mpidist.__file__).parent.parent
-    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # installed from an archive, or no git here
-        return "unknown"
-
-
-def stolen_seconds() -> float:
-    """Say how long other machines have held this virtual machine's cores, since it started; 0 where none tells."""
-    try:
-        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return 0.0
 
 
 def rows_of(kind: str, shape: str, inputs: Inputs, timings: Sequence[Timing]) -> list[dict[str, str]]:
@@ -305,24 +282,6 @@ def _spread(name: str, rounds: np.ndarray[Any, Any], digits: int) -> dict[str, s
     return {key: f"{number:.{digits}f}" for key, number in numbers.items()}
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Write a table as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def text_of(microseconds: float) -> str:
-    """Write a time with three digits and its unit."""
-    for time, unit in ((microseconds, "us"), (microseconds / 1e3, "ms")):
-        if time < 999.5:
-            return f"{time:.3g} {unit}"
-    return f"{microseconds / 1e6:.3g} s"
-
-
 def _print_row(shape: str, rows: Sequence[dict[str, str]]) -> None:
     cells = [f"{text_of(float(row['us'])):>8} {float(row['ratio']):>6.2f}" for row in rows]
     print(f"{shape:>10} | " + " | ".join(cells), flush=True)
@@ -335,18 +294,9 @@ def _print_row(shape: str, rows: Sequence[dict[str, str]]) -> None:
         print(f"{'':>10} | " + " | ".join(f"{note:>15}" for note in notes), flush=True)
 
 
-def _parse_size(text: str) -> int:
-    """Read `4`, `64K`, `256M` or `1MiB`: bytes."""
-    short = text.strip().upper().removesuffix("B").removesuffix("I")
-    nbytes = int(short[:-1]) * _UNITS[short[-1]] if short[-1:] in _UNITS else int(short)
-    if nbytes < 4 or nbytes % 4:
-        raise argparse.ArgumentTypeError(f"{text} is no size of float32 arrays: it must be a multiple of 4 bytes")
-    return nbytes
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ", ".join(sorted(path.stem for path in _SHAPES.glob("*.json")))
+    known = ", ".join(sorted(path.stem for path in SHAPES.glob("*.json")))
     parser.add_argument("--sizes", default=_SIZES, help="bytes: %(default)s; '' for none")
     parser.add_argument("--lists", default=_LISTS, help=f"of {known}: %(default)s; '' for none")
     parser.add_argument("--rounds", type=int, default=5, help="medians to take: %(default)s")
@@ -361,10 +311,9 @@ def _arguments() -> argparse.Namespace:
 
 def _runs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[tuple[int, ...]]]]:
     for text in filter(None, arguments.sizes.split(",")):
-        yield "size", text, [(_parse_size(text) // 4,)]
+        yield "size", text, [(parse_size(text) // 4,)]
     for name in filter(None, arguments.lists.split(",")):
-        tensors = json.loads((_SHAPES / f"{name}.json").read_text())["tensors"]
-        yield "list", name, [tuple(tensor["shape"]) for tensor in tensors]
+        yield "list", name, shapes_of_list(name)
 
 
 def main() -> None:

@@ -26,10 +26,9 @@ from all_reduce import (
     provenance,
     raw_cases,
     rows_of,
-    stolen_seconds,
-    write_rows,
 )
 from mpi4py import MPI
+from record import stolen_seconds, write_rows
 
 import mpidist
 

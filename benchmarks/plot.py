@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
-from all_reduce import text_of
 from matplotlib.figure import Figure
+from record import text_of
 
 Row = dict[str, str]
 

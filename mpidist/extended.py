@@ -232,19 +232,20 @@ class StrategyExtended:
         self._num_variables += 1
         return "variable" if self._num_variables == 1 else f"variable_{self._num_variables - 1}"
 
-    def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, per_node: bool) -> Any:
-        """Allocate an array that all ranks of a node can reach: `Strategy.symmetric_empty`. Collective."""
-        dims: tuple[int, ...] = (0,)
-        native, error = np.dtype(np.float32), None
+    def symmetric_empty(self, specs: Sequence[tuple[Any, Any]], per_node: bool) -> list[Any]:
+        """Allocate arrays, of a shape and a dtype each, that all ranks of a node can reach. Collective.
+
+        They lie in one window. See `Strategy.symmetric_empty`.
+        """
+        native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        error = None
         try:
-            dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
-            native = np.dtype(dtype)
-            if any(length < 0 for length in dims) or native.hasobject:
-                raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+            native = [_shared_spec(shape, dtype) for shape, dtype in specs]
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
-        self.agree("symmetric_empty", {"shape": str(dims), "dtype": native.str, "per_node": str(per_node)}, error)
-        return self._group.shared.empty(dims, native, per_node)
+        fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
+        self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
+        return list(self._group.shared.empty(native, per_node))
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
         """Wait until all ranks make this call, and compare what they pass. Collective."""
@@ -291,3 +292,11 @@ class StrategyExtended:
     def _require_own(self, call: str, var: Any) -> None:
         if not self.variable_created_in_scope(var):
             raise ValueError(f"{call}: {local(var)!r} is not a variable that was created in this strategy's scope")
+
+
+def _shared_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+    native = np.dtype(dtype)
+    if any(length < 0 for length in dims) or native.hasobject:
+        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+    return dims, native

@@ -239,16 +239,14 @@ class Strategy(ABC):
         Returns:
             An array of uninitialised numbers. It lives until `close`.
         """
-        return self._extended.symmetric_empty(shape, dtype, per_node)
+        return self._extended.symmetric_empty([(shape, dtype)], per_node)[0]
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective."""
-
-        def empty_like(leaf: Any) -> Any:
-            array = arrays.library_of(leaf).to_native(leaf)
-            return self._extended.symmetric_empty(array.shape, array.dtype.newbyteorder("="), per_node)
-
-        return nest.map_structure(empty_like, open_nest(value))
+        leaves, _ = nest.flatten(open_nest(value))
+        likes = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
+        specs = [(like.shape, like.dtype.newbyteorder("=")) for like in likes]
+        return nest.rebuild(open_nest(value), self._extended.symmetric_empty(specs, per_node))
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive."""

@@ -14,7 +14,11 @@ from everywhere import same_everywhere
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.node_memory import LINE_BYTES
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.slots import Slots
+from mpidist.transport.streams import StreamReducer
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.core
 
 CHUNK_BYTES = 28  # 7 numbers of float32, and less than one of complex longdouble
-KINDS = ["solo", "mpi", "mpi in chunks", "staged", "staged in chunks"]
+KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks", "staged", "staged in chunks"]
 A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
 OPS = ["sum", "prod", "min", "max"]
 UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -34,8 +38,17 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
     host: Communicator = SoloCommunicator("alone")
     if request.param != "solo":
         host = MpiCommunicator(comm.Dup(), "all", limit)
-    yield HostStagedCommunicator(host) if "staged" in request.param else host
-    host.free()
+    if "shared" not in request.param:
+        yield HostStagedCommunicator(host) if "staged" in request.param else host
+        host.free()
+        return
+    assert isinstance(host, MpiCommunicator)
+    slots = Slots(comm, LINE_BYTES if "chunks" in request.param else 4096)
+    shared = SharedMemoryCommunicator(
+        host, StreamReducer(slots, comm.size, None, False, 64, slots.slot_bytes, host.traffic)
+    )
+    yield shared
+    shared.free()
 
 
 @pytest.fixture

@@ -115,8 +115,8 @@ def test_impossible_array_is_refused(strategy: Strategy, shape: Any, dtype: Any,
 @pytest.mark.parametrize(
     ("mine", "theirs", "text"),
     [
-        (((2,), "f4", False), ((3,), "f4", False), "shape: rank 0: \\(2,\\); ranks? 1.*: \\(3,\\)"),
-        (((2,), "f4", False), ((2,), "f8", False), "dtype"),
+        (((2,), "f4", False), ((3,), "f4", False), "array 0: rank 0: <f4\\[2\\]; ranks? 1.*: <f4\\[3\\]"),
+        (((2,), "f4", False), ((2,), "f8", False), "<f8"),
         (((2,), "f4", False), ((2,), "f4", True), "per_node"),
         ((-1, "f4", False), ((2,), "f4", False), "rank 0"),
     ],

@@ -12,12 +12,14 @@ import numpy as np
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import check_outs, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
+from mpidist.cross_device_ops.streaming import Placement, StreamCall
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.levels import Levels
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.streams import StreamReducer
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["BatchReducer", "Request", "send_to"]
@@ -53,6 +55,7 @@ class _Shape:
 
     fingerprint: int
     parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
+    streams: tuple[Plan, StreamReducer] | None = None  # the only plan, and who carries it, if it goes in streams
 
     def result_dtypes(self) -> list[np.dtype[Any]]:
         """Return the dtype of each result, in the caller's order."""
@@ -70,6 +73,7 @@ class BatchReducer:
         algorithm: For logs.
         num_packs: As in `make_plan`.
         reduce_buffer: Reduces a flat buffer over all ranks, to a root if one is given, as the options say.
+        streams: Says who carries streams over all ranks, with these options, if anybody does.
     """
 
     def __init__(
@@ -79,12 +83,14 @@ class BatchReducer:
         algorithm: Callable[[CommunicationOptions], str],
         num_packs: int,
         reduce_buffer: Callable[[CommunicationOptions, Levels, Any, Reduction, int | None], None],
+        streams: Callable[[CommunicationOptions, Levels], StreamReducer | None],
     ) -> None:
         self._group = group
         self._configuration = configuration
         self._algorithm = algorithm
         self._num_packs = num_packs
         self._reduce_buffer = reduce_buffer
+        self._streams = streams
         self._shapes: dict[Any, _Shape] = {}
 
     def run(
@@ -105,16 +111,24 @@ class BatchReducer:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
         """
         operands, shape, together = Operands([]), _Shape(0, ()), 0
+        placement, stream_call = None, None
+        shared = self._group.shared
         if error is None:
             try:
                 operands = Operands(values)
                 shape = self._shape(request, operands.specs)
                 if outs is not None:
                     check_outs(outs, operands.arrays, operands.specs, shape.result_dtypes())
-                    together = self._group.shared.fingerprint(outs)
+                    together = shared.fingerprint(outs)
+                if shape.streams is not None:
+                    plan, reducer = shape.streams
+                    placement = Placement(shared, operands.arrays, outs)
+                    stream_call = StreamCall(reducer, plan, operands.arrays, outs, shared)
+                    if placement.word == 0 and self._group.is_node_barrier:
+                        stream_call.begin()
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
-        self._group.agree(
+        is_same = self._group.agree(
             request.call,
             shape.fingerprint ^ together,
             lambda: {
@@ -124,8 +138,16 @@ class BatchReducer:
             },
             request.options.timeout_seconds,
             error,
+            0 if placement is None else placement.word,
         )
-        results: list[Any] = [None] * len(values)
+        if stream_call is not None and placement is not None:
+            results = stream_call.finish(placement if is_same and placement.word else None)
+        else:
+            results = self._run_chunks(request, shape, operands, outs)
+        return self._deliver(operands, results, outs)
+
+    def _run_chunks(self, request: Request, shape: _Shape, operands: Operands, outs: Sequence[Any] | None) -> list[Any]:
+        results: list[Any] = [None] * len(operands.specs)
         for destinations, indices, plan in shape.parts:
             arrays = [operands.arrays[index] for index in indices]
             if outs is None:
@@ -140,15 +162,17 @@ class BatchReducer:
             if destinations is None or self._group.topology.rank in destinations:
                 for index, target in zip(indices, targets, strict=True):
                     results[index] = target
-        return self._deliver(operands, results, outs)
+        return results
 
     def _deliver(self, operands: Operands, results: list[Any], outs: Sequence[Any] | None) -> list[Any]:
         if outs is None:
             return operands.restore(results)
         for out, result in zip(outs, results, strict=True):
+            if out is result:
+                continue
             if self._group.shared.is_per_node(out):
                 self._group.shared.write(out, result)
-            elif out is not result:  # it was not contiguous, or of another byte order
+            else:  # it was not contiguous, or of another byte order
                 out[...] = result
         return list(outs)
 
@@ -203,6 +227,11 @@ class BatchReducer:
             plan = make_plan(request.op, part, request.options, self._num_packs, len(everywhere), self._group.levels)
             parts.append((ranks, tuple(indices), plan))
             self._log(request, ranks, plan)
+        reducer = self._streams(request.options, self._group.levels)
+        if reducer is not None and len(parts) == 1 and parts[0][0] is None and parts[0][2].streams is not None:
+            plan = parts[0][2]
+            if sum(its.nbytes for its in plan.streams or ()) >= reducer.least_bytes:
+                return _Shape(fingerprint, tuple(parts), (plan, reducer))
         return _Shape(fingerprint, tuple(parts))
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.streams import StreamReducer
 
 __all__ = ["CollectiveAllReduce"]
 
@@ -32,3 +33,6 @@ class CollectiveAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         levels.world.all_reduce(buffer, reduction)
+
+    def _streams_of(self, levels: Levels) -> StreamReducer | None:
+        return levels.streams

@@ -23,6 +23,7 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.ring import ring_all_reduce
+from mpidist.transport.streams import StreamReducer
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["CrossDeviceOps", "reduce_to_root", "require_usable"]
@@ -75,6 +76,14 @@ class CrossDeviceOps(ABC):
             buffer: [n], flat and contiguous, of the same length and dtype on every rank.
             reduction: The elementwise operation.
         """
+
+    def _streams_of(self, levels: Levels) -> StreamReducer | None:
+        """Say who reduces lists of arrays in this algorithm's place, chunk by chunk, packing as it goes.
+
+        An algorithm that adds as the transport does gives `levels.streams`, if it is there. By default none does,
+        and `_all_reduce` gets every buffer.
+        """
+        return None
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -317,13 +326,23 @@ class CrossDeviceOps(ABC):
 
     @final
     def _reducer_of(self, group: SyncGroup) -> BatchReducer:
-        return BatchReducer(group, self.configuration, self._name_of, self._num_packs, self._reduce_buffer)
+        return BatchReducer(
+            group, self.configuration, self._name_of, self._num_packs, self._reduce_buffer, self._streams
+        )
 
     @final
     def _name_of(self, options: CommunicationOptions) -> str:
         if options.reproducible:
             return "in rank order"
         return "RING" if options.implementation is CommunicationImplementation.RING else type(self).__name__
+
+    @final
+    def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:
+        if options.implementation is CommunicationImplementation.RING:
+            return None
+        if options.reproducible:  # on one node, streams add in rank order
+            return None if levels.streams is None or levels.streams.spans_nodes else levels.streams
+        return self._streams_of(levels)
 
     @final
     def _reduce_buffer(

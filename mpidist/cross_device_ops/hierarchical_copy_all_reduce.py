@@ -7,6 +7,7 @@ from typing import Any, Final, final
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.streams import StreamReducer
 
 __all__ = ["LEADER_BYTES", "HierarchicalCopyAllReduce"]
 
@@ -49,3 +50,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             if node.rank == 0:
                 nodes.all_reduce(buffer, reduction.rest)
             node.broadcast(buffer, root=0)
+
+    def _streams_of(self, levels: Levels) -> StreamReducer | None:
+        return levels.streams

@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.cross_device_ops.plan import Plan, Spec
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport import arrays as native
-from mpidist.transport.shared_memory import SharedArrays
+from mpidist.transport.symmetric import SharedArrays
 
 __all__ = ["check_outs", "keep_apart", "target_arrays"]
 

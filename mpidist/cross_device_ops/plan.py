@@ -19,8 +19,10 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.schedule import Schedule
+from mpidist.transport.streams import StreamReducer
 
-__all__ = ["Chunk", "Piece", "Plan", "Spec", "group_by_size", "make_plan", "wire_and_result_dtypes"]
+__all__ = ["Chunk", "Piece", "Plan", "Spec", "StreamPlan", "group_by_size", "make_plan", "wire_and_result_dtypes"]
 
 # By code, not by kind: float8_e5m2 of `ml_dtypes` says of itself that its kind is "f", and no transport adds it.
 _NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
@@ -96,6 +98,40 @@ class Chunk:
 
 @final
 @dataclass(frozen=True)
+class StreamPlan:
+    """Arrays of one dtype that go through shared memory together, in the place of chunks.
+
+    Attributes:
+        indices: The arrays, in the order of sending. None is empty.
+        lengths: Number of elements of each.
+        wire: The dtype in which they travel.
+        result: The dtype of the results.
+        reduction: What the transport does.
+        divide_by: What the sums are divided by; 1 for none.
+        schedule: How they are cut into chunks.
+    """
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    wire: np.dtype[Any]
+    result: np.dtype[Any]
+    reduction: Reduction
+    divide_by: int
+    schedule: Schedule
+
+    @cached_property
+    def count(self) -> int:
+        """Number of elements."""
+        return sum(self.lengths)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Number of bytes on the way."""
+        return self.count * self.wire.itemsize
+
+
+@final
+@dataclass(frozen=True)
 class Plan:
     """One shape of call.
 
@@ -104,12 +140,14 @@ class Plan:
         results: The dtype of each result.
         chunks: The messages, in the order of sending.
         num_packs: Number of packs.
+        streams: The same, for a transport of streams; `None` if there are arrays that it does not take.
     """
 
     specs: tuple[Spec, ...]
     results: tuple[np.dtype[Any], ...]
     chunks: tuple[Chunk, ...]
     num_packs: int
+    streams: tuple[StreamPlan, ...] | None = None
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], levels_of: LevelsOf, reduce: Reduce) -> None:
         """Send every chunk.
@@ -232,9 +270,13 @@ def make_plan(
         group = groups.setdefault((specs[index].device, dtypes[index][0]), [])
         group.append(Piece(index, 0, specs[index].num_elements))
     chunks: list[Chunk] = []
+    streams: list[StreamPlan] = []
     count = 0
     for (device, wire), pieces in groups.items():
         reduction, divide_by = _reduction(op, wire, options, num_ranks)
+        if sizes.streams is not None:
+            result = dtypes[pieces[0].index][1]
+            streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams)
         if options.bytes_per_pack:
             packs = _packs_by_size(pieces, wire, options.bytes_per_pack)
             direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
@@ -246,7 +288,25 @@ def make_plan(
             keeps = [dtypes[piece.index][1] == wire for piece in pack]
             for direct, run in _messages(pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize):
                 chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by))
-    return Plan(tuple(specs), tuple(result for _, result in dtypes), tuple(chunks), count)
+    can_stream = sizes.streams is not None and not any(spec.device for spec in specs)
+    results = tuple(result for _, result in dtypes)
+    return Plan(tuple(specs), results, tuple(chunks), count, tuple(streams) if can_stream else None)
+
+
+def _stream_of(
+    pieces: list[Piece],
+    wire: np.dtype[Any],
+    result: np.dtype[Any],
+    reduction: Reduction,
+    divide_by: int,
+    streams: StreamReducer,
+) -> list[StreamPlan]:
+    full = [piece for piece in pieces if piece.count]
+    if not full:
+        return []
+    indices, lengths = zip(*((piece.index, piece.count) for piece in full), strict=True)
+    schedule = streams.schedule(lengths, wire.itemsize)
+    return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule)]
 
 
 def _reduction(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-import os
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -20,15 +19,14 @@ from typing import Any, Final, NoReturn, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.mpi import Intracomm, Request, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.rounds import MpiRounds, Rounds
+from mpidist.transport.waiting import poll
 
 __all__ = ["LEAVE", "Agreement", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
 
 LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its program
-_SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
-_YIELD_SECONDS: Final = 0.002
-_NAP_SECONDS: Final = 0.0002
 _MASK: Final = (1 << 63) - 1
 
 _GAVE_UP: Final = 1  # the tag of the note of a rank that waits no more
@@ -51,7 +49,8 @@ class Agreement(ABC):
         describe: Callable[[], Mapping[str, str]],
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-    ) -> None:
+        placement: int = 0,
+    ) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective.
 
         Args:
@@ -61,6 +60,10 @@ class Agreement(ABC):
             timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
             error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the
                 others learn of it.
+            placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in.
+
+        Returns:
+            Whether all ranks have the same `placement`. Unknown, and so True, without checks.
 
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.
@@ -76,6 +79,19 @@ class Agreement(ABC):
     @abstractmethod
     def exchange(self, item: Any) -> list[Any]:
         """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `join`."""
+
+    @property
+    def is_node_barrier(self) -> bool:
+        """Whether `join` is a barrier of the node's shared memory, too, that nothing but an error leaves out."""
+        return False
+
+    def require_peers(self) -> bool:
+        """Raise if another rank has given up waiting. Local; for those who wait for ranks in other ways.
+
+        Returns:
+            False: it is not over.
+        """
+        return False
 
     @property
     @abstractmethod
@@ -98,9 +114,11 @@ class SoloAgreement(Agreement):
         describe: Callable[[], Mapping[str, str]],
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-    ) -> None:
+        placement: int = 0,
+    ) -> bool:
         if error is not None:
             raise error
+        return True
 
     def any_of(self, flags: int) -> int:
         return flags
@@ -118,25 +136,26 @@ class SoloAgreement(Agreement):
 
 @final
 class MpiAgreement(Agreement):
-    """The agreement of MPI ranks. One all-reduce of 16 bytes per call, and one more when a deadline is set.
+    """The agreement of MPI ranks. One round per call, and one more when a deadline is set.
 
     Args:
         comm: A communicator for this object alone, which it frees.
         check: Whether to compare at all. Without it a call with a deadline still waits for all ranks.
         timeout_seconds: The group's own deadline, or `None`.
+        rounds: How ranks compare; by default over `comm`.
     """
 
-    def __init__(self, comm: Intracomm, check: bool, timeout_seconds: float | None) -> None:
+    def __init__(
+        self, comm: Intracomm, check: bool, timeout_seconds: float | None, rounds: Rounds | None = None
+    ) -> None:
         comm.Set_name("mpidist.agreement")
         self._comm = comm
-        self._max = load_mpi().MAX
+        self._rounds = MpiRounds(comm) if rounds is None else rounds
         self._any_source = load_mpi().ANY_SOURCE
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._sequence = 0
         self._broken: Exception | None = None
-        self._sent = np.zeros(2, np.int64)
-        self._received = np.zeros(2, np.int64)
 
     def join(
         self,
@@ -145,38 +164,50 @@ class MpiAgreement(Agreement):
         describe: Callable[[], Mapping[str, str]],
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-    ) -> None:
+        placement: int = 0,
+    ) -> bool:
         if self._broken is not None:
             raise self._again(self._broken)
         self._sequence += 1
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if call == LEAVE:
             timeout = None  # the others may have hours of work of their own left
-        if not self._check and not timeout and call != LEAVE:
+        if not self._check and not timeout and call != LEAVE and (error is not None or not self.is_node_barrier):
             if error is not None:
                 raise error
-            return
+            return True
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))
         if (timeout or call == LEAVE) and self._comm.Iprobe(self._any_source, _GAVE_UP):
             self._fail(call, timeout)  # before a message is sent that nobody will take: MPI could not end well
-        equal = self._compare(fingerprint ^ bool(timeout), call, timeout)
+        equal, same_placement = self._compare(fingerprint ^ bool(timeout), placement, call, timeout)
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
         elif not equal and call == LEAVE:
             self._broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
         if timeout and equal:
             # A rank that comes after others gave up completes the first round, but waits in vain in this one.
-            self._compare(0, call, timeout)
+            self._compare(0, 0, call, timeout)
         if error is not None:
             if self._check:
                 vars(error)["raised_on_all_ranks"] = True  # printing it once will do
             raise error
+        return same_placement
+
+    @property
+    def is_node_barrier(self) -> bool:
+        return self._rounds.is_node_barrier
+
+    def require_peers(self) -> bool:
+        if self._comm.Iprobe(self._any_source, _GAVE_UP):
+            self._fail("waiting within a call", None)
+        return False
 
     def any_of(self, flags: int) -> int:
         mpi = load_mpi()
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
-        self._wait(self._comm.Iallreduce(mine, united, mpi.BOR), (mine, united), "any_of")
+        request = self._comm.Iallreduce(mine, united, mpi.BOR)
+        self._wait(request.Test, (request, mine, united), "any_of")
         return int(united[0])
 
     def exchange(self, item: Any) -> list[Any]:
@@ -190,47 +221,51 @@ class MpiAgreement(Agreement):
     def free(self) -> None:
         self._comm.Free()
 
-    def _compare(self, fingerprint: int, call: str, timeout: float | None) -> bool:
-        """Whether all ranks came with this fingerprint."""
-        sent, received = self._sent, self._received
-        sent[0] = fingerprint
-        sent[1] = -fingerprint
-        self._wait(self._comm.Iallreduce(sent, received, self._max), (sent, received), call, timeout)
-        return bool(received[0] == -received[1])
+    def _compare(self, fingerprint: int, placement: int, call: str, timeout: float | None) -> tuple[bool, bool]:
+        """Whether all ranks came with this fingerprint, and with this placement."""
+        rounds = self._rounds
+        rounds.start(fingerprint, placement)
+        self._wait(rounds.is_complete, rounds.memory, call, timeout)
+        return rounds.is_equal()
 
     def _gather(self, item: Any, call: str, timeout: float | None = None) -> list[Any]:
         """Bring every rank's picklable item to all ranks. Polled, as everything here: ranks may be gone for ever."""
         text = np.frombuffer(pickle.dumps(item), np.uint8)
         length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
-        self._wait(self._comm.Iallgather(length, lengths), (length, lengths), call, timeout)
+        request = self._comm.Iallgather(length, lengths)
+        self._wait(request.Test, (request, length, lengths), call, timeout)
         sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
         sent[: text.size] = text
-        self._wait(self._comm.Iallgather(sent, received), (sent, received), call, timeout)
+        request = self._comm.Iallgather(sent, received)
+        self._wait(request.Test, (request, sent, received), call, timeout)
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
-    def _wait(self, request: Request, memory: tuple[Any, ...], call: str, timeout: float | None = None) -> None:
-        """Wait for a message of all ranks. If it does not come, this group is broken."""
+    def _wait(self, test: Callable[[], bool], memory: tuple[Any, ...], call: str, timeout: float | None = None) -> None:
+        """Wait for all ranks. If they do not come, this group is broken."""
+        deadline = time.monotonic() + timeout if timeout else math.inf
         try:
-            in_time = self._poll(request, timeout)
+            in_time = poll(test, lambda: time.monotonic() > deadline or self._comm.Iprobe(self._any_source, _GAVE_UP))
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
-            _never_free(request, memory)
+            _never_free(memory)
             self._tell_others()
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
         if not in_time:
-            _never_free(request, memory)
+            _never_free(memory)
             self._fail(call, timeout)
 
     def _fail(self, call: str, timeout: float | None) -> NoReturn:
         """Raise because time is up, or because another rank gave up."""
         gave_up = [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, _GAVE_UP)]
+        missing = self._rounds.missing()
         if gave_up:
             reason = f"cannot complete: {name_ranks(gave_up)} had given up waiting, for it or for an earlier call"
         else:
             self._tell_others()
+            who = f"{name_ranks(missing)} of" if missing else "not all of the"
             reason = (
-                f"waited {timeout:g} s, and not all of the {self._comm.size} ranks joined it. Every rank must make "
-                "the same calls in the same order"
+                f"waited {timeout:g} s, and {who} {self._comm.size} ranks {'did not join' if missing else 'joined'} "
+                "it. Every rank must make the same calls in the same order"
             )
         self._broken = DeadlineExceededError(
             f"{call} (call {self._sequence}) on rank {self._comm.rank} {reason}. The strategy is unusable until "
@@ -242,29 +277,7 @@ class MpiAgreement(Agreement):
         """Tell the other ranks that this one waits no more, so that none of them waits for it."""
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                _never_free(self._comm.Isend(_NOTE, rank, _GAVE_UP), (_NOTE,))
-
-    def _poll(self, request: Request, timeout: float | None) -> bool:
-        """Test until the request is complete: spin, then yield the core, then nap.
-
-        Returns:
-            False when time is up, or another rank gave up.
-        """
-        test = request.Test
-        for _ in range(_SPINS):
-            if test():
-                return True
-        start = time.monotonic()
-        deadline = start + timeout if timeout else math.inf
-        while not test():
-            now = time.monotonic()
-            if now > deadline or self._comm.Iprobe(self._any_source, _GAVE_UP):
-                return bool(test())
-            if now - start < _YIELD_SECONDS:
-                os.sched_yield()
-            else:
-                time.sleep(min(_NAP_SECONDS, max(0.0, deadline - now)))
-        return True
+                _never_free((self._comm.Isend(_NOTE, rank, _GAVE_UP), _NOTE))
 
     def _explain(
         self, call: str, describe: Callable[[], Mapping[str, str]], timeout: float | None, error: Exception | None
@@ -291,12 +304,12 @@ class MpiAgreement(Agreement):
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
 
 
-def _never_free(request: Request, memory: tuple[Any, ...]) -> None:
+def _never_free(memory: tuple[Any, ...]) -> None:
     """Keep a message that nobody waits for any more, with the memory that MPI may still read and write.
 
     Python would free it before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object((request, memory)))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 def _peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:

@@ -93,6 +93,7 @@ class MpiCommunicator(Communicator):
         self._byte = mpi.BYTE
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
         self._wait_all: Callable[[Any], Any] = mpi.Request.Waitall
+        self._test_all: Callable[[Any], Any] = mpi.Request.Testall
         self._max_chunk_bytes = max_chunk_bytes
         self._pack = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
@@ -189,6 +190,18 @@ class MpiCommunicator(Communicator):
         requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
         requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
         self._wait_all(requests)
+
+    def send(self, buffer: Array, to: int, tag: int) -> Request:
+        """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
+        return self._comm.Isend([_bytes(buffer), self._byte], to, tag)
+
+    def receive(self, buffer: Array, source: int, tag: int) -> Request:
+        """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
+        return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
+
+    def test_all(self, requests: list[Request]) -> bool:
+        """Say whether messages are through, and let them get on. Local."""
+        return bool(self._test_all(requests))
 
     def free(self) -> None:
         self._comm.Free()

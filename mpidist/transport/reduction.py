@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -45,6 +46,22 @@ class Reduction:
         """Do to one rank's numbers what `join` does when there are no others: divide them."""
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
+
+    def combine(self, parts: Sequence[Any], out: Any) -> None:
+        """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them."""
+        ufunc = self.ufunc
+        if is_half(out.dtype):
+            self.join(parts, out)
+        elif len(parts) == 2:
+            ufunc(parts[0], parts[1], out=out)
+        elif len(parts) == 1:
+            if parts[0] is not out:
+                out[...] = parts[0]
+        else:  # the last step alone writes `out`, when all parts have been read
+            total = ufunc(parts[0], parts[1], dtype=out.dtype)
+            for part in parts[2:-1]:
+                ufunc(total, part, out=total)
+            ufunc(total, parts[-1], out=out)
 
     def join(self, parts: Any, out: Any) -> None:
         """Reduce the rows of `parts` [P, m] into `out` [m], in order, rounding once."""

@@ -15,6 +15,8 @@ _LOG_LEVELS: Final[dict[str, str | None]] = {
     level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 }
 
+_TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
+
 
 @final
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Settings:
         check: Whether ranks compare what they call before data moves.
         timeout_seconds: How long a call waits for the others when nobody says; `None` waits for ever.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
+        transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node reach each other.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
     """
 
@@ -33,6 +36,7 @@ class Settings:
     check: bool = True
     timeout_seconds: float | None = None
     abort_on_error: bool = True
+    transport: str = "auto"
     log_level: str | None = None
 
     @classmethod
@@ -47,6 +51,7 @@ class Settings:
             check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
             timeout_seconds=_seconds(environ, "MPIDIST_TIMEOUT_SECONDS"),
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
+            transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

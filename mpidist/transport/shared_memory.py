@@ -1,101 +1,110 @@
-"""Arrays in memory that all ranks of a node reach."""
+"""Ranks of one node, NumPy arrays, a shared window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport import arrays
-from mpidist.transport.agreement import fingerprint_of
-from mpidist.transport.communicator import Communicator
-from mpidist.transport.mpi import MpiCommunicator, load_mpi
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.mpi import Intracomm, MpiCommunicator
+from mpidist.transport.pipeline import Stream, Transfer
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.schedule import Schedule, scatter_schedule, stream_schedule
+from mpidist.transport.streams import StreamReducer
+from mpidist.transport.waiting import complete
 
-__all__ = ["SharedArrays"]
+__all__ = ["SharedMemoryCommunicator"]
 
-_ALIGNMENT: Final = 64  # a cache line, so that ranks which write side by side do not fight for one
+_SCHEDULES: Final = 64  # remembered
 
 
 @final
-class SharedArrays:
-    """The shared windows of one node.
+class SharedMemoryCommunicator(Communicator):
+    """Ranks of one node that move and add through memory which all of them reach, in chunks that stay in the cache.
 
-    Attributes:
-        within_node: The ranks of the node.
+    Every reduction adds in rank order. Messages between two ranks, and `gather`, go through MPI.
+
+    Args:
+        mpi: The same ranks over MPI. This object owns it and frees it.
+        streams: How it reduces; it stays its owner's.
     """
 
-    def __init__(self, within_node: Communicator) -> None:
-        self.within_node = within_node
-        self._windows: list[Any] = []
-        self._own: list[np.ndarray[Any, Any]] = []
-        self._per_node: list[tuple[int, int]] = []
+    def __init__(self, mpi: MpiCommunicator, streams: StreamReducer) -> None:
+        super().__init__(mpi.name, mpi.rank, mpi.size)
+        self._mpi = mpi
+        self.streams = streams
+        self.traffic = mpi.traffic
+        self._slots = streams.slots
+        self._scatter = lru_cache(_SCHEDULES)(scatter_schedule)
+        self._whole = lru_cache(_SCHEDULES)(stream_schedule)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], per_node: bool) -> np.ndarray[Any, Any]:
-        """Allocate an array in a shared window. Collective over the node.
+    @property
+    def comm(self) -> Intracomm:
+        """The mpi4py communicator."""
+        return self._mpi.comm
 
-        Args:
-            shape: The shape, the same on every rank.
-            dtype: The dtype, the same on every rank.
-            per_node: One array for all ranks, instead of one for each.
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return self._mpi.pack_buffer(count, dtype)
 
-        Returns:
-            A C-contiguous array of uninitialised numbers, which lives until `free`.
-        """
-        node = self.within_node
-        if not isinstance(node, MpiCommunicator):  # one rank: its own memory is all that the node shares
-            array = np.empty(shape, dtype)
-            if per_node:  # the ranks of other nodes share theirs, and all must know alike
-                self._own.append(array)
-                self._per_node.append(arrays.memory_bounds(array))
-            return array
-        nbytes = prod(shape) * dtype.itemsize
-        owner = 0 if per_node else node.rank
-        mine = nbytes + _ALIGNMENT if node.rank == owner else 0
-        window = load_mpi().Win.Allocate_shared(mine, 1, comm=node.comm)
-        window.Lock_all()  # MPI lets only a locked window be synchronised
-        self._windows.append(window)
-        memory, _ = window.Shared_query(owner)
-        flat = np.frombuffer(memory, np.uint8)
-        start = -flat.ctypes.data % _ALIGNMENT
-        array = flat[start : start + nbytes].view(dtype).reshape(shape)
-        if per_node:
-            self._per_node.append(arrays.memory_bounds(array))
-        return array
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
+        if buffer.size:
+            self.streams.run(self.streams.transfer(Stream(buffer.dtype, [buffer], [buffer]), reduction))
 
-    def is_per_node(self, array: Any) -> bool:
-        """Whether an array lies in memory that is one for all ranks of the node."""
-        if not self._per_node or arrays.is_device(array):
-            return False
-        start, stop = arrays.memory_bounds(array)
-        return any(its_start <= start and stop <= its_stop for its_start, its_stop in self._per_node)
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
+        self._run(schedule, Stream(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
 
-    def fingerprint(self, outs: Sequence[Any]) -> int:
-        """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""
-        which = [index for index, out in enumerate(outs) if self._per_node and self.is_per_node(out)]
-        return fingerprint_of(which) if which else 0
+    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+        bounds = shard_bounds(buffer.size, self.size)
+        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
+        self._run(schedule, Stream(buffer.dtype, [buffer], shared=[[buffer]]), reduction)
+        return shard
 
-    def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write an array that is one for all. Collective over the node.
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        bounds = tuple(shard_bounds(buffer.size, self.size) if bounds is None else bounds)
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
+        self.traffic.add("all_gather", buffer.nbytes - own)
+        schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
+        complete(self._spread(schedule, buffer, range(self.size)), self.streams.is_over)
 
-        Returns when the numbers are there for this rank to read.
-        """
-        if self.within_node.rank == 0:
-            out[...] = result
-        self._sync()
-        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
-        self._sync()
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self.traffic.add("broadcast", buffer.nbytes)
+        schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
+        complete(self._spread(schedule, buffer, [root]), self.streams.is_over)
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        return self._mpi.gather(buffer, root)
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self._mpi.exchange(outgoing, to, incoming, source)
 
     def free(self) -> None:
-        """Free the windows, last made first. Collective over the node. The arrays are gone."""
-        for window in reversed(self._windows):
-            window.Unlock_all()
-            window.Free()
-        self._windows.clear()
-        self._own.clear()
-        self._per_node.clear()
+        self._mpi.free()
 
-    def _sync(self) -> None:
-        for window in self._windows:
-            window.Sync()
+    def _chunk_count(self, dtype: np.dtype[Any]) -> int:
+        return max(1, self._slots.slot_bytes // dtype.itemsize)
+
+    def _run(self, schedule: Schedule, stream: Stream, reduction: Reduction) -> None:
+        if schedule.count:
+            self.streams.run(Transfer(self._slots, None, 0, schedule, stream, reduction))
+
+    def _spread(self, schedule: Schedule, buffer: Array, owners: Sequence[int]) -> Iterator[int]:
+        """Copy what each owner has of every chunk to all ranks."""
+        for chunk in schedule.chunks:
+            views = self._slots.next(buffer.dtype)
+            for owner, moves in zip(owners, chunk.shards, strict=True):
+                if owner == self.rank:
+                    for _, _, start, stop, at, end in moves:
+                        views[owner][at:end] = buffer[start:stop]
+            yield from self._slots.synchronize()
+            for owner, moves in zip(owners, chunk.shards, strict=True):
+                if owner != self.rank:
+                    for _, _, start, stop, at, end in moves:
+                        buffer[start:stop] = views[owner][at:end]

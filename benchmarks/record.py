@@ -1,0 +1,70 @@
+"""What is written down with a measurement, and how numbers are read and written. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+__all__ = ["SHAPES", "commit_of", "parse_size", "shapes_of_list", "stolen_seconds", "text_of", "write_rows"]
+
+SHAPES: Final = Path(__file__).parent / "shapes"
+
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Read `4`, `64K`, `256M` or `1MiB`: bytes."""
+    short = text.strip().upper()
+    for unit in ("B", "I"):
+        short = short[:-1] if short.endswith(unit) else short
+    nbytes = int(short[:-1]) * _UNITS[short[-1]] if short[-1:] in _UNITS else int(short)
+    if nbytes < 4 or nbytes % 4:
+        raise argparse.ArgumentTypeError(f"{text} is no size of float32 arrays: it must be a multiple of 4 bytes")
+    return nbytes
+
+
+def shapes_of_list(name: str) -> list[tuple[int, ...]]:
+    """Read the shapes of a model's gradients."""
+    tensors = json.loads((SHAPES / f"{name}.json").read_text())["tensors"]
+    return [tuple(tensor["shape"]) for tensor in tensors]
+
+
+def commit_of(folder: Path) -> str:
+    """Name the commit of the files in a folder, with `-dirty` if they differ from it."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # installed from an archive, or no git here
+        return "unknown"
+
+
+def stolen_seconds() -> float:
+    """Say how long other machines have held this virtual machine's cores, since it started; 0 where none tells."""
+    try:
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Write a table as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def text_of(microseconds: float) -> str:
+    """Write a time with three digits and its unit."""
+    for time, unit in ((microseconds, "us"), (microseconds / 1e3, "ms")):
+        if time < 999.5:
+            return f"{time:.3g} {unit}"
+    return f"{microseconds / 1e6:.3g} s"

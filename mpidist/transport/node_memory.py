@@ -1,0 +1,143 @@
+"""Memory that the ranks of a node share, and the barrier that lives in it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.mpi import Intracomm, load_mpi
+
+__all__ = ["LINE_BYTES", "NodeBarrier", "SharedWindow", "make_fence"]
+
+LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
+_DIRECTORY: Final = "/dev/shm"
+# Processors that keep one core's stores in order for all others; elsewhere MPI has to see to it.
+_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+
+@final
+class SharedWindow:
+    """A piece of memory per rank of a node, which all of them reach. Making it is collective.
+
+    The memory is a nameless file of the node's memory file system, and there is at least as long as an array that
+    lies in it. MPI's own shared windows would be gone when they are freed, under whoever still reads them; and where
+    there is too little memory they may kill the process, instead of saying so.
+
+    Args:
+        comm: The ranks of the node; `None` for a node of this rank alone, which needs no MPI.
+        nbytes: How much each rank gets, in bytes; of one number on all ranks. Zeros at first.
+
+    Attributes:
+        parts: [ranks], each rank's memory as bytes, on page boundaries.
+
+    Raises:
+        UnavailableError: If there is too little shared memory, on every rank of the node.
+    """
+
+    def __init__(self, comm: Intracomm | None, nbytes: int) -> None:
+        if comm is None:
+            self.parts = [np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)]
+            return
+        rank, size = comm.Get_rank(), comm.Get_size()
+        step = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        path = comm.bcast(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}", 0)
+        file, problem = -1, None
+        try:
+            if rank == 0:
+                file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+                os.ftruncate(file, step * size)
+        except OSError as error:
+            problem = f"{_DIRECTORY} cannot be used: {error.strerror}"
+        comm.Barrier()
+        memory: Any = None
+        try:
+            if rank != 0:
+                file = os.open(path, os.O_RDWR)
+            if file >= 0:
+                os.posix_fallocate(file, step * rank, step)  # by its owner, so that it lies near the owner's core
+                memory = mmap.mmap(file, step * size)
+        except OSError as error:
+            problem = f"{step * size >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
+        problems = [text for text in comm.allgather(problem) if text is not None]
+        if file >= 0:
+            os.close(file)
+            if rank == 0:
+                os.unlink(path)
+        if problems:
+            raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
+        whole = np.frombuffer(memory, np.uint8)
+        self.parts = [whole[step * owner : step * owner + nbytes] for owner in range(size)]
+
+
+def make_fence() -> Callable[[], None] | None:
+    """Return what orders this rank's loads and stores, before it and after it; `None` where the processor does."""
+    if _ORDERED:
+        return None
+    mpi = load_mpi()
+    window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI's only fence belongs to a window
+    window.Lock_all()
+    fence: Callable[[], None] = window.Sync
+    return fence
+
+
+@final
+class NodeBarrier:
+    """Counts the barriers of a node's ranks, in shared memory, with a few words that each rank shows the others.
+
+    A rank posts its arrival and then asks whether all others have posted theirs. What a rank wrote into shared
+    memory before it posted, the others see once they have passed.
+
+    Args:
+        window: The memory; each part begins with `LINE_BYTES` for this.
+        rank: This rank on the node.
+        fence: As of `make_fence`.
+    """
+
+    def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:
+        lines = [part[:LINE_BYTES].data.cast("q") for part in window.parts]
+        self.count = 0
+        self.size = len(lines)
+        self._own = lines[rank]
+        self._lines = lines
+        self._peers = lines[:rank] + lines[rank + 1 :]
+        self._fence = fence
+
+    def show(self, words: tuple[int, ...]) -> None:
+        """Set the words that go with this rank's next post: a few whole numbers of 64 bits."""
+        at = 1 + (self.count + 1) % 2 * 4  # of two places in turn, so that slow ranks still read the one before
+        for offset, word in enumerate(words):
+            self._own[at + offset] = word
+
+    def shows_the_same(self, index: int) -> bool:
+        """Whether all ranks showed the same word with the barrier that was passed last."""
+        at = 1 + self.count % 2 * 4 + index
+        word = self._own[at]
+        return all(line[at] == word for line in self._peers)
+
+    def post(self) -> None:
+        """Say that this rank has arrived."""
+        if self._fence is not None:
+            self._fence()
+        self.count += 1
+        self._own[0] = self.count
+
+    def passed(self) -> bool:
+        """Whether all ranks have arrived."""
+        count = self.count
+        for line in self._peers:
+            if line[0] < count:
+                return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def missing(self) -> list[int]:
+        """List the ranks that have not arrived."""
+        return [rank for rank, line in enumerate(self._lines) if line[0] < self.count]

@@ -1,0 +1,147 @@
+"""Which elements of which arrays each chunk carries: made once for a list of lengths, and used for every call.
+
+A stream is a list of flat pieces, thought of as one after the other. It is cut into chunks that stay in the cache,
+wherever pieces end, and each chunk into one shard per lane. A lane is a rank that adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple, final
+
+from mpidist.transport.communicator import shard_bounds
+
+__all__ = ["Chunk", "Move", "Schedule", "chunk_bounds", "scatter_schedule", "stream_schedule"]
+
+_ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
+
+
+@final
+class Move(NamedTuple):
+    """Elements that lie together both in the arrays and in a chunk.
+
+    Attributes:
+        first: The piece they are of, or the first of several whole pieces.
+        last: One after the last piece.
+        start: Their place in the piece; 0 with several.
+        stop: One after.
+        at: Their place in the chunk.
+        end: One after.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    at: int
+    end: int
+
+
+@final
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk.
+
+    Attributes:
+        count: Number of elements.
+        bounds: [lanes + 1], where the shards begin and end in the chunk.
+        shards: [lanes], the moves of each.
+    """
+
+    count: int
+    bounds: tuple[int, ...]
+    shards: tuple[tuple[Move, ...], ...]
+
+
+@final
+@dataclass(frozen=True)
+class Schedule:
+    """The chunks of a stream.
+
+    Attributes:
+        count: Number of elements.
+        num_pieces: Number of pieces.
+        chunks: The chunks, in order.
+        is_fine: Whether the pieces are so small that adding piece by piece would cost more than copying them first.
+    """
+
+    count: int
+    num_pieces: int
+    chunks: tuple[Chunk, ...]
+    is_fine: bool
+
+
+FINE_COUNT: Final = 4096  # elements of an average piece; adding that many takes as long as a call
+
+
+def chunk_bounds(count: int, lanes: int) -> tuple[int, ...]:
+    """Cut a chunk into shards that begin at whole cache lines, where it is long enough."""
+    if count < lanes * _ROUND * 4:
+        return tuple(shard_bounds(count, lanes))
+    return tuple(min(count, bound * _ROUND) for bound in shard_bounds(-(-count // _ROUND), lanes))
+
+
+def stream_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Schedule:
+    """Cut a stream into chunks.
+
+    Args:
+        lengths: Number of elements of each piece.
+        lanes: Number of ranks that add.
+        chunk_count: Number of elements of a chunk; the last may be shorter.
+    """
+    ends = list(accumulate(lengths))
+    total = ends[-1] if ends else 0
+    chunks, piece = [], 0
+    for begin in range(0, total, chunk_count):
+        bounds = chunk_bounds(min(chunk_count, total - begin), lanes)
+        shards = []
+        for start, stop in pairwise(bounds):
+            moves, piece = _moves(lengths, ends, piece, begin, begin + start, begin + stop)
+            shards.append(moves)
+        chunks.append(Chunk(bounds[-1], bounds, tuple(shards)))
+    return Schedule(total, len(lengths), tuple(chunks), total < FINE_COUNT * len(lengths))
+
+
+def _moves(
+    lengths: Sequence[int], ends: Sequence[int], piece: int, begin: int, start: int, stop: int
+) -> tuple[tuple[Move, ...], int]:
+    """List the moves of elements `start` to `stop` of the stream, and say which piece comes next."""
+    moves: list[Move] = []
+    at = start
+    while at < stop:
+        while ends[piece] <= at:
+            piece += 1
+        origin = ends[piece] - lengths[piece]
+        end = min(ends[piece], stop)
+        whole = end - at == lengths[piece]
+        before = moves[-1] if moves else None
+        if whole and before is not None and before.stop - before.start == lengths[before.first]:
+            moves[-1] = Move(before.first, piece + 1, 0, before.stop, before.at, end - begin)
+        else:
+            moves.append(Move(piece, piece + 1, at - origin, end - origin, at - begin, end - begin))
+        at = end
+    return tuple(moves), piece
+
+
+def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
+    """Cut a buffer whose shards are given, so that every chunk holds a slice of each shard.
+
+    Args:
+        bounds: [lanes + 1], where the shards begin and end in the buffer.
+        chunk_count: The most elements of a chunk.
+    """
+    lanes = len(bounds) - 1
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    step = max(1, chunk_count // lanes)
+    chunks = []
+    for begin in range(0, longest, step):
+        places, shards = [0], []
+        for start, stop in pairwise(bounds):
+            first, last = min(start + begin, stop), min(start + begin + step, stop)
+            at = places[-1]
+            places.append(at + last - first)
+            shards.append((Move(0, 1, first, last, at, places[-1]),) if last > first else ())
+        chunks.append(Chunk(places[-1], tuple(places), tuple(shards)))
+    return Schedule(bounds[-1], 1, tuple(chunks), False)

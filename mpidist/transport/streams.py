@@ -1,0 +1,111 @@
+"""Streams over all ranks of a group: which way they take, and the memory that they take it through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Final, final
+
+from mpidist.transport.communicator import Traffic
+from mpidist.transport.lane_exchange import LaneExchange
+from mpidist.transport.pipeline import Stream, Transfer
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.schedule import Schedule, stream_schedule
+from mpidist.transport.slots import Slots
+from mpidist.transport.waiting import complete
+
+__all__ = ["StreamReducer"]
+
+_LEAST_ACROSS: Final = 64 << 10  # bytes; smaller streams take more messages than they are worth
+_SCHEDULES: Final = 256  # remembered, of flat arrays; plans of lists hold theirs
+
+
+@final
+class StreamReducer:
+    """All-reduces streams over the ranks of a node, or over all nodes.
+
+    Args:
+        slots: The node's staging memory.
+        lanes: How many ranks of each node add.
+        exchange: This lane's way across nodes; `None` on one node, and for ranks that do not add.
+        spans_nodes: Whether there are several nodes.
+        one_round_bytes: The largest stream that every rank adds by itself, in bytes. Not across nodes.
+        chunk_bytes: Size of a chunk in bytes; at most that of a slot.
+        traffic: Where `count` counts.
+        is_over: Asked while this rank waits: whether there is no sense in waiting on. May raise.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        lanes: int,
+        exchange: LaneExchange | None,
+        spans_nodes: bool,
+        one_round_bytes: int,
+        chunk_bytes: int,
+        traffic: Traffic,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.slots = slots
+        self.lanes = lanes
+        self.spans_nodes = spans_nodes
+        self.least_bytes = _LEAST_ACROSS if spans_nodes else 0
+        self._traffic = traffic
+        self._exchange = exchange
+        self._one_round_bytes = 0 if spans_nodes else min(one_round_bytes, chunk_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._depth = slots.num_slots - 4
+        self.is_over = is_over
+        self.schedule = lru_cache(_SCHEDULES)(self._schedule)
+        self._whole_schedule = lru_cache(_SCHEDULES)(self._cut_once)
+
+    def _schedule(self, lengths: tuple[int, ...], itemsize: int) -> Schedule:
+        """Cut pieces of these lengths into chunks."""
+        return stream_schedule(lengths, self.lanes, max(1, self._chunk_bytes // itemsize))
+
+    def _cut_once(self, lengths: tuple[int, ...]) -> Schedule:
+        """Cut pieces into one chunk: for arrays that are read and written where they are."""
+        return stream_schedule(lengths, self.lanes, max(1, sum(lengths)))
+
+    def count(self, nbytes: int) -> None:
+        """Count an all-reduce of some bytes within the node; what goes across nodes is counted there."""
+        self._traffic.add("all_reduce", 2 * nbytes * (self.slots.size - 1) // self.slots.size)
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether every rank adds a stream of this size by itself."""
+        return nbytes <= self._one_round_bytes
+
+    def transfer(
+        self,
+        stream: Stream,
+        reduction: Reduction,
+        divide_by: int = 1,
+        schedule: Schedule | None = None,
+    ) -> Transfer:
+        """Prepare an all-reduce. Local; all ranks do it alike."""
+        if stream.peers is not None and stream.shared is not None and not self.spans_nodes:
+            schedule = self._whole_schedule(tuple(array.size for array in stream.sources))
+        elif schedule is None:
+            schedule = self.schedule(tuple(array.size for array in stream.sources), stream.dtype.itemsize)
+        nbytes = schedule.count * stream.dtype.itemsize
+        return Transfer(
+            self.slots,
+            self._exchange,
+            self._depth,
+            schedule,
+            stream,
+            reduction,
+            divide_by,
+            stream.peers is None and stream.shared is None and self.is_small(nbytes),
+        )
+
+    def run(self, transfer: Transfer, has_begun: bool = False) -> None:
+        """Finish a transfer. Collective.
+
+        Args:
+            transfer: What `transfer` made.
+            has_begun: Whether it has begun, and the ranks have passed a barrier since.
+        """
+        if not has_begun:
+            transfer.begin()
+        complete(transfer.steps(has_begun), self.is_over)

@@ -1,0 +1,162 @@
+"""Arrays in memory that all ranks of a node reach."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.communicator import Array, Communicator
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.node_memory import LINE_BYTES, SharedWindow
+
+__all__ = ["Place", "SharedArrays", "word_of"]
+
+_MASK: Final = (1 << 62) - 1
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in memory that all ranks of the node reach.
+
+    Attributes:
+        window: The number of the window, the same on all ranks.
+        offset: Its first byte in a rank's part of the window.
+        per_node: Whether there is one array for all ranks of the node.
+        everyone: [ranks], each rank's array of this place, flat; only one where `per_node`.
+    """
+
+    window: int
+    offset: int
+    per_node: bool
+    everyone: tuple[Array, ...]
+
+
+@final
+class SharedArrays:
+    """The arrays that are shared within one node.
+
+    Args:
+        within_node: The ranks of the node.
+    """
+
+    def __init__(self, within_node: Communicator) -> None:
+        self.within_node = within_node
+        self._windows: list[tuple[SharedWindow, bool]] = []
+        self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
+        self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
+
+    @property
+    def _comm(self) -> Intracomm | None:
+        comm: Intracomm | None = getattr(self.within_node, "comm", None)  # a node of one rank has none
+        return comm
+
+    def empty(
+        self, specs: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], per_node: bool
+    ) -> list[np.ndarray[Any, Any]]:
+        """Allocate arrays in shared memory. Collective over the node.
+
+        Args:
+            specs: Shape and dtype of each, the same on every rank.
+            per_node: One array for all ranks, instead of one for each.
+
+        Returns:
+            C-contiguous arrays, zero at first.
+
+        Raises:
+            UnavailableError: If there is too little shared memory, on every rank of the node.
+        """
+        offsets, end = [], 0
+        for shape, dtype in specs:
+            offsets.append(end)
+            end += -(-prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+        window = SharedWindow(self._comm, end)
+        part = window.parts[0 if per_node else self.within_node.rank]
+        self._windows.append((window, per_node))
+        self._bases[id(_root(part))] = len(self._windows) - 1
+        return [
+            part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+            for offset, (shape, dtype) in zip(offsets, specs, strict=True)
+        ]
+
+    def place(self, array: Any) -> Place | None:
+        """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
+        if not self._windows or type(array) is not np.ndarray:
+            return None
+        known = self._places.get(id(array))
+        if known is not None and known[0]() is array:
+            return known[1]
+        number = self._bases.get(id(_root(array)))
+        if number is None or not array.flags.c_contiguous or not array.dtype.isnative:
+            return None
+        found = self._find(array, number)
+        if found is not None:
+            self._places[id(array)] = weakref.ref(array), found
+        return found
+
+    def places(self, arrays: Sequence[Any]) -> list[Place] | None:
+        """Say where arrays lie, if they all lie in shared memory, one for each rank or one for all."""
+        if not self._windows or not arrays:
+            return None
+        places: list[Place] = []
+        for array in arrays:
+            place = self.place(array)
+            if place is None or place.per_node != (places or [place])[0].per_node:
+                return None
+            places.append(place)
+        return places
+
+    def is_per_node(self, array: Any) -> bool:
+        """Whether an array lies in memory that is one for all ranks of the node."""
+        if not self._windows or type(array) is not np.ndarray:
+            return False
+        number = self._bases.get(id(_root(array)))
+        return number is not None and self._windows[number][1]
+
+    def fingerprint(self, outs: Sequence[Any]) -> int:
+        """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""
+        which = [index for index, out in enumerate(outs) if self.is_per_node(out)] if self._windows else []
+        return fingerprint_of(which) if which else 0
+
+    def write(self, out: Any, result: Any) -> None:
+        """Let the node's first rank write an array that is one for all. Collective over the node.
+
+        Returns when the numbers are there for this rank to read.
+        """
+        if self.within_node.rank == 0:
+            out[...] = result
+        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
+
+    def free(self) -> None:
+        """Forget the arrays. Their memory is there as long as they are."""
+        self._windows.clear()
+        self._bases.clear()
+        self._places.clear()
+
+    def _find(self, array: np.ndarray[Any, Any], number: int) -> Place | None:
+        window, per_node = self._windows[number]
+        address = array.__array_interface__["data"][0]
+        mine = window.parts[0 if per_node else self.within_node.rank]
+        offset = address - mine.__array_interface__["data"][0]
+        if offset < 0 or offset + array.nbytes > mine.nbytes:
+            return None
+        parts = window.parts[:1] if per_node else window.parts
+        views = tuple(part[offset : offset + array.nbytes].view(array.dtype) for part in parts)
+        return Place(number, offset, per_node, views)
+
+
+def word_of(places: Sequence[Place] | None) -> int:
+    """Return a number that is the same on all ranks if the places are; 0 for none."""
+    if places is None:
+        return 0
+    return hash(tuple((place.window, place.offset) for place in places)) & _MASK | 1
+
+
+def _root(array: np.ndarray[Any, Any]) -> Any:
+    return array if array.base is None or not isinstance(array.base, np.ndarray) else array.base

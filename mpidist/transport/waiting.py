@@ -1,0 +1,68 @@
+"""How a rank waits: it spins for what comes soon, then yields its core, then naps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+__all__ = ["complete", "poll"]
+
+SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
+_YIELD_SECONDS: Final = 0.002
+_NAP_SECONDS: Final = 0.0002
+_LONG_NAP_SECONDS: Final = 0.001
+_LONG_WAIT_SECONDS: Final = 1.0
+
+
+def poll(test: Callable[[], bool], is_over: Callable[[], bool], spins: int = SPINS) -> bool:
+    """Test until something has come.
+
+    Args:
+        test: Says whether it has.
+        is_over: Asked now and then, from when the wait is long on: whether there is no sense in waiting further.
+            May raise.
+        spins: How often to test before giving up the core.
+
+    Returns:
+        Whether it has come.
+    """
+    for _ in range(spins):
+        if test():
+            return True
+    start = time.monotonic()
+    while not test():
+        if is_over():
+            return test()
+        _rest(time.monotonic() - start)
+    return True
+
+
+def complete(steps: Iterator[int], is_over: Callable[[], bool]) -> None:
+    """Drive work that waits for other ranks, to its end.
+
+    Args:
+        steps: The work. It yields whenever it can do nothing now: a number that grows as it gets on.
+        is_over: As in `poll`; where it returns True the work is abandoned.
+    """
+    at, spun, start = -1, 0, 0.0
+    for now in steps:
+        if now != at:
+            at, spun = now, 0
+        elif spun < SPINS:
+            spun += 1
+        elif spun == SPINS:
+            spun, start = spun + 1, time.monotonic()
+            os.sched_yield()
+        else:
+            if is_over():
+                return
+            _rest(time.monotonic() - start)
+
+
+def _rest(waited: float) -> None:
+    if waited < _YIELD_SECONDS:
+        os.sched_yield()
+    else:
+        time.sleep(_NAP_SECONDS if waited < _LONG_WAIT_SECONDS else _LONG_NAP_SECONDS)
