@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Final
 
+import numpy as np
+
 __all__ = ["LEAF", "Structure", "flatten", "map_structure", "rebuild"]
 
 # What a nest looks like without its leaves: hashable, and the same on every rank that passed a nest alike.
 Structure = tuple[Any, ...]
 LEAF: Final[Structure] = ("leaf",)
+# Told to be leaves by their type alone, so that lists of thousands of arrays need no walk.
+_ARRAYS: Final = ({np.ndarray}, set[type]())
 
 
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
@@ -25,7 +29,7 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     Returns:
         The leaves, and the structure that compares equal for nests of the same form.
     """
-    if not isinstance(nest, (list, tuple, Mapping)):
+    if type(nest) is np.ndarray or not isinstance(nest, (list, tuple, Mapping)):
         return [nest], LEAF
     leaves: list[Any] = []
     return leaves, _walk(nest, leaves)
@@ -33,7 +37,13 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 def _walk(nest: Any, leaves: list[Any]) -> Structure:
     if isinstance(nest, (list, tuple)):
-        return (type(nest).__name__, *[_walk(item, leaves) for item in nest])
+        if set(map(type, nest)) in _ARRAYS:
+            leaves += nest
+            return type(nest).__name__, len(nest)
+        parts = [_walk(item, leaves) for item in nest]
+        if all(part is LEAF for part in parts):
+            return type(nest).__name__, len(nest)
+        return (type(nest).__name__, *parts)
     if isinstance(nest, Mapping):
         # A mapping's class is the rank's own affair: `dict` and `OrderedDict` hold the same values.
         keys = _sorted_keys(nest)
@@ -52,8 +62,10 @@ def rebuild(like: Any, leaves: list[Any]) -> Any:
     Returns:
         A nest of the same form and the same classes, with `like`'s order of keys.
     """
-    if not isinstance(like, (list, tuple, Mapping)):
+    if type(like) is np.ndarray or not isinstance(like, (list, tuple, Mapping)):
         return leaves[0]
+    if type(like) is list and len(like) == len(leaves) and set(map(type, like)) in _ARRAYS:
+        return list(leaves)
     return _fill(like, iter(leaves).__next__)
 
 
@@ -66,6 +78,8 @@ def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
 def _fill(like: Any, take: Callable[[], Any]) -> Any:
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*[_fill(item, take) for item in like])
+    if isinstance(like, (list, tuple)) and set(map(type, like)) in _ARRAYS:
+        return type(like)([take() for _ in like])
     if isinstance(like, (list, tuple)):
         return type(like)([_fill(item, take) for item in like])
     if isinstance(like, Mapping):

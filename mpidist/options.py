@@ -31,6 +31,8 @@ class NamedInAnyCase(Enum):
     def __str__(self) -> str:
         return self.name
 
+    __hash__ = object.__hash__  # members are single; the hash of `Enum` costs more than a small call's copy
+
 
 @final
 class ReduceOp(NamedInAnyCase):

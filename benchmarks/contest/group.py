@@ -45,6 +45,7 @@ class Group:
     def __init__(self, peer: Peer, python: Path, ranks: int) -> None:
         self.peer, self.ranks = peer, ranks
         self.versions: dict[str, str] = {}
+        self.failure = ""
         self._folder = Path(tempfile.mkdtemp(prefix="peers-"))
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(self._folder / "socket"))
@@ -56,6 +57,7 @@ class Group:
             self._started = [
                 subprocess.Popen(
                     command,
+                    cwd=self._folder,  # nothing is imported from where the user stands
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -107,8 +109,7 @@ class Group:
 
     def end(self) -> None:
         """Wake all ranks and let them go; kill those that do not."""
-        for number in (signal.SIGCONT,):
-            self._signal(number)
+        self._signal(signal.SIGCONT)
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from contest.group import Group, GroupError
 from contest.work import Work
 
-__all__ = ["Timing", "measure", "prepare"]
+__all__ = ["Timing", "fitting", "measure"]
 
 _MOST_STEPS: Final = 100
 _WARM_BELOW: Final = 0.05  # seconds: a longer step has its own cold start
@@ -53,9 +52,9 @@ class _Turns:
     group: Group
     way: str
     first: float = 0.0
-    step: float = 0.0
-    steps: int = 1
     warm: int = 0
+    steps: int = 1
+    rounds: list[float] = field(default_factory=list)
 
     def take_first(self, seconds: float) -> None:
         """Take the first step and a few more, to know how many fit into `seconds`."""
@@ -67,71 +66,61 @@ class _Turns:
         least = 1 if step > _SLOW else 3
         self.steps = max(least, min(_MOST_STEPS, int(seconds / step)))
 
-    def take(self) -> float:
-        """Take one turn, and return its median step; a step takes what its slowest rank takes."""
+    def take(self) -> None:
+        """Take one turn, and keep its median step; a step takes what its slowest rank takes."""
         answers = self.group.ask("turn", way=self.way, warm=self.warm, steps=self.steps)
-        return float(np.median(np.max([answer["times"] for answer in answers], axis=0)))
+        self.rounds.append(float(np.median(np.max([answer["times"] for answer in answers], axis=0))))
 
 
-def prepare(groups: Sequence[Group], work: Work) -> tuple[list[Group], list[str]]:
-    """Say which groups have the memory for a work, and name those that have not. The first come first."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if not _available() else _available()
-    fitting, left_out = [], []
-    taken = 1.5 * work.nbytes * groups[0].ranks if groups else 0  # what one group takes while it works
+def fitting(groups: Sequence[Group], work: Work) -> list[Group]:
+    """List the groups for which there is memory, all of them at once; the first come first."""
+    available, chosen = _available_bytes(), []
+    all_ranks = work.nbytes * (groups[0].ranks if groups else 0)
+    taken = 1.5 * all_ranks  # what a group takes while it works, and gives back
     for group in groups:
-        taken += group.peer.copies * work.nbytes * group.ranks
-        (fitting if taken < 0.92 * free else left_out).append(group)
-    return fitting, [group.peer.name for group in left_out]
+        if group.failure or taken + group.peer.copies * all_ranks > 0.92 * available:
+            continue
+        taken += group.peer.copies * all_ranks
+        chosen.append(group)
+    return chosen
 
 
-def _available() -> int:
+def _available_bytes() -> float:
     try:
         with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return 0
+        return float("inf")
 
 
-def measure(groups: list[Group], work: Work, num_rounds: int, seconds: float) -> list[Timing]:
-    """Time all ways of all groups side by side. A group that fails is ended, and taken off the list."""
-    turns: list[_Turns] = []
+def measure(groups: Sequence[Group], work: Work, num_rounds: int, seconds: float) -> list[Timing]:
+    """Time all ways of all groups side by side. A group that fails is ended, and the others go on."""
     shapes = [list(map(int, shape)) for shape in work.shapes]
-    with_work: dict[str, Any] = {"kind": work.kind, "name": work.name, "shapes": shapes, "calls": work.calls}
-    for group in list(groups):
-        with _Failing(groups, group, turns):
-            ways = group.ask("prepare", **with_work)[0]["ways"]
-            turns += [_Turns(group, way) for way in ways]
-    for one in list(turns):
-        with _Failing(groups, one.group, turns):
-            one.take_first(seconds)
-    rounds: dict[int, list[float]] = {id(one): [] for one in turns}
+    turns: list[_Turns] = []
+    for group in groups:
+        answers = _attempt(group, group.ask, "prepare", kind=work.kind, name=work.name, shapes=shapes, calls=work.calls)
+        turns += [_Turns(group, way) for way in answers[0]["ways"]] if answers else []
+    for one in turns:
+        _attempt(one.group, one.take_first, seconds)
     for _ in range(num_rounds):
-        for one in list(turns):
-            with _Failing(groups, one.group, turns):
-                rounds[id(one)].append(one.take())
-    for group in {id(one.group): one.group for one in turns}.values():
-        with _Failing(groups, group, turns):
-            group.ask("forget")
+        for one in turns:
+            _attempt(one.group, one.take)
+    for group in groups:
+        _attempt(group, group.ask, "forget")
     return [
-        Timing(work, one.group.peer.name, one.way, one.first, np.array(rounds[id(one)]), one.steps) for one in turns
+        Timing(work, one.group.peer.name, one.way, one.first, np.array(one.rounds), one.steps)
+        for one in turns
+        if not one.group.failure
     ]
 
 
-class _Failing:
-    """Takes a group that fails out of the run, says so, and goes on with the others."""
-
-    def __init__(self, groups: list[Group], group: Group, turns: list[_Turns]) -> None:
-        self._groups, self._group, self._turns = groups, group, turns
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, GroupError):
-            return False
-        if self._group in self._groups:
-            print(f"{self._group.peer.name} failed and is left out from here on: {error}", file=sys.stderr)
-            self._groups.remove(self._group)
-            self._turns[:] = [one for one in self._turns if one.group is not self._group]
-            self._group.end()
-        return True
+def _attempt(group: Group, act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    if group.failure:
+        return None
+    try:
+        return act(*arguments, **named)
+    except GroupError as error:
+        print(f"{group.peer.name} failed and is left out from here on: {error}", file=sys.stderr, flush=True)
+        group.failure = str(error)
+        group.end()
+        return None

@@ -64,7 +64,8 @@ class TensorFlow(Library):
     def _reduce(self, options: Any) -> Any:
         def in_replica(tensors: Any) -> Any:
             context = tf.distribute.get_replica_context()
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, options=options)
+            placed = [tf.identity(tensor) for tensor in tensors]  # an argument has no device, which it wants
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, placed, options=options)
 
         return tf.function(lambda tensors: self._strategy.run(in_replica, args=(tensors,)))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.cross_device_ops.operands import Operands, result_arrays
-from mpidist.cross_device_ops.outs import check_outs, keep_apart, target_arrays
+from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
-from mpidist.cross_device_ops.streaming import Placement, StreamCall
+from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import Communicator
@@ -20,12 +21,14 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.streams import StreamReducer
+from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["BatchReducer", "Request", "send_to"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
+_MAX_OUTS: Final = 16  # lists of outs remembered for a shape
 _MAX_SHAPES: Final = 1024  # of calls remembered; a program that makes more has shapes that do not come back
 
 
@@ -49,18 +52,34 @@ class Request(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class _Shape:
     """A request with the shapes of its values: what is planned once."""
 
     fingerprint: int
     parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
-    streams: tuple[Plan, StreamReducer] | None = None  # the only plan, and who carries it, if it goes in streams
+    streams: StreamCalls | None = None  # who runs such calls, if they go in streams
+    known_outs: dict[int, KnownOuts] = field(default_factory=dict)
 
-    def result_dtypes(self) -> list[np.dtype[Any]]:
-        """Return the dtype of each result, in the caller's order."""
+    def know(self, outs: Sequence[Any], operands: Operands, shared: SharedArrays) -> KnownOuts:
+        """Look at outs, and refuse those that cannot take the results."""
+        key = id(outs[0]) if outs else 0
+        known = self.known_outs.get(key)
+        if known is None or not known.are(outs):
+            if len(self.known_outs) >= _MAX_OUTS:
+                self.known_outs.clear()
+            known = KnownOuts(outs, operands.arrays, operands.specs, self._result_dtypes, shared)
+            self.known_outs[key] = known
+        return known
+
+    @cached_property
+    def _result_dtypes(self) -> list[np.dtype[Any]]:
         dtypes = {at: dtype for _, all_at, plan in self.parts for at, dtype in zip(all_at, plan.results, strict=True)}
         return [dtypes[at] for at in range(len(dtypes))]
+
+
+_NO_VALUES: Final = Operands([])
+_UNPLANNED: Final = _Shape(0, ())
 
 
 @final
@@ -110,25 +129,24 @@ class BatchReducer:
         Raises:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
         """
-        operands, shape, together = Operands([]), _Shape(0, ()), 0
-        placement, stream_call = None, None
-        shared = self._group.shared
+        operands, shape, together = _NO_VALUES, _UNPLANNED, 0
+        placement, begun, known = NOWHERE, None, None
+        group = self._group
         if error is None:
             try:
                 operands = Operands(values)
-                shape = self._shape(request, operands.specs)
+                shape = self._shape(request, operands)
                 if outs is not None:
-                    check_outs(outs, operands.arrays, operands.specs, shape.result_dtypes())
-                    together = shared.fingerprint(outs)
+                    known = shape.know(outs, operands, group.shared)
+                    together = known.together
                 if shape.streams is not None:
-                    plan, reducer = shape.streams
-                    placement = Placement(shared, operands.arrays, outs)
-                    stream_call = StreamCall(reducer, plan, operands.arrays, outs, shared)
-                    if placement.word == 0 and self._group.is_node_barrier:
-                        stream_call.begin()
+                    if together or not shape.streams.is_small:
+                        placement = Placement.of(group.shared, operands.arrays, outs, known)
+                    if placement.word == 0 and group.is_node_barrier:
+                        begun = shape.streams.begin(operands.arrays)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
-        is_same = self._group.agree(
+        is_same = group.agree(
             request.call,
             shape.fingerprint ^ together,
             lambda: {
@@ -138,10 +156,12 @@ class BatchReducer:
             },
             request.options.timeout_seconds,
             error,
-            0 if placement is None else placement.word,
+            placement.word,
         )
-        if stream_call is not None and placement is not None:
-            results = stream_call.finish(placement if is_same and placement.word else None)
+        if shape.streams is not None:
+            if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
+                begun, placement = None, NOWHERE
+            results = shape.streams.finish(begun, operands.arrays, outs, placement, known)
         else:
             results = self._run_chunks(request, shape, operands, outs)
         return self._deliver(operands, results, outs)
@@ -196,7 +216,7 @@ class BatchReducer:
     def _levels(self, device: bool) -> Levels:
         return self._group.levels.of_device if device else self._group.levels
 
-    def _shape(self, request: Request, specs: tuple[Spec, ...]) -> _Shape:
+    def _shape(self, request: Request, operands: Operands) -> _Shape:
         options = request.options
         key = (
             request.call,
@@ -206,13 +226,15 @@ class BatchReducer:
             options.bytes_per_pack,
             options.implementation,
             options.reproducible,
-            specs,
+            operands.key,
         )
         shape = self._shapes.get(key)
         if shape is None:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[key] = self._plan(request, specs, fingerprint_of((self._configuration, key)))
+            specs = operands.specs
+            fingerprint = fingerprint_of((self._configuration, key[:-1], specs))
+            shape = self._shapes[key] = self._plan(request, specs, fingerprint)
         return shape
 
     def _plan(self, request: Request, specs: tuple[Spec, ...], fingerprint: int) -> _Shape:
@@ -231,7 +253,7 @@ class BatchReducer:
         if reducer is not None and len(parts) == 1 and parts[0][0] is None and parts[0][2].streams is not None:
             plan = parts[0][2]
             if sum(its.nbytes for its in plan.streams or ()) >= reducer.least_bytes:
-                return _Shape(fingerprint, tuple(parts), (plan, reducer))
+                return _Shape(fingerprint, tuple(parts), StreamCalls(reducer, plan, self._group.shared))
         return _Shape(fingerprint, tuple(parts))
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:

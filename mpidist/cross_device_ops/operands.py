@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from operator import attrgetter
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from mpidist.transport import arrays
 from mpidist.values import local
 
 __all__ = ["Operands", "result_arrays"]
+
+_shape_of: Final = attrgetter("shape")
+_dtype_of: Final = attrgetter("dtype")
 
 
 @final
@@ -23,7 +27,7 @@ class Operands:
 
     Attributes:
         arrays: Their native arrays. They may be the caller's memory and are only read.
-        specs: Shape, native dtype and memory of each.
+        key: Equal for values of the same shapes and dtypes; for this rank's own use.
 
     Raises:
         TypeError: If one is not an array or a number.
@@ -31,26 +35,46 @@ class Operands:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values = [local(value) for value in values]
-        self.arrays = []
-        specs = []
-        for value in self._values:
-            array = value if type(value) is np.ndarray else arrays.library_of(value).to_native(value)
-            dtype = array.dtype
-            self.arrays.append(array)
-            specs.append(
-                Spec(array.shape, dtype if dtype.isnative else dtype.newbyteorder("="), arrays.is_device(array))
+        self._is_plain = set(map(type, values)) == {np.ndarray}
+        self._values: Sequence[Any] = values if self._is_plain else [local(value) for value in values]
+        self._specs: tuple[Spec, ...] | None = None
+        self.arrays: list[Any]
+        self.key: Any
+        if self._is_plain:
+            self.arrays = list(values)
+            self.key = (*map(_shape_of, values), *map(_dtype_of, values))
+        else:
+            self.arrays = [_native(value) for value in self._values]
+            self.key = self.specs
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Shape, native dtype and memory of each."""
+        if self._specs is None:
+            self._specs = tuple(
+                Spec(
+                    array.shape,
+                    array.dtype if array.dtype.isnative else array.dtype.newbyteorder("="),
+                    arrays.is_device(array),
+                )
+                for array in self.arrays
             )
-        self.specs = tuple(specs)
+        return self._specs
 
     def restore(self, results: Sequence[Any]) -> list[Any]:
         """Give native results the kinds that the values came in; `None` stays `None`."""
+        if self._is_plain:
+            return list(results)
         return [
             result
             if result is None or type(value) is np.ndarray
             else arrays.library_of(value).from_native(result, value)
             for result, value in zip(results, self._values, strict=True)
         ]
+
+
+def _native(value: Any) -> Any:
+    return value if type(value) is np.ndarray else arrays.library_of(value).to_native(value)
 
 
 def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:

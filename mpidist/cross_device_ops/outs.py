@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from operator import is_
+from typing import Any, final
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.transport import arrays as native
 from mpidist.transport.symmetric import SharedArrays
 
-__all__ = ["check_outs", "keep_apart", "target_arrays"]
+__all__ = ["KnownOuts", "check_outs", "keep_apart", "target_arrays"]
 
 
 def check_outs(
@@ -64,6 +66,51 @@ def _has_shared_elements(out: Any) -> bool:
     return any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True))
 
 
+@final
+class KnownOuts:
+    """Outs that were checked: if the same arrays come again, what was found is still true.
+
+    Args:
+        outs: The arrays.
+        arrays: The values that are reduced.
+        specs: Their shapes and dtypes.
+        dtypes: The dtype of each result.
+        shared: The arrays that the node shares.
+
+    Attributes:
+        together: A number that tells which of them are one for all ranks of a node; 0 for none.
+        places: Where they lie, if they all lie in memory that the node shares.
+        are_targets: Whether results can be made in all of them.
+
+    Raises:
+        InvalidArgumentError: As `check_outs`.
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        arrays: Sequence[Any],
+        specs: Sequence[Spec],
+        dtypes: Sequence[np.dtype[Any]],
+        shared: SharedArrays,
+    ) -> None:
+        check_outs(outs, arrays, specs, dtypes)
+        self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
+        self.together = shared.fingerprint(outs)
+        self.places = shared.places(outs)
+        self.are_targets = all(_is_target(out, shared) for out in outs)
+
+    def are(self, outs: Sequence[Any]) -> bool:
+        """Whether these are the very same arrays, and still can be written."""
+        if len(outs) != len(self._outs):
+            return False
+        return all(map(is_, outs, (ref() for ref in self._outs))) and all(out.flags.writeable for out in outs)
+
+
+def _is_target(out: Any, shared: SharedArrays) -> bool:
+    return bool(out.flags.c_contiguous and out.dtype.isnative and not shared.is_per_node(out))
+
+
 def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:
     """Return the arrays that results are made in: the caller's own, or new ones.
 
@@ -71,9 +118,7 @@ def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list
     not be written while another rank of the node still reads them.
     """
     return [
-        out
-        if out.flags.c_contiguous and out.dtype.isnative and not shared.is_per_node(out)
-        else native.empty(spec.shape, dtype, spec.device)
+        out if _is_target(out, shared) else native.empty(spec.shape, dtype, spec.device)
         for out, spec, dtype in zip(outs, plan.specs, plan.results, strict=True)
     ]
 

@@ -109,6 +109,7 @@ class StreamPlan:
         reduction: What the transport does.
         divide_by: What the sums are divided by; 1 for none.
         schedule: How they are cut into chunks.
+        is_uniform: Whether all have one shape.
     """
 
     indices: tuple[int, ...]
@@ -118,6 +119,7 @@ class StreamPlan:
     reduction: Reduction
     divide_by: int
     schedule: Schedule
+    is_uniform: bool
 
     @cached_property
     def count(self) -> int:
@@ -276,7 +278,7 @@ def make_plan(
         reduction, divide_by = _reduction(op, wire, options, num_ranks)
         if sizes.streams is not None:
             result = dtypes[pieces[0].index][1]
-            streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams)
+            streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams, specs)
         if options.bytes_per_pack:
             packs = _packs_by_size(pieces, wire, options.bytes_per_pack)
             direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
@@ -300,13 +302,15 @@ def _stream_of(
     reduction: Reduction,
     divide_by: int,
     streams: StreamReducer,
+    specs: Sequence[Spec],
 ) -> list[StreamPlan]:
     full = [piece for piece in pieces if piece.count]
     if not full:
         return []
     indices, lengths = zip(*((piece.index, piece.count) for piece in full), strict=True)
     schedule = streams.schedule(lengths, wire.itemsize)
-    return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule)]
+    is_uniform = len({specs[index].shape for index in indices}) == 1
+    return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule, is_uniform)]
 
 
 def _reduction(

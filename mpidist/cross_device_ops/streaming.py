@@ -1,19 +1,19 @@
-"""One reducing call through shared memory: where its arrays lie, what is staged before ranks agree, and the rest."""
+"""Reducing calls through shared memory: where their arrays lie, what is staged before ranks agree, and the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.cross_device_ops.outs import keep_apart, target_arrays
+from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, StreamPlan
 from mpidist.transport.pipeline import Stream, Transfer
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import Place, SharedArrays, word_of
 
-__all__ = ["Placement", "StreamCall"]
+__all__ = ["NOWHERE", "Placement", "StreamCalls"]
 
 # New results of small arrays are parts of one new array: making and filling each by itself would take longer.
 _SMALL_RESULT: Final = 4096  # elements of an average array
@@ -21,13 +21,8 @@ _MANY: Final = 4  # arrays
 
 
 @final
-class Placement:
+class Placement(NamedTuple):
     """Where the arguments of a call lie in memory that the node shares.
-
-    Args:
-        shared: The shared arrays.
-        arrays: The values.
-        outs: Arrays that take the results, if any were given.
 
     Attributes:
         sources: The places of the values, if they all lie in arrays that each rank has of its own.
@@ -35,17 +30,37 @@ class Placement:
         word: A number that is the same on all ranks if the places are; 0 for none.
     """
 
-    def __init__(self, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None) -> None:
+    sources: list[Place] | None
+    outs: list[Place] | None
+    word: int
+
+    @classmethod
+    def of(
+        cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, known: KnownOuts | None
+    ) -> Placement:
+        """Find the places of the values, and of the arrays that take the results, if any were given."""
+        if shared.is_empty:
+            return NOWHERE
         sources = shared.places(arrays)
-        self.sources = None if sources is None or sources[0].per_node else sources
-        self.outs = None if outs is None else shared.places(outs)
-        if self.sources is not None and self.outs is not None and not _can_write(self.sources, self.outs):
-            self.sources = self.outs = None
-        self.word = word_of(self.sources) ^ (word_of(self.outs) << 1)
+        if sources is not None and sources[0].per_node:
+            sources = None
+        into = None if known is None else sources if _are(arrays, outs or ()) else known.places
+        if sources is not None and into is not None and not _can_write(sources, into):
+            return NOWHERE
+        return cls(sources, into, word_of(sources) ^ (word_of(into) << 1))
+
+
+NOWHERE: Final = Placement(None, None, 0)
+
+
+def _are(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(array is other for array, other in zip(arrays, others, strict=True))
 
 
 def _can_write(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
     """Whether other ranks may write the outs while sources are still read: they are the same, or far apart."""
+    if sources is outs or _are(sources, outs):
+        return True
     same = all(
         (source.window, source.offset) == (out.window, out.offset) for source, out in zip(sources, outs, strict=True)
     )
@@ -53,129 +68,183 @@ def _can_write(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
 
 
 @final
-class StreamCall:
-    """One call.
+class StreamCalls:
+    """Calls of one shape.
 
     Args:
         reducer: The transport.
         plan: What is sent.
-        arrays: The values, native arrays.
-        outs: Arrays that take the results, if any were given.
         shared: The shared arrays.
     """
 
-    def __init__(
+    def __init__(self, reducer: StreamReducer, plan: Plan, shared: SharedArrays) -> None:
+        assert plan.streams is not None
+        self._reducer, self._plan, self._shared = reducer, plan, shared
+        self._streams = plan.streams
+        self._empty = [index for index, spec in enumerate(plan.specs) if not spec.num_elements]
+        only = self._streams[0] if len(self._streams) == 1 else None
+        self._small = None
+        if only is not None and reducer.is_small(only.nbytes):
+            self._small = reducer.one_round(only.count, only.wire)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every rank adds everything, from copies, wherever the arrays lie."""
+        return self._small is not None
+
+    def begin(self, arrays: Sequence[Any]) -> Any:
+        """Stage the first chunk. Local, and it can be left at that.
+
+        Returns:
+            What `finish` needs.
+        """
+        if self._small is not None:
+            return self._small.stage([arrays[index] for index in self._streams[0].indices])
+        if not self._streams:
+            return None
+        its = self._streams[0]
+        transfer = self._transfer(its, Stream(its.wire, _flat(arrays, its)))
+        transfer.begin()
+        return transfer
+
+    def finish(
         self,
-        reducer: StreamReducer,
-        plan: Plan,
+        begun: Any,
         arrays: Sequence[Any],
         outs: Sequence[Any] | None,
-        shared: SharedArrays,
-    ) -> None:
-        assert plan.streams is not None
-        self._reducer, self._plan, self._streams = reducer, plan, plan.streams
-        self._shared = shared
-        self._outs = outs
-        self._arrays = arrays
-        self._begun: Transfer | None = None
-
-    def begin(self) -> None:
-        """Stage the first chunk. Local: it can be left at that."""
-        if self._streams:
-            plan = self._streams[0]
-            stream = Stream(plan.wire, self._flat(self._arrays, plan))
-            self._begun = self._transfer(plan, stream)
-            self._begun.begin()
-
-    def finish(self, placement: Placement | None) -> list[Any]:
+        placement: Placement,
+        known: KnownOuts | None = None,
+    ) -> list[Any]:
         """Reduce. Collective.
 
         Args:
-            placement: Where the arguments lie, if the ranks agree on it. Then nothing may have been staged.
+            begun: What `begin` returned, if the ranks of the node passed a barrier since; else `None`.
+            arrays: The values, native arrays.
+            outs: Arrays that take the results, if any were given.
+            placement: Where they lie, if the ranks agree on it.
+            known: What was found about the outs.
 
         Returns:
             The results; the outs, where they could be written in place.
         """
-        if placement is None:
-            return self._finish_private()
-        return self._finish_shared(placement)
-
-    def _finish_private(self) -> list[Any]:
-        arrays, plan = self._arrays, self._plan
-        results: list[Any] = [None] * len(plan.specs)
-        if self._outs is not None:
-            results = target_arrays(plan, self._outs, self._shared)
-            arrays = keep_apart(arrays, results)
-        for at, its in enumerate(self._streams):
-            begun = self._begun if at == 0 else None
-            if self._outs is None:
-                targets, is_one = self._new_results(its, results)
+        results: list[Any] = [None] * len(self._plan.specs)
+        for index in self._empty:
+            results[index] = np.empty(self._plan.specs[index].shape, self._plan.results[index])
+        writes_outs = placement.outs is not None and self._can_write_outs(placement.outs)
+        if outs is not None:
+            in_outs = writes_outs or (known is not None and known.are_targets)
+            results = list(outs) if in_outs else target_arrays(self._plan, outs, self._shared)
+            if not writes_outs or (placement.sources is None and self._shared.holds_any(arrays)):
+                arrays = keep_apart(arrays, results)
+        if self._small is not None and not writes_outs:
+            self._finish_small(begun, arrays, outs, results)
+            return results
+        for its in self._streams:
+            if writes_outs or placement.sources is not None:
+                self._run_shared(its, arrays, results, placement, writes_outs, outs is None)
             else:
-                targets, is_one = self._flat(results, its), False
-            transfer = begun if begun is not None else self._transfer(its, Stream(its.wire, self._flat(arrays, its)))
-            if begun is not None and arrays is not self._arrays:
-                transfer.stream.sources = self._flat(arrays, its)
-            transfer.stream.results = targets
-            if is_one and len(its.lengths) > 1:
-                transfer.cut_results(self._reducer.schedule((its.count,), its.wire.itemsize))
-            self._reducer.run(transfer, begun is not None)
-        for index, spec in enumerate(plan.specs):
-            if results[index] is None:
-                results[index] = np.empty(spec.shape, plan.results[index])
+                self._run_private(its, begun if its is self._streams[0] else None, arrays, results, outs is None)
         return results
 
-    def _finish_shared(self, placement: Placement) -> list[Any]:
-        arrays, plan = self._arrays, self._plan
-        results: list[Any] = list(self._outs) if self._outs is not None else [None] * len(plan.specs)
-        writes_outs = placement.outs is not None and all(
-            its.wire == its.result and (placement.outs[0].per_node or not self._reducer.is_small(its.nbytes))
+    def _finish_small(self, begun: Any, arrays: Sequence[Any], outs: Sequence[Any] | None, results: list[Any]) -> None:
+        its, small = self._streams[0], self._small
+        assert small is not None
+        if begun is None:
+            begun = small.stage([arrays[index] for index in its.indices])
+            self._reducer.synchronize()
+        self._reducer.count(its.nbytes)
+        keeps = its.wire == its.result
+        if keeps and len(its.indices) == 1:
+            (index,) = its.indices
+            if outs is None:
+                results[index] = np.empty(self._plan.specs[index].shape, its.wire)
+            small.add(begun, its.reduction, its.divide_by, results[index].reshape(-1))
+            return
+        total = np.empty(its.count, its.wire)
+        small.add(begun, its.reduction, its.divide_by if keeps else 1, total)
+        if not keeps:
+            total = (total / its.divide_by).astype(its.result, copy=False)
+        parts = self._split(total, its)
+        for index, part in zip(its.indices, parts, strict=True):
+            if outs is None:
+                results[index] = part
+            else:
+                results[index][...] = part
+
+    def _run_private(
+        self, its: StreamPlan, begun: Transfer | None, arrays: Sequence[Any], results: list[Any], makes_new: bool
+    ) -> None:
+        transfer = begun
+        if transfer is None:
+            transfer = self._transfer(its, Stream(its.wire, _flat(arrays, its)))
+        else:
+            transfer.stream.sources = _flat(arrays, its)  # copies by now, of those that results would overwrite
+        if makes_new and len(its.indices) >= _MANY and its.count < _SMALL_RESULT * len(its.indices):
+            whole = np.empty(its.count, its.result)
+            for index, part in zip(its.indices, self._split(whole, its), strict=True):
+                results[index] = part
+            transfer.stream.results = [whole]
+            transfer.cut_results(self._reducer.schedule((its.count,), its.wire.itemsize))
+        else:
+            transfer.stream.results = self._targets(its, results, makes_new)
+        self._reducer.run(transfer, begun is not None)
+
+    def _run_shared(
+        self,
+        its: StreamPlan,
+        arrays: Sequence[Any],
+        results: list[Any],
+        placement: Placement,
+        writes_outs: bool,
+        makes_new: bool,
+    ) -> None:
+        stream = Stream(its.wire, _flat(arrays, its))
+        if placement.sources is not None and all(self._plan.specs[at].dtype == its.wire for at in its.indices):
+            stream.peers = _by_rank(placement.sources, its)
+        if writes_outs:
+            assert placement.outs is not None
+            stream.shared = _by_rank(placement.outs, its)
+        else:
+            stream.results = self._targets(its, results, makes_new)
+        self._reducer.run(self._transfer(its, stream))
+
+    def _can_write_outs(self, outs: Sequence[Place]) -> bool:
+        """Whether whoever adds shall write the outs of all ranks; small ones are written sooner by each rank."""
+        return all(
+            its.wire == its.result and (outs[0].per_node or not self._reducer.is_small(its.nbytes))
             for its in self._streams
         )
-        if self._outs is not None and not writes_outs:
-            results = target_arrays(plan, self._outs, self._shared)
-        if self._outs is not None and placement.sources is None:
-            arrays = keep_apart(arrays, self._outs)
-        for its in self._streams:
-            stream = Stream(its.wire, self._flat(arrays, its))
-            keeps = all(plan.specs[at].dtype == its.wire for at in its.indices)
-            if placement.sources is not None and keeps and (writes_outs or not self._reducer.is_small(its.nbytes)):
-                stream.peers = _by_rank(placement.sources, its)
-            if writes_outs:
-                assert placement.outs is not None
-                stream.shared = _by_rank(placement.outs, its)
-            elif self._outs is None:
-                stream.results = self._new_results(its, results, may_share=False)[0]
-            else:
-                stream.results = self._flat(results, its)
-            self._reducer.run(self._transfer(its, stream))
-        for index, spec in enumerate(plan.specs):
-            if results[index] is None:
-                results[index] = np.empty(spec.shape, plan.results[index])
-        return results
 
     def _transfer(self, its: StreamPlan, stream: Stream) -> Transfer:
         self._reducer.count(its.nbytes)
         return self._reducer.transfer(stream, its.reduction, its.divide_by, its.schedule)
 
-    def _flat(self, arrays: Sequence[Any], its: StreamPlan) -> list[Any]:
-        return [arrays[index] if arrays[index].ndim == 1 else arrays[index].reshape(-1) for index in its.indices]
+    def _targets(self, its: StreamPlan, results: list[Any], makes_new: bool) -> list[Any]:
+        if makes_new:
+            for index in its.indices:
+                results[index] = np.empty(self._plan.specs[index].shape, its.result)
+        return _flat(results, its)
 
-    def _new_results(self, its: StreamPlan, results: list[Any], may_share: bool = True) -> tuple[list[Any], bool]:
-        """Allocate the results of a stream. Returns them flat, and whether they are one array."""
-        shapes = [self._plan.specs[index].shape for index in its.indices]
-        if may_share and len(shapes) >= _MANY and its.count < _SMALL_RESULT * len(shapes):
-            whole = np.empty(its.count, its.result)
-            at = 0
-            for index, length, shape in zip(its.indices, its.lengths, shapes, strict=True):
-                results[index] = whole[at : at + length].reshape(shape)
-                at += length
-            return [whole], True
-        for index, shape in zip(its.indices, shapes, strict=True):
-            results[index] = np.empty(shape, its.result)
-        return self._flat(results, its), False
+    def _split(self, whole: Any, its: StreamPlan) -> list[Any]:
+        """View one flat array as the results of a stream, in the stream's order."""
+        specs = self._plan.specs
+        shape = specs[its.indices[0]].shape
+        if its.is_uniform:
+            return list(whole.reshape(len(its.indices), *shape))
+        parts, at = [], 0
+        for index, length in zip(its.indices, its.lengths, strict=True):
+            parts.append(whole[at : at + length].reshape(specs[index].shape))
+            at += length
+        return parts
+
+
+def _flat(arrays: Sequence[Any], its: StreamPlan) -> list[Any]:
+    if its.schedule.is_fine:  # copied as they are, whatever their shape and layout
+        return [arrays[index] for index in its.indices]
+    return [arrays[index] if arrays[index].ndim == 1 else arrays[index].reshape(-1) for index in its.indices]
 
 
 def _by_rank(places: Sequence[Place], its: StreamPlan) -> list[list[Any]]:
     """Turn places into [ranks][pieces]."""
-    chosen = [places[index] for index in its.indices]
-    return [list(pieces) for pieces in zip(*(place.everyone for place in chosen), strict=True)]
+    chosen = [places[index].everyone for index in its.indices]
+    return [list(pieces) for pieces in zip(*chosen, strict=True)]

@@ -225,7 +225,8 @@ class MpiAgreement(Agreement):
         """Whether all ranks came with this fingerprint, and with this placement."""
         rounds = self._rounds
         rounds.start(fingerprint, placement)
-        self._wait(rounds.is_complete, rounds.memory, call, timeout)
+        if not rounds.is_complete():
+            self._wait(rounds.is_complete, rounds.memory, call, timeout)
         return rounds.is_equal()
 
     def _gather(self, item: Any, call: str, timeout: float | None = None) -> list[Any]:

@@ -109,17 +109,21 @@ class NodeBarrier:
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
-    def show(self, words: tuple[int, ...]) -> None:
-        """Set the words that go with this rank's next post: a few whole numbers of 64 bits."""
-        at = 1 + (self.count + 1) % 2 * 4  # of two places in turn, so that slow ranks still read the one before
-        for offset, word in enumerate(words):
-            self._own[at + offset] = word
+    def show(self, first: int, second: int) -> None:
+        """Set two words of 63 bits that go with this rank's next post."""
+        at = 1 + (self.count + 1) % 2 * 4  # two places in turn: slow ranks may still read the one before
+        self._own[at] = first
+        self._own[at + 1] = second
 
-    def shows_the_same(self, index: int) -> bool:
-        """Whether all ranks showed the same word with the barrier that was passed last."""
-        at = 1 + self.count % 2 * 4 + index
-        word = self._own[at]
-        return all(line[at] == word for line in self._peers)
+    def shows_the_same(self) -> tuple[bool, bool]:
+        """Whether all ranks showed the same first word, and the same second one, with the barrier passed last."""
+        at = 1 + self.count % 2 * 4
+        first, second = self._own[at], self._own[at + 1]
+        same_first = same_second = True
+        for line in self._peers:
+            same_first &= line[at] == first
+            same_second &= line[at + 1] == second
+        return same_first, same_second
 
     def post(self) -> None:
         """Say that this rank has arrived."""

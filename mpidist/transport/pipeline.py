@@ -3,8 +3,7 @@
 Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the other lanes' shards of its own arrays
 into its slot, and its own shard never; a barrier; it adds its shard from all ranks' slots, in rank order; on several
 nodes the lanes of all nodes reduce the shard further; a barrier; everybody copies the sums out. The second barrier
-of a chunk is the first of the next one, so there is one for each chunk and one more. Small streams take one barrier:
-every rank copies all it has into its slot, and adds everything itself.
+of a chunk is the first of the next one, so there is one for each chunk and one more.
 
 With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P from P places, and copies S out.
 
@@ -63,7 +62,6 @@ class Transfer:
         stream: The arrays.
         reduction: The elementwise operation.
         divide_by: What the results are divided by.
-        is_one_round: Whether every rank adds everything: for a stream of one chunk, on one node.
     """
 
     def __init__(
@@ -75,9 +73,7 @@ class Transfer:
         stream: Stream,
         reduction: Reduction,
         divide_by: int = 1,
-        is_one_round: bool = False,
     ) -> None:
-        self._is_one_round = is_one_round
         self._slots, self._exchange, self._depth = slots, exchange, depth
         self._chunks = self._results_chunks = schedule.chunks
         self._stages_own = schedule.is_fine
@@ -103,9 +99,6 @@ class Transfer:
         """
         if not has_begun:
             yield from self._synchronize()
-        if self._is_one_round:
-            self._add_everything()
-            return
         chunks = self._chunks
         num_chunks, depth = len(chunks), self._depth
         flights: list[Any] = [None] * num_chunks
@@ -134,7 +127,7 @@ class Transfer:
             return
         own = views[self._slots.rank]
         for lane, moves in enumerate(chunk.shards):
-            if lane != self._lane or self._stages_own or self._is_one_round:
+            if lane != self._lane or self._stages_own:
                 self._copy_in(moves, own)
 
     def _copy_in(self, moves: Sequence[Move], slot: Array) -> None:
@@ -144,19 +137,6 @@ class Transfer:
                 slot[at:end] = sources[first].reshape(-1)[start:stop]
             else:
                 np.concatenate(sources[first:last], axis=None, out=slot[at:end])
-
-    def _add_everything(self) -> None:
-        """Add all shards of the only chunk, as every other rank does."""
-        (chunk,), (results_chunk,) = self._chunks, self._results_chunks
-        results = self.stream.results
-        is_alone = len(results) == 1 and self._keeps_dtype
-        total = results[0].reshape(-1) if is_alone else np.empty(chunk.count, self.stream.dtype)
-        self._reduction.combine([view[: chunk.count] for view in self._views[0]], total)
-        if self._divide_by != 1 and self._keeps_dtype:
-            total /= self._divide_by
-        if not is_alone:
-            for moves in results_chunk.shards:
-                self._copy_out(moves, total)
 
     def _add(self, index: int) -> Any:
         """Add this rank's shard of a chunk, and send it on its way across nodes."""

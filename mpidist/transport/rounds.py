@@ -92,14 +92,14 @@ class NodeRounds(Rounds):
         self._barrier = barrier
 
     def start(self, fingerprint: int, placement: int) -> None:
-        self._barrier.show((fingerprint, placement))
+        self._barrier.show(fingerprint, placement)
         self._barrier.post()
 
     def is_complete(self) -> bool:
         return self._barrier.passed()
 
     def is_equal(self) -> tuple[bool, bool]:
-        return self._barrier.shows_the_same(0), self._barrier.shows_the_same(1)
+        return self._barrier.shows_the_same()
 
     def missing(self) -> list[int]:
         return self._barrier.missing()

@@ -52,7 +52,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
         if buffer.size:
-            self.streams.run(self.streams.transfer(Stream(buffer.dtype, [buffer], [buffer]), reduction))
+            self.streams.all_reduce(buffer, reduction)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)

@@ -42,12 +42,21 @@ class Slots:
         self.barrier = NodeBarrier(self._window, self.rank, make_fence() if self.size > 1 else None)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
+    @property
+    def next_number(self) -> int:
+        """The number of the slot of the next barrier."""
+        return (self.barrier.count + 1) % self.num_slots
+
     def next(self, dtype: np.dtype[Any]) -> list[Array]:
         """View the slot of the next barrier: [ranks], each the whole slot of a rank, flat."""
+        return self.all(dtype)[(self.barrier.count + 1) % self.num_slots]
+
+    def all(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """View all slots: [slots][ranks]."""
         views = self._views.get(dtype)
         if views is None:
             views = self._views[dtype] = [self._view(slot, dtype) for slot in range(self.num_slots)]
-        return views[(self.barrier.count + 1) % self.num_slots]
+        return views
 
     def synchronize(self) -> Iterator[int]:
         """Pass a barrier; yields while others have not come."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, final
+from typing import Any, Final, final
 
-from mpidist.transport.communicator import Traffic
+import numpy as np
+
+from mpidist.transport.communicator import Array, Traffic
 from mpidist.transport.lane_exchange import LaneExchange
+from mpidist.transport.one_round import OneRound
 from mpidist.transport.pipeline import Stream, Transfer
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.schedule import Schedule, stream_schedule
@@ -57,11 +60,16 @@ class StreamReducer:
         self._depth = slots.num_slots - 4
         self.is_over = is_over
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
+        self.one_round = lru_cache(_SCHEDULES)(self._one_round)
         self._whole_schedule = lru_cache(_SCHEDULES)(self._cut_once)
 
     def _schedule(self, lengths: tuple[int, ...], itemsize: int) -> Schedule:
         """Cut pieces of these lengths into chunks."""
         return stream_schedule(lengths, self.lanes, max(1, self._chunk_bytes // itemsize))
+
+    def _one_round(self, count: int, dtype: np.dtype[Any]) -> OneRound:
+        """Prepare for small streams of a length."""
+        return OneRound(self.slots, count, dtype)
 
     def _cut_once(self, lengths: tuple[int, ...]) -> Schedule:
         """Cut pieces into one chunk: for arrays that are read and written where they are."""
@@ -87,7 +95,6 @@ class StreamReducer:
             schedule = self._whole_schedule(tuple(array.size for array in stream.sources))
         elif schedule is None:
             schedule = self.schedule(tuple(array.size for array in stream.sources), stream.dtype.itemsize)
-        nbytes = schedule.count * stream.dtype.itemsize
         return Transfer(
             self.slots,
             self._exchange,
@@ -96,8 +103,21 @@ class StreamReducer:
             stream,
             reduction,
             divide_by,
-            stream.peers is None and stream.shared is None and self.is_small(nbytes),
         )
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        """Reduce a flat array in place. Collective."""
+        if self.is_small(buffer.nbytes):
+            small = self.one_round(buffer.size, buffer.dtype)
+            parts = small.stage([buffer])
+            self.synchronize()
+            small.add(parts, reduction, 1, buffer)
+        else:
+            self.run(self.transfer(Stream(buffer.dtype, [buffer], [buffer]), reduction))
+
+    def synchronize(self) -> None:
+        """Pass a barrier of the node. Collective over it."""
+        complete(self.slots.synchronize(), self.is_over)
 
     def run(self, transfer: Transfer, has_begun: bool = False) -> None:
         """Finish a transfer. Collective.

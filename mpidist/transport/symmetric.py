@@ -85,6 +85,11 @@ class SharedArrays:
             for offset, (shape, dtype) in zip(offsets, specs, strict=True)
         ]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no array was made."""
+        return not self._windows
+
     def place(self, array: Any) -> Place | None:
         """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
         if not self._windows or type(array) is not np.ndarray:
@@ -111,6 +116,10 @@ class SharedArrays:
                 return None
             places.append(place)
         return places
+
+    def holds_any(self, arrays: Sequence[Any]) -> bool:
+        """Whether one of some arrays lies in shared memory, wholly or in part."""
+        return any(id(_root(array)) in self._bases for array in arrays)
 
     def is_per_node(self, array: Any) -> bool:
         """Whether an array lies in memory that is one for all ranks of the node."""
