@@ -19,7 +19,7 @@ from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.levels import Levels
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
@@ -249,12 +249,20 @@ class BatchReducer:
             plan = make_plan(request.op, part, request.options, self._num_packs, len(everywhere), self._group.levels)
             parts.append((ranks, tuple(indices), plan))
             self._log(request, ranks, plan)
-        reducer = self._streams(request.options, self._group.levels)
-        if reducer is not None and len(parts) == 1 and parts[0][0] is None and parts[0][2].streams is not None:
-            plan = parts[0][2]
-            if sum(its.nbytes for its in plan.streams or ()) >= reducer.least_bytes:
-                return _Shape(fingerprint, tuple(parts), StreamCalls(reducer, plan, self._group.shared))
-        return _Shape(fingerprint, tuple(parts))
+        calls = None
+        if len(parts) == 1 and parts[0][0] is None:
+            calls = self._stream_calls(request.options, parts[0][2])
+        return _Shape(fingerprint, tuple(parts), calls)
+
+    def _stream_calls(self, options: CommunicationOptions, plan: Plan) -> StreamCalls | None:
+        reducer = self._streams(options, self._group.levels)
+        if reducer is None or plan.streams is None:
+            return None
+        if reducer.spans_nodes and options.reproducible and any(is_half(its.wire) for its in plan.streams):
+            return None  # a partial sum must not be rounded between nodes
+        if sum(its.nbytes for its in plan.streams) < reducer.least_bytes:
+            return None
+        return StreamCalls(reducer, plan, self._group.shared)
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:
         topology = self._group.topology

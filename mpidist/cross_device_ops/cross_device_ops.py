@@ -340,8 +340,8 @@ class CrossDeviceOps(ABC):
     def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:
         if options.implementation is CommunicationImplementation.RING:
             return None
-        if options.reproducible:  # on one node, streams add in rank order
-            return None if levels.streams is None or levels.streams.spans_nodes else levels.streams
+        if options.reproducible:
+            return levels.streams if levels.streams is not None and levels.streams.can_keep_rank_order else None
         return self._streams_of(levels)
 
     @final

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, final
+from typing import Final, final
 
 import numpy as np
 
@@ -12,16 +14,27 @@ from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["LaneExchange"]
+__all__ = ["Flight", "LaneExchange"]
+
+_TAGS: Final = 16384  # in turn; MPI promises 32,768, and far fewer are under way
+
+
+class Flight(ABC):
+    """One shard under way. It gets on in `progress` alone."""
+
+    def __init__(self) -> None:
+        self.has_landed = False
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Take what has come, and send on what can be sent. Local."""
 
 
 @final
 class LaneExchange:
     """All-reduces shards among the ranks of a lane, one on every node, several shards in flight.
 
-    With K nodes and a shard of m bytes: every rank sends each other rank its K-th of the shard, adds what it gets
-    in the order of nodes, and sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank,
-    which is the least that any all-reduce can send. Nothing moves unless `progress` is called.
+    Nothing moves unless `progress` is called.
 
     Args:
         across_nodes: The ranks of the lane, in order of nodes.
@@ -29,21 +42,33 @@ class LaneExchange:
 
     def __init__(self, across_nodes: MpiCommunicator) -> None:
         self._across = across_nodes
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._started = 0
-        self._spare: list[Array] = []
 
-    def start(self, buffer: Array, reduction: Reduction) -> _Flight:
-        """Send a shard on its way.
+    def start(self, buffer: Array, reduction: Reduction) -> Flight:
+        """Reduce a shard, in the order of nodes.
+
+        With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
+        sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
+        all-reduce can send.
 
         Args:
             buffer: [m], reduced in place. It must not be touched until the flight has landed.
             reduction: The elementwise operation.
         """
-        flight = _Flight(self._across, buffer, reduction, 2 * (self._started % 1024))
-        self._started += 1
-        self._flights.append(flight)
-        return flight
+        return self._take_off(_DirectFlight(self._across, buffer, reduction, self._next_tag()))
+
+    def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> Flight:
+        """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
+
+        With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
+
+        Args:
+            buffer: [m], which takes the result.
+            fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
+                the sum in `buffer`.
+        """
+        return self._take_off(_ChainFlight(self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
         """Let the shards under way get on. Local."""
@@ -52,20 +77,22 @@ class LaneExchange:
         while self._flights and self._flights[0].has_landed:
             self._flights.popleft()
 
-    def abandon(self) -> list[Any]:
-        """Return what MPI may still write, when nobody waits for it any more."""
-        left = [flight.memory for flight in self._flights]
-        self._flights.clear()
-        return left
+    def _take_off(self, flight: Flight) -> Flight:
+        self._flights.append(flight)
+        return flight
+
+    def _next_tag(self) -> int:
+        self._started = (self._started + 1) % (_TAGS // 2)
+        return 2 * self._started
 
 
 @final
-class _Flight:
-    """One shard under way: parts to their owners, sums to everybody."""
+class _DirectFlight(Flight):
+    """Parts to their owners, sums to everybody."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
-        self.has_landed = False
-        self._across, self._buffer, self._reduction, self._tag = across, buffer, reduction, tag
+        super().__init__()
+        self._across, self._reduction, self._tag = across, reduction, tag
         bounds = shard_bounds(buffer.size, across.size)
         self._parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
         own = self._parts[across.rank]
@@ -75,11 +102,6 @@ class _Flight:
         self._requests += [across.send(self._parts[rank], rank, tag) for rank in self._others]
         self._is_adding = True
         across.traffic.add("exchange", 2 * (buffer.nbytes - own.nbytes))
-
-    @property
-    def memory(self) -> tuple[Any, ...]:
-        """What MPI may still read or write."""
-        return self._buffer, self._incoming, self._requests
 
     def progress(self) -> None:
         if self._is_adding and self._across.test_all(self._requests):
@@ -94,3 +116,51 @@ class _Flight:
         self._requests = [self._across.receive(self._parts[rank], rank, self._tag + 1) for rank in self._others]
         self._requests += [self._across.send(own, rank, self._tag + 1) for rank in self._others]
         self._is_adding = False
+
+
+@final
+class _ChainFlight(Flight):
+    """Partial sums up the nodes, the result back down."""
+
+    def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
+        super().__init__()
+        self._across, self._buffer, self._fold, self._tag = across, buffer, fold, tag
+        self._below = across.rank - 1 if across.rank > 0 else None
+        self._above = across.rank + 1 if across.rank + 1 < across.size else None
+        self._is_up = self._is_sent_down = False
+        self._incoming: Array | None = None
+        if self._below is None:
+            self._up()
+        else:
+            self._incoming = np.empty(buffer.size, buffer.dtype)
+            self._requests = [across.receive(self._incoming, self._below, tag)]
+        hops = (self._below is not None) + (self._above is not None)
+        across.traffic.add("exchange", hops * buffer.nbytes)
+
+    def progress(self) -> None:
+        if self.has_landed or not self._across.test_all(self._requests):
+            return
+        if not self._is_up:
+            self._up()
+        elif self._below is not None and not self._is_sent_down:
+            self._down()
+        else:
+            self.has_landed = True
+
+    def _up(self) -> None:
+        self._fold(self._incoming)
+        self._is_up = True
+        if self._above is None:
+            self._down()
+            return
+        self._outgoing = self._buffer.copy()  # the result comes back into the buffer
+        self._requests = [
+            self._across.send(self._outgoing, self._above, self._tag),
+            self._across.receive(self._buffer, self._above, self._tag + 1),
+        ]
+
+    def _down(self) -> None:
+        self._is_sent_down = True
+        self._requests = []
+        if self._below is not None:
+            self._requests = [self._across.send(self._buffer, self._below, self._tag + 1)]

@@ -84,8 +84,11 @@ class Levels:
         lanes, exchange = min(topology.node_sizes), None
         if spans_nodes and topology.local_rank < lanes:
             exchange = LaneExchange(cast("MpiCommunicator", across))
+        is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
         traffic = within.traffic if spans_nodes else world.traffic
-        streams = StreamReducer(slots, lanes, exchange, spans_nodes, _ONE_ROUND_BYTES, slots.slot_bytes, traffic)
+        streams = StreamReducer(
+            slots, lanes, exchange, spans_nodes, _ONE_ROUND_BYTES, slots.slot_bytes, traffic, is_in_blocks
+        )
         if isinstance(within, MpiCommunicator):
             on_node = StreamReducer(slots, within.size, None, False, _ONE_ROUND_BYTES, slots.slot_bytes, within.traffic)
             within = SharedMemoryCommunicator(within, on_node)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.lane_exchange import LaneExchange
+from mpidist.transport.lane_exchange import Flight, LaneExchange
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.schedule import Chunk, Move, Schedule
 from mpidist.transport.slots import Slots
@@ -101,7 +102,7 @@ class Transfer:
             yield from self._synchronize()
         chunks = self._chunks
         num_chunks, depth = len(chunks), self._depth
-        flights: list[Any] = [None] * num_chunks
+        flights: list[Flight | None] = [None] * num_chunks
         for at in range(num_chunks + depth):
             if at + 1 < num_chunks:
                 self._stage(chunks[at + 1])
@@ -138,7 +139,7 @@ class Transfer:
             else:
                 np.concatenate(sources[first:last], axis=None, out=slot[at:end])
 
-    def _add(self, index: int) -> Any:
+    def _add(self, index: int) -> Flight | None:
         """Add this rank's shard of a chunk, and send it on its way across nodes."""
         if self._lane is None:
             return None
@@ -146,19 +147,32 @@ class Transfer:
         if self._is_direct:
             self._add_in_place(chunk, views)
             return None
+        if self._exchange is None:
+            self._fold(chunk, views, None)
+            return None
+        shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
+        if self._reduction.in_rank_order:
+            return self._exchange.start_chain(shard, partial(self._fold, chunk, views))
+        self._fold(chunk, views, None)
+        return self._exchange.start(shard, self._reduction.rest)
+
+    def _fold(self, chunk: Chunk, views: Sequence[Array], before: Array | None) -> None:
+        """Add all parts of this rank's shard to what comes before them, into this rank's slot."""
+        assert self._lane is not None
         own = views[self._slots.rank]
         start, stop = chunk.bounds[self._lane], chunk.bounds[self._lane + 1]
         if self._stages_own and self.stream.peers is None:
             if stop > start:
-                self._reduction.combine([view[start:stop] for view in views], own[start:stop])
-        else:
-            for move in chunk.shards[self._lane]:
-                for piece, first, last, at in _pieces(move, self.stream.sources):
-                    parts = self._parts(piece, first, last, at, views)
-                    self._reduction.combine(parts, own[at : at + last - first])
-        if self._exchange is None:
-            return None
-        return self._exchange.start(own[start:stop], self._reduction.rest)
+                first = [] if before is None else [before]
+                self._reduction.combine(first + [view[start:stop] for view in views], own[start:stop])
+            return
+        for move in chunk.shards[self._lane]:
+            for piece, first_element, last, at in _pieces(move, self.stream.sources):
+                end = at + last - first_element
+                parts = self._parts(piece, first_element, last, at, views)
+                if before is not None:
+                    parts.insert(0, before[at - start : end - start])
+                self._reduction.combine(parts, own[at:end])
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
         """Every rank's elements `first` to `last` of a piece, in rank order."""
@@ -184,7 +198,7 @@ class Transfer:
                     for place in places[1:]:
                         place[piece][start:stop] = total
 
-    def _land(self, flight: Any) -> Iterator[int]:
+    def _land(self, flight: Flight | None) -> Iterator[int]:
         if flight is None or self._exchange is None:
             return
         while not flight.has_landed:

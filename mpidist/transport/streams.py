@@ -35,6 +35,7 @@ class StreamReducer:
         one_round_bytes: The largest stream that every rank adds by itself, in bytes. Not across nodes.
         chunk_bytes: Size of a chunk in bytes; at most that of a slot.
         traffic: Where `count` counts.
+        can_keep_rank_order: Whether the ranks of each node follow each other, and those of the next node them.
         is_over: Asked while this rank waits: whether there is no sense in waiting on. May raise.
     """
 
@@ -47,11 +48,13 @@ class StreamReducer:
         one_round_bytes: int,
         chunk_bytes: int,
         traffic: Traffic,
+        can_keep_rank_order: bool = True,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.slots = slots
         self.lanes = lanes
         self.spans_nodes = spans_nodes
+        self.can_keep_rank_order = can_keep_rank_order
         self.least_bytes = _LEAST_ACROSS if spans_nodes else 0
         self._traffic = traffic
         self._exchange = exchange
