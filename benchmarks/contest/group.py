@@ -51,7 +51,7 @@ class Group:
         self._server.bind(str(self._folder / "socket"))
         self._server.listen(ranks)
         self._streams: list[TextIO] = []
-        self._pids: list[int] = []
+        self.pids: list[int] = []
         write_ports(self._folder, ranks)
         with (self._folder / "log").open("w") as log:
             self._started = [
@@ -84,7 +84,7 @@ class Group:
                 connection.settimeout(_STEP_SECONDS)
                 self._streams.append(connection.makefile("rw"))
         for hello in self._answers():
-            self._pids.append(hello["pid"])
+            self.pids.append(hello["pid"])
             if hello["rank"] == 0:
                 self.versions = hello["versions"]
         self._signal(signal.SIGSTOP)
@@ -138,7 +138,7 @@ class Group:
         return answers
 
     def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pids if self.peer.stops else ():
+        for pid in self.pids if self.peer.stops else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

@@ -12,7 +12,7 @@ from contest.measuring import Timing
 from contest.roofline import Roofline
 from contest.targets import MPIS, Verdict
 
-__all__ = ["lines_of_roofline", "lines_of_timings", "lines_of_verdicts", "row_of"]
+__all__ = ["lines_of_roofline", "lines_of_timings", "lines_of_verdicts", "row_of", "text_of_bytes"]
 
 _SHORT: Final = {
     "raw": "raw",

@@ -75,6 +75,7 @@ def _few_ranks() -> Iterator[_Target]:
             yield _Target(sizes, ours, theirs, asked, same_mpi=True)
     for size in _LARGE:
         yield _Target((size,), "mpidist symmetric", _RAW, 4 if size == "64M" else 2.3)
+    yield _Target(_LARGE, "mpidist symmetric", ("raw", "raw in place"), None)
     yield _Target(_SMALL, "mpidist", ("gloo",), 20)
     for ours, theirs in _PAIRS:
         yield _Target(_SMALL, ours, theirs, 12, same_mpi=True, is_above=True)
