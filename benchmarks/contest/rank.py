@@ -23,6 +23,8 @@ from contest.meeting import Meeting
 from contest.work import Work, check_ends, check_pattern, write_number, write_pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from contest.way import Library, Way
 
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
@@ -122,7 +124,12 @@ def main() -> None:
     rank, size = map(int, sys.argv[3:] or ("0", "1"))
     library = _library(kind, folder, rank, size)
     worker = Rank(library, Meeting(folder / "counters", library.rank, library.size))
-    known = {"prepare": worker.prepare, "first": worker.first, "turn": worker.turn, "forget": worker.forget}
+    known: dict[str, Callable[..., dict[str, Any]]] = {
+        "prepare": worker.prepare,
+        "first": worker.first,
+        "turn": worker.turn,
+        "forget": worker.forget,
+    }
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(folder / "socket"))
     stream = connection.makefile("rw")

@@ -70,8 +70,8 @@ def lines_of_roofline(roofline: Roofline, timings: Sequence[Timing]) -> list[str
     """Say what the memory does, and what share of it the ways of mpidist reach."""
     lines = ["", "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add"]
     for size in sorted({size for _, size in roofline.seconds}):
-        ways = ("copy", "add", "copy alone", "add alone")
-        rates = " ".join(f"{roofline.traffic(way, size) / 1e9:>8.1f}" for way in ways)
+        passes = ("copy", "add", "copy alone", "add alone")
+        rates = " ".join(f"{roofline.traffic(one, size) / 1e9:>8.1f}" for one in passes)
         lines.append(f"{text_of_bytes(size):>10} | {rates}")
     ways = list(dict.fromkeys(one.way for one in timings if roofline.bound(one.way, one.work.nbytes) is not None))
     if not ways:

@@ -15,7 +15,7 @@ __all__ = ["Library", "Way", "runs"]
 _BUCKET_BYTES = 25 << 20
 
 
-def _as_they_are(result: Any) -> Sequence[Any]:
+def _as_they_are(result: Any) -> Any:
     return result
 
 
