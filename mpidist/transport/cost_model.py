@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Final, TypeAlias, final
 
-__all__ = ["ALGORITHMS", "NEVER", "CostModel", "Placement"]
+__all__ = ["ALGORITHMS", "NEVER", "CostModel", "Placement", "name_placement"]
 
 Placement: TypeAlias = tuple[int, ...]  # number of ranks of each node
 
@@ -264,11 +264,22 @@ ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
 }
 
 
+def name_placement(placement: Placement) -> str:
+    """Say how many ranks and nodes there are, for people."""
+    ranks, nodes = sum(placement), len(placement)
+    text = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    if nodes == 1:
+        return text
+    if len(set(placement)) == 1:
+        return f"{text}, {placement[0]} on each"
+    return f"{text}, {min(placement)} to {max(placement)} on each"
+
+
 def _explain(model: CostModel, placement: Placement) -> str:
     nodes, ranks = len(placement), sum(placement)
     if ranks == 1:
         return "1 rank: nothing to reduce."
-    lines = [f"{ranks} ranks on {nodes} node{'s' if nodes > 1 else ''} ({', '.join(map(str, placement))})"]
+    lines = [f"Predicted for {name_placement(placement)}:"]
     names = ("one_round", "pipeline", "mpi") if nodes == 1 else ("leader", "pipeline", "mpi")
     lines.append(f"{'bytes':>10}  {'taken':<10}" + "".join(f"{name:>12}" for name in names))
     for power in range(10, 31, 2):

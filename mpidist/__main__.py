@@ -1,0 +1,38 @@
+"""The commands of mpidist: `python -m mpidist tune`, for example."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mpidist.cli import tune
+
+__all__ = ["main"]
+
+_COMMANDS = (tune,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Its name and arguments; `None` for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="python -m mpidist", description="Commands of mpidist.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        its = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
+        its.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(its)
+        its.set_defaults(run=command.run)
+    chosen = parser.parse_args(arguments)
+    status: int = chosen.run(chosen)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

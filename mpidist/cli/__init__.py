@@ -1,0 +1,4 @@
+"""The commands of `python -m mpidist`, a module each.
+
+A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
+"""

@@ -1,0 +1,140 @@
+"""Measure what reductions cost on this machine, and keep the numbers for the jobs to come.
+
+Start it as you start your jobs, with as many ranks on as many nodes:
+
+    mpirun -n 4 python -m mpidist tune
+
+The numbers hold for this placement of ranks, this MPI library and this processor. They are kept in MPIDIST_TUNE_DIR,
+else in mpidist below XDG_CACHE_HOME or ~/.cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Final
+
+from mpidist.transport.cost_model import CostModel, Placement, name_placement
+from mpidist.transport.mpi import load_mpi
+from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.tuning import TuningKey, load_tuned, measure_cost_model, save_cost_model, tuning_path
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "tune"
+HELP: Final = "measure this machine, so that reductions take the fastest way"
+
+_MEANINGS: Final = {
+    "sync_seconds": "a barrier in shared memory",
+    "call_seconds": "a call of NumPy",
+    "pipeline_seconds": "Python of a pipelined call",
+    "copy_bytes_per_second": "copies in the cache",
+    "stream_bytes_per_second": "copies out of it",
+    "add_bytes_per_second": "sums",
+    "mpi_seconds": "a message of MPI within a node",
+    "mpi_bytes_per_second": "long messages of MPI within a node",
+    "link_seconds": "a message between nodes",
+    "link_bytes_per_second": "the link of a node",
+    "cache_bytes": "the cache of a node's ranks",
+}
+_UNITS: Final = {"seconds": ("us", 1e6), "bytes_per_second": ("GB/s", 1e-9), "bytes": ("MiB", 2.0**-20)}
+_MOST_SECONDS: Final = 3600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--seconds", type=_seconds, default=10.0, help="about how long to measure (default: 10)")
+    parser.add_argument(
+        "--show", action="store_true", help="measure nothing; print the numbers in use, and the choices"
+    )
+    parser.add_argument(
+        "--placement", type=_placement, help="with --show: ranks of each node, as in 2,2, not this job's"
+    )
+    parser.set_defaults(parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, or show."""
+    if arguments.placement is not None and not arguments.show:
+        arguments.parser.error("--placement goes with --show; to measure, start as many ranks as your jobs have")
+    if arguments.placement is not None:
+        if load_mpi().COMM_WORLD.Get_rank() == 0:
+            _show(arguments.placement)
+        return 0
+    group = SyncGroup.from_mpi(None)
+    try:
+        if not arguments.show:
+            return _measure(group, arguments.seconds)
+        if group.topology.rank == 0:
+            _show(group.topology.node_sizes)
+        return 0
+    finally:
+        group.close()
+
+
+def _measure(group: SyncGroup, seconds: float) -> int:
+    topology = group.topology
+    key = TuningKey.here(topology.node_sizes)
+    if topology.rank == 0:
+        print(f"Measuring {name_placement(topology.node_sizes)} with {key.mpi}, about {seconds:g} s.", flush=True)
+        if topology.local_size > (cores := os.cpu_count() or topology.local_size):
+            print(
+                f"Its ranks take turns on {cores} cores: what is measured here changes from time to time.", flush=True
+            )
+    model, measured = measure_cost_model(group.levels, seconds)
+    if topology.rank > 0:
+        return 0
+    print(_table(model, measured))
+    print()
+    print(model.explain(topology.node_sizes))
+    print()
+    try:
+        path = save_cost_model(key, model, measured)
+    except (OSError, RuntimeError) as error:
+        print(f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder.")
+        return 1
+    print(f"Written to {path}")
+    return 0
+
+
+def _show(placement: Placement) -> None:
+    key = TuningKey.here(placement)
+    path, tuned = tuning_path(key), load_tuned(key)
+    if tuned is not None:
+        print(f"Measured at {tuned.date}, from {path}")
+    elif path.exists():
+        print(f"mpidist's own numbers, not measured here: {path} cannot be used.")
+    else:
+        print(f"mpidist's own numbers, not measured here: there is no {path}.")
+    print(f"For {name_placement(placement)}, {key.mpi}, {key.processor}.")
+    model = CostModel() if tuned is None else tuned.model
+    print(_table(model, () if tuned is None else tuned.measured))
+    print()
+    print(model.explain(placement))
+
+
+def _table(model: CostModel, measured: tuple[str, ...]) -> str:
+    lines = [""]
+    for name, value in asdict(model).items():
+        unit, scale = _UNITS[name.partition("_")[2]]
+        source = "measured" if name in measured else "a guess"
+        lines.append(f"{name:<25}{value * scale:>9.4g} {unit:<5} {source:<9} {_MEANINGS[name]}")
+    return "\n".join(lines)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        seconds = float(text)
+        if 0 < seconds <= _MOST_SECONDS:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, above 0 and up to {_MOST_SECONDS}")
+
+
+def _placement(text: str) -> Placement:
+    with suppress(ValueError):
+        placement = tuple(map(int, text.split(",")))
+        if min(placement) > 0:
+            return placement
+    raise argparse.ArgumentTypeError(f"{text!r} is no placement: give the ranks of each node, as in 2,2")
