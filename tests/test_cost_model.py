@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import LEADER_BYTES
 from mpidist.transport.cost_model import ALGORITHMS, NEVER, CostModel, name_placement
 
 pytestmark = pytest.mark.no_mpi
@@ -86,9 +87,12 @@ def test_choice_is_the_faster_way(model: CostModel, placement: tuple[int, ...]) 
             near = round(limit / math.sqrt(2))
             assert model.seconds("one_round", near, placement) <= model.seconds("pipeline", near, placement)
     elif (least := model.least_bytes(placement)) < NEVER:
+        is_even = len(set(placement)) == 1 < placement[0]
         for nbytes in (least, 2 * least):
+            other = "hierarchical" if is_even and nbytes > LEADER_BYTES else "leader"
             if nbytes <= GIB:
-                assert model.seconds("pipeline", nbytes, placement) <= model.seconds("leader", nbytes, placement)
+                assert model.seconds("pipeline", nbytes, placement) <= model.seconds(other, nbytes, placement)
+        assert least == KIB or model.choose(least - 1, placement) in ("leader", "hierarchical")
 
 
 def test_defaults_choose_what_was_measured() -> None:
@@ -115,6 +119,13 @@ def test_pipeline_hides_the_work_of_nodes_behind_a_slow_link() -> None:
     assert model.seconds("hierarchical", 64 * MIB, (2, 2)) > model.seconds("pipeline", 64 * MIB, (2, 2))
     assert model.seconds("ring", 64 * MIB, (2, 2)) == pytest.approx(1.5 * link, rel=0.1)
     assert model.seconds("recursive_doubling", 64 * MIB, (2, 2)) == pytest.approx(2 * link, rel=0.1)
+
+
+def test_small_arrays_and_uneven_nodes_go_through_a_leader() -> None:
+    model = CostModel(link_bytes_per_second=1e6, mpi_seconds=1e-2)  # messages cost much: no pipeline
+    assert model.choose(LEADER_BYTES, (2, 2)) == "leader"
+    assert model.choose(LEADER_BYTES + 1, (2, 2)) == "hierarchical"
+    assert model.choose(LEADER_BYTES + 1, (2, 1)) == "leader"
 
 
 def test_one_round_is_for_one_node() -> None:

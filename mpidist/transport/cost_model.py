@@ -28,6 +28,7 @@ _LEAST_CHUNK: Final = 512 << 10
 _MOST_CHUNK: Final = 2 << 20
 _LEAST_SHARD: Final = 32 << 10
 _LINE: Final = 128  # bytes, as in node_memory
+_LEADER_BYTES: Final = 16 << 10  # as in HierarchicalCopyAllReduce
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: where thresholds are looked for
 _LATENCY_SHARE: Final = 0.1  # of a shard's time on the link
@@ -106,7 +107,7 @@ class CostModel:
         """Name the faster of the algorithms that mpidist has for a placement."""
         if len(placement) == 1:
             return "one_round" if nbytes <= self.one_round_bytes(placement) else "pipeline"
-        return "pipeline" if nbytes >= self.least_bytes(placement) else "leader"
+        return "pipeline" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
 
     def one_round_bytes(self, placement: Placement) -> int:
         """Size up to which one round beats the pipeline: the power of two next to it. 0 across nodes."""
@@ -118,11 +119,14 @@ class CostModel:
         return size if size >= _SMALLEST else 0
 
     def least_bytes(self, placement: Placement) -> int:
-        """Size, a power of two, from which on the pipeline beats the leader; `NEVER` if it does not. 0 on one node."""
+        """Size, a power of two, from which on the pipeline beats what is done without it: node, nodes, node in turn.
+
+        `NEVER` if it does not. 0 on one node.
+        """
         if len(placement) == 1:
             return 0
         size = _LARGEST
-        while size >= _SMALLEST and self._beats("pipeline", "leader", size, placement):
+        while size >= _SMALLEST and self._beats("pipeline", _staged(size, placement), size, placement):
             size //= 2
         return 2 * size if size < _LARGEST else NEVER
 
@@ -226,11 +230,12 @@ class CostModel:
         return self._tree(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
 
     def _leader(self, nbytes: int, placement: Placement) -> float:
-        """Reduce and broadcast within nodes, log G steps of n each; MPI's own all-reduce among the K leaders."""
-        steps = math.ceil(math.log2(max(placement)))
-        message = self.mpi_seconds + nbytes / self.mpi_bytes_per_second
-        within = steps * (2 * message + nbytes / self.add_bytes_per_second)
-        return within + self._tree_across(nbytes, len(placement))
+        """Reduce in shared memory, as a pipeline does; MPI's own all-reduce among the K leaders; a copy in and out."""
+        across = self._tree_across(nbytes, len(placement))
+        if max(placement) == 1:
+            return across
+        broadcast = self.pipeline_seconds + self.sync_seconds + self._copy(nbytes, nbytes, max(placement))
+        return self._pipeline(nbytes, (max(placement),)) + across + broadcast
 
     def _ring(self, nbytes: int, placement: Placement) -> float:
         """2 (P - 1) steps of n / P bytes each, all at the pace of the slowest link."""
@@ -248,9 +253,11 @@ class CostModel:
         return seconds + across * (self.link_seconds + shared) + (within + across) * nbytes / self.add_bytes_per_second
 
     def _hierarchical(self, nbytes: int, placement: Placement) -> float:
-        """Within nodes, across, and within again, one after the other: the pipeline's work, and MPI's own across."""
-        alone = self._pipeline(nbytes, placement[:1])
-        return alone + self._tree_across(nbytes, len(placement))
+        """Within nodes, across, and within again, in turn: the pipeline's work in two calls, and MPI's own across."""
+        across = self._tree_across(nbytes, len(placement))
+        if max(placement) == 1:
+            return across
+        return self._pipeline(nbytes, (max(placement),)) + across + self.pipeline_seconds + self.sync_seconds
 
 
 ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
@@ -262,6 +269,12 @@ ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
     "ring": CostModel._ring,
     "recursive_doubling": CostModel._recursive_doubling,
 }
+
+
+def _staged(nbytes: int, placement: Placement) -> str:
+    """Name what `HierarchicalCopyAllReduce` does by itself: small arrays, and uneven nodes, go through a leader."""
+    is_even = len(set(placement)) == 1 < placement[0]
+    return "hierarchical" if is_even and nbytes > _LEADER_BYTES else "leader"
 
 
 def name_placement(placement: Placement) -> str:
@@ -280,11 +293,11 @@ def _explain(model: CostModel, placement: Placement) -> str:
     if ranks == 1:
         return "1 rank: nothing to reduce."
     lines = [f"Predicted for {name_placement(placement)}:"]
-    names = ("one_round", "pipeline", "mpi") if nodes == 1 else ("leader", "pipeline", "mpi")
-    lines.append(f"{'bytes':>10}  {'taken':<10}" + "".join(f"{name:>12}" for name in names))
+    names = ("one_round", "pipeline", "mpi") if nodes == 1 else ("leader", "hierarchical", "pipeline", "mpi")
+    lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
     for power in range(10, 31, 2):
-        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>12}" for name in names)
-        lines.append(f"{_size(1 << power):>10}  {model.choose(1 << power, placement):<10}{times}")
+        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
+        lines.append(f"{_size(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
     lines += _reasons(model, placement)
     return "\n".join(lines)
 
@@ -306,7 +319,7 @@ def _reasons(model: CostModel, placement: Placement) -> list[str]:
     link = model._link(chunk, len(placement))
     return [
         start,
-        "leader below: one rank a node sends, in the fewest messages.",
+        "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
         f"chunks of {_size(chunk)}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
         f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
     ]
