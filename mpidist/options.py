@@ -31,7 +31,9 @@ class NamedInAnyCase(Enum):
     def __str__(self) -> str:
         return self.name
 
-    __hash__ = object.__hash__  # members are single; the hash of `Enum` costs more than a small call's copy
+
+# Members are single; the hash of `Enum`, written in Python, costs more than the copy of a small call.
+NamedInAnyCase.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @final

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts, nest
+from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.values import Mirrored, PerReplica, local
@@ -80,6 +81,30 @@ class ReplicaContext:
         """
         self._require_current("all_reduce")
         return self._strategy.extended.cross_device_ops.all_reduce(reduce_op, value, options, out=out)
+
+    def start_all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+    ) -> PendingResult:
+        """Start an all-reduce, and return before it is done: of the gradients that are ready, say. Collective.
+
+        Every rank starts the same reductions in the same order. They get on while later ones are started.
+
+        Args:
+            reduce_op: As in `all_reduce`.
+            value: As in `all_reduce`. It must not be changed until the result is there.
+            options: As in `all_reduce`.
+            out: As in `all_reduce`.
+
+        Returns:
+            A handle. Its `wait()` returns what `all_reduce` would return, or raises what it would raise.
+        """
+        self._require_current("start_all_reduce")
+        return self._strategy.extended.cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.

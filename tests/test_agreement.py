@@ -107,7 +107,7 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
     ),
     "broadcast": (lambda s, x: s.extended.broadcast_to(np.ones(x), 0), 2, 3, "array 0", "f64[2]", "f64[3]"),
     "merge function": (lambda s, x: inside(s, "merge_call", x), len, print, "function", "len", "print"),
-    "allocation": (lambda s, x: s.symmetric_empty(x, "f4"), 2, 3, "shape", "(2,)", "(3,)"),
+    "allocation": (lambda s, x: s.symmetric_empty(x, "f4"), 3, 2, "array 0", "<f4[3]", "<f4[2]"),
     "algorithm": (scoped, ReductionToOneDevice(), HierarchicalCopyAllReduce(), "cross_device_ops", "('R", "('H"),
     "num_packs": (
         lambda s, x: scoped(s, HierarchicalCopyAllReduce(x)), 0, 3, "cross", "('HierarchicalCopyAllReduce', 0",

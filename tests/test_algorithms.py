@@ -13,6 +13,9 @@ from placements import PLACEMENTS
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.schedule import chunk_bounds
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -154,6 +157,34 @@ def cost(algorithm: str, node_sizes: Sequence[int], node: int, is_leader: bool, 
     return {"world": world, "within_node": within, "across_nodes": across}
 
 
+def streamed_cost(algorithm: str, topology: Topology, count: int) -> dict[str, Any]:
+    """Say what float32 numbers cost that go through shared memory and across nodes, in one chunk."""
+    on_node, num_nodes = topology.local_size, topology.num_nodes
+    within = {"all_reduce": (1, 2 * count * 4 * (on_node - 1) // on_node)}
+    across = {}
+    lanes = min(topology.node_sizes)
+    if topology.local_rank < lanes:
+        bounds = chunk_bounds(count, lanes)
+        shard = bounds[topology.local_rank + 1] - bounds[topology.local_rank]
+        if algorithm == "in rank order":  # partial sums up, the result down
+            across = {"exchange": (1, ((topology.node > 0) + (topology.node < num_nodes - 1)) * shard * 4)}
+        else:
+            parts = shard_bounds(shard, num_nodes)
+            own = parts[topology.node + 1] - parts[topology.node]
+            across = {"exchange": (1, 2 * (shard - own) * 4)}
+    return {"world": {}, "within_node": within, "across_nodes": across}
+
+
+def goes_in_streams(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
+    streams, nodes = strategy.extended.group.levels.streams, strategy.topology.node_of_rank
+    if streams is None or not streams.spans_nodes or nbytes < streams.least_bytes:
+        return False
+    in_blocks = list(nodes) == sorted(nodes)
+    return algorithm in ("CollectiveAllReduce", "HierarchicalCopyAllReduce") or (
+        algorithm == "in rank order" and in_blocks
+    )
+
+
 def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
     """All-reduce a value, and return what moved, as `cost` says it."""
     levels = strategy.extended.group.levels
@@ -174,9 +205,30 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
     for count in [topology.size, *around, 5000 * topology.size]:
         value = np.ones(count, np.float32)
         stated = cost(algorithm, topology.node_sizes, topology.node, topology.is_leader, value.nbytes)
+        if goes_in_streams(strategy, algorithm, value.nbytes):
+            stated = streamed_cost(algorithm, topology, count)
         assert moved(strategy, value) == stated
         pieces = [value[:1], value[1:]]
         assert moved(strategy, pieces, bytes_per_pack=10**9) == stated, "two arrays in one pack cost what one costs"
+
+
+@pytest.mark.parametrize("algorithm", ["CollectiveAllReduce", "HierarchicalCopyAllReduce"])
+def test_no_node_sends_more_than_any_all_reduce_must(strategy: Strategy, algorithm: str, comm: Intracomm) -> None:
+    """2 (K - 1) / K of the message for K nodes, however the ranks are placed; many chunks."""
+    topology = strategy.topology
+    value = np.ones(700_001, np.float32)
+    if not goes_in_streams(strategy, algorithm, value.nbytes):
+        return  # one node, or as many as ranks
+    moved(strategy, value)
+    across = strategy.extended.group.levels.across_nodes.traffic
+    sent, chunks = [0] * topology.num_nodes, 0
+    for node, nbytes, calls in comm.allgather((topology.node, across.nbytes["exchange"], across.calls["exchange"])):
+        sent[node] += nbytes
+        chunks += calls
+    least = 2 * value.nbytes * (topology.num_nodes - 1) / topology.num_nodes
+    rounding = 2 * value.itemsize * chunks  # parts of a shard differ by one element
+    assert least - rounding <= min(sent)
+    assert max(sent) <= least + rounding
 
 
 def test_reproducible_results_do_not_depend_on_the_placement(
@@ -184,13 +236,13 @@ def test_reproducible_results_do_not_depend_on_the_placement(
 ) -> None:
     """They are added in rank order: to the bit what NumPy makes of the contributions, one after the other."""
     dtypes = [*REALS, *HALVES, COMPLEX[0]]
-    rows = np.random.default_rng(3).standard_normal((comm.size, 9000))
+    rows = np.random.default_rng(3).standard_normal((comm.size, 90_000))
     ops, options = ALGORITHMS[algorithm]
     options = options.merge(CommunicationOptions(reproducible=True))
     for nodes in PLACEMENTS.values():
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(nodes(rank, comm.size)) for rank in range(comm.size)))
         with Strategy(cross_device_ops=ops, comm=comm) as strategy:
-            for count in (5, 9000):
+            for count in (5, 9000, 90_000):
                 value = [rows[comm.rank, :count].astype(dtype) for dtype in dtypes]
                 sums, means = (strategy.reduce(op, value, options=options) for op in ("SUM", "MEAN"))
                 for dtype, total, mean in zip(dtypes, sums, means, strict=True):

@@ -44,9 +44,7 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
         return
     assert isinstance(host, MpiCommunicator)
     slots = Slots(comm, LINE_BYTES if "chunks" in request.param else 4096)
-    shared = SharedMemoryCommunicator(
-        host, StreamReducer(slots, comm.size, None, False, 64, slots.slot_bytes, host.traffic)
-    )
+    shared = SharedMemoryCommunicator(host, StreamReducer(slots, comm.size, 64, host.traffic))
     yield shared
     shared.free()
 

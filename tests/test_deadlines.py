@@ -18,6 +18,7 @@ from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.rounds import MpiRounds
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -251,12 +252,14 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
 def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
     """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
     agreement = MpiAgreement(comm.Dup(), check=True, timeout_seconds=0.2)
-    memory = [weakref.ref(value) for value in vars(agreement).values() if isinstance(value, np.ndarray)]
+    rounds = vars(agreement)["_rounds"]
+    assert isinstance(rounds, MpiRounds)
+    memory = [weakref.ref(value) for value in vars(rounds).values() if isinstance(value, np.ndarray)]
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
             agreement.join("reduce", 0, dict)
     comm.Barrier()
-    del agreement
+    del agreement, rounds
     gc.collect()
     assert memory
     assert all((array() is not None) == (comm.rank == 0) for array in memory)

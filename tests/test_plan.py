@@ -13,7 +13,10 @@ import pytest
 from mpidist import CommunicationOptions, ReduceOp
 from mpidist.cross_device_ops.plan import Plan, Spec, group_by_size, make_plan, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
+from mpidist.transport.communicator import Traffic
 from mpidist.transport.levels import Levels
+from mpidist.transport.slots import Slots
+from mpidist.transport.streams import StreamReducer
 
 pytestmark = pytest.mark.no_mpi
 
@@ -25,10 +28,11 @@ OPS = list(ReduceOp)
 
 @dataclass
 class Sizes:
-    """The two sizes that a plan asks the levels for."""
+    """What a plan asks the levels for."""
 
     direct_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
+    streams: StreamReducer | None = None
 
 
 def specs(*shapes: int | tuple[int, ...], dtype: np.dtype[Any] = F32) -> list[Spec]:
@@ -279,3 +283,28 @@ def test_what_is_no_number_is_refused(op: ReduceOp, dtype: Any) -> None:
 )
 def test_specs_are_short_to_read(spec: Spec, text: str) -> None:
     assert repr(spec) == text
+
+
+def with_streams() -> Sizes:
+    return Sizes(streams=StreamReducer(Slots(None, 1 << 20), 1, 0, Traffic()))
+
+
+def test_streams_hold_every_array_once_last_first_by_dtype() -> None:
+    arrays = [*specs(3, (2, 2)), *specs(5, dtype=I64), *specs(0, 7)]
+    streams = plan_of(arrays, sizes=with_streams()).streams
+    assert streams is not None
+    assert [(its.wire, its.indices, its.lengths) for its in streams] == [(F32, (4, 1, 0), (7, 4, 3)), (I64, (2,), (5,))]
+
+
+def test_streams_of_a_mean_say_what_travels_and_what_comes_back() -> None:
+    streams = plan_of(specs(3, dtype=I8), MEAN, sizes=with_streams()).streams
+    assert streams is not None
+    assert (streams[0].wire, streams[0].result, streams[0].divide_by) == (np.int32, np.float32, 4)
+
+
+def test_device_arrays_do_not_go_in_streams() -> None:
+    assert plan_of([Spec((3,), F32, True), *specs(3)], sizes=with_streams()).streams is None
+
+
+def test_without_shared_memory_there_are_no_streams() -> None:
+    assert plan_of(specs(3)).streams is None

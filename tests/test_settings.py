@@ -16,7 +16,7 @@ pytestmark = pytest.mark.no_mpi
 
 
 def test_an_empty_environment_means_the_defaults() -> None:
-    assert Settings.from_environment({}) == Settings(None, True, None, True, None)
+    assert Settings.from_environment({}) == Settings(None, True, None, True, "auto", None)
 
 
 @pytest.mark.parametrize(

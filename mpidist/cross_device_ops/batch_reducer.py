@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -18,6 +18,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import Communicator
 from mpidist.transport.levels import Levels
+from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
@@ -83,6 +84,24 @@ _UNPLANNED: Final = _Shape(0, ())
 
 
 @final
+class _Call:
+    """What is known of one call before the ranks agree on it."""
+
+    __slots__ = ("begun", "error", "known", "operands", "outs", "placement", "request", "shape", "together")
+
+    def __init__(self, request: Request, outs: Sequence[Any] | None) -> None:
+        self.request = request
+        self.outs = outs
+        self.operands = _NO_VALUES
+        self.shape = _UNPLANNED
+        self.known: KnownOuts | None = None
+        self.together = 0  # tells which outs are one for all ranks of a node
+        self.placement = NOWHERE
+        self.begun: Any = None
+        self.error: Exception | None = None
+
+
+@final
 class BatchReducer:
     """Runs reducing calls of one group with one algorithm.
 
@@ -111,6 +130,7 @@ class BatchReducer:
         self._reduce_buffer = reduce_buffer
         self._streams = streams
         self._shapes: dict[Any, _Shape] = {}
+        self._planned_for: Levels | None = None
 
     def run(
         self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None = None, error: Exception | None = None
@@ -129,42 +149,88 @@ class BatchReducer:
         Raises:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
         """
-        operands, shape, together = _NO_VALUES, _UNPLANNED, 0
-        placement, begun, known = NOWHERE, None, None
-        group = self._group
+        if self._group.calls:
+            self._group.calls.finish()
+        call = self._prepare(request, values, outs, error)
+        is_same = self._group.agree(*self._arguments(call))
+        return self._finish(call, is_same)
+
+    def start(
+        self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None = None, error: Exception | None = None
+    ) -> Pending:
+        """Start to reduce values, as `run` does, and return at once. Collective; ranks start calls in one order.
+
+        Returns:
+            The call. Its values and outs must not be touched until it is done.
+        """
+
+        def steps(pending: Pending) -> Steps:
+            call = self._prepare(request, values, outs, error)
+            arrival = self._group.arrive(*self._arguments(call))
+            while not (pending.is_waited_for or self._group.have_all_arrived()):
+                yield 0
+            return (yield from self._steps(call, self._group.conclude(arrival)))
+
+        return self._group.calls.start(steps)
+
+    def _prepare(
+        self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None, error: Exception | None
+    ) -> _Call:
+        """Look at the arguments, and stage the first chunk. Local; never raises."""
+        call = _Call(request, outs)
         if error is None:
             try:
-                operands = Operands(values)
-                shape = self._shape(request, operands)
-                if outs is not None:
-                    known = shape.know(outs, operands, group.shared)
-                    together = known.together
-                if shape.streams is not None:
-                    if together or not shape.streams.is_small:
-                        placement = Placement.of(group.shared, operands.arrays, outs, known)
-                    if placement.word == 0 and group.is_node_barrier:
-                        begun = shape.streams.begin(operands.arrays)
+                self._look(call, values)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
-        is_same = group.agree(
-            request.call,
-            shape.fingerprint ^ together,
-            lambda: {
-                "cross_device_ops": str(self._configuration),
-                "out of all ranks of a node": "some" if together else "none",
-                **_describe(request, operands.specs),
-            },
-            request.options.timeout_seconds,
-            error,
-            placement.word,
-        )
+        call.error = error
+        return call
+
+    def _look(self, call: _Call, values: Sequence[Any]) -> None:
+        group = self._group
+        call.operands = operands = Operands(values)
+        call.shape = shape = self._shape(call.request, operands)
+        if call.outs is not None:
+            call.known = shape.know(call.outs, operands, group.shared)
+            call.together = call.known.together
         if shape.streams is not None:
-            if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
-                begun, placement = None, NOWHERE
-            results = shape.streams.finish(begun, operands.arrays, outs, placement, known)
+            if call.together or not shape.streams.is_small:
+                call.placement = Placement.of(group.shared, operands.arrays, call.outs, call.known)
+            if call.placement.word == 0 and group.is_node_barrier:
+                call.begun = shape.streams.begin(operands.arrays)
+
+    def _arguments(self, call: _Call) -> tuple[Any, ...]:
+        """What `SyncGroup.agree` asks for."""
+        return (
+            call.request.call,
+            call.shape.fingerprint ^ call.together,
+            partial(_describe, call, self._configuration),
+            call.request.options.timeout_seconds,
+            call.error,
+            call.placement.word,
+        )
+
+    def _finish(self, call: _Call, is_same: bool) -> list[Any]:
+        streams, operands = call.shape.streams, call.operands
+        if streams is None:
+            results = self._run_chunks(call.request, call.shape, operands, call.outs)
         else:
-            results = self._run_chunks(request, shape, operands, outs)
-        return self._deliver(operands, results, outs)
+            if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
+                call.begun, call.placement = None, NOWHERE
+            results = streams.finish(
+                call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.require_peers
+            )
+        return self._deliver(operands, results, call.outs)
+
+    def _steps(self, call: _Call, is_same: bool) -> Steps:
+        streams = call.shape.streams
+        if streams is None:
+            return self._finish(call, is_same)
+        if not is_same:
+            call.begun, call.placement = None, NOWHERE
+        arrays = call.operands.arrays
+        results = yield from streams.steps(call.begun, arrays, call.outs, call.placement, call.known)
+        return self._deliver(call.operands, results, call.outs)
 
     def _run_chunks(self, request: Request, shape: _Shape, operands: Operands, outs: Sequence[Any] | None) -> list[Any]:
         results: list[Any] = [None] * len(operands.specs)
@@ -228,6 +294,9 @@ class BatchReducer:
             options.reproducible,
             operands.key,
         )
+        if self._planned_for is not self._group.levels:  # another transport since a reset
+            self._planned_for = self._group.levels
+            self._shapes.clear()
         shape = self._shapes.get(key)
         if shape is None:
             if len(self._shapes) >= _MAX_SHAPES:
@@ -297,9 +366,12 @@ def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -
             world.exchange(nothing, root, buffer, root)
 
 
-def _describe(request: Request, specs: Sequence[Spec]) -> Mapping[str, str]:
+def _describe(call: _Call, configuration: tuple[Any, ...]) -> Mapping[str, str]:
+    request, specs = call.request, call.operands.specs
     options = request.options
     fields = {
+        "cross_device_ops": str(configuration),
+        "out of all ranks of a node": "some" if call.together else "none",
         "op": str(request.op),
         "number of arrays": str(len(specs)),
         "bytes_per_pack": str(options.bytes_per_pack),

@@ -14,7 +14,8 @@ from mpidist import contexts, nest
 from mpidist.cross_device_ops.batch_reducer import BatchReducer, Request, send_to
 from mpidist.cross_device_ops.destinations import ranks_of
 from mpidist.cross_device_ops.operands import Operands, result_arrays
-from mpidist.cross_device_ops.pairs import Pair
+from mpidist.cross_device_ops.pairs import Pair, as_pair
+from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
@@ -29,7 +30,6 @@ from mpidist.transport.sync_group import SyncGroup
 __all__ = ["CrossDeviceOps", "reduce_to_root", "require_usable"]
 
 ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
-
 _DEFAULTS: Final = CommunicationOptions()
 
 
@@ -78,11 +78,7 @@ class CrossDeviceOps(ABC):
         """
 
     def _streams_of(self, levels: Levels) -> StreamReducer | None:
-        """Say who reduces lists of arrays in this algorithm's place, chunk by chunk, packing as it goes.
-
-        An algorithm that adds as the transport does gives `levels.streams`, if it is there. By default none does,
-        and `_all_reduce` gets every buffer.
-        """
+        """Say who reduces lists of arrays in this algorithm's place: `levels.streams`, or nobody."""
         return None
 
     @property
@@ -106,7 +102,7 @@ class CrossDeviceOps(ABC):
 
     @final
     def bound_to(self, group: SyncGroup, options: CommunicationOptions | None = None) -> CrossDeviceOps:
-        """Make an object of the same class for a group that stays its owner's. Strategies use it.
+        """Make an object of the same class for a group that stays its owner's.
 
         Args:
             group: The ranks.
@@ -122,7 +118,7 @@ class CrossDeviceOps(ABC):
 
     @final
     def close(self) -> None:
-        """Free the communicators that `bind` made. Collective; a second call does nothing.
+        """Free the communicators that `bind` made. Collective.
 
         Raises:
             RuntimeError: If this object was not made by `bind`.
@@ -220,12 +216,44 @@ class CrossDeviceOps(ABC):
             InvalidArgumentError: As in `reduce`.
         """
         _, reducer = self._tied()
+        request, leaves, outs, error = self._open(call, reduce_op, value, options, out, error)
+        results = reducer.run(request, leaves, outs, error)
+        return out if out is not None else nest.rebuild(value, results)
+
+    @final
+    def start_all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
+    ) -> PendingResult:
+        """Start an all-reduce, and return before it is done. Collective; all ranks start calls in the same order.
+
+        Args:
+            reduce_op: As in `all_reduce`, and so are the others.
+            value: This rank's contribution, not to be changed until the result is there.
+            options: Laid over the strategy's.
+            out: A nest of arrays that takes the result.
+
+        Returns:
+            A handle, whose `wait` returns what `all_reduce` does, or raises it.
+        """
+        group, reducer = self._tied()
+        call = reducer.start(*self._open("start_all_reduce", reduce_op, value, options, out, None))
+        return PendingResult(group.calls, call, value, out)
+
+    def _open(
+        self,
+        call: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None,
+        out: Any,
+        error: Exception | None,
+    ) -> tuple[Request, list[Any], list[Any] | None, Exception | None]:
         leaves, structure = nest.flatten(value)
         outs = None
         op = ReduceOp.SUM
         merged = self._options
         try:
-            op = ReduceOp(reduce_op)
+            op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp(reduce_op)
             merged = self._merge(options)
             if out is not None:
                 outs, out_structure = nest.flatten(out)
@@ -233,8 +261,7 @@ class CrossDeviceOps(ABC):
                     raise InvalidArgumentError("out must be a nest of the same form as the value")
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
-        results = reducer.run(Request(call, op, structure, None, merged), leaves, outs, error)
-        return out if out is not None else nest.rebuild(value, results)
+        return Request(call, op, structure, None, merged), leaves, outs, error
 
     @final
     def broadcast(
@@ -291,7 +318,7 @@ class CrossDeviceOps(ABC):
         try:
             op = ReduceOp(reduce_op)
             merged = self._merge(options)
-            opened = [Pair.open(op, *_pair(pair), size) for pair in pairs]
+            opened = [Pair.open(op, *as_pair(pair), size) for pair in pairs]
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
@@ -341,7 +368,7 @@ class CrossDeviceOps(ABC):
         if options.implementation is CommunicationImplementation.RING:
             return None
         if options.reproducible:
-            return levels.streams if levels.streams is not None and levels.streams.can_keep_rank_order else None
+            return levels.streams if levels.streams is not None and levels.streams.keeps_rank_order else None
         return self._streams_of(levels)
 
     @final
@@ -371,11 +398,3 @@ def require_usable(options: CommunicationOptions) -> None:
             f'implementation="NCCL" cannot be had: {seen}, and this version of mpidist carries device memory between '
             'ranks through the host; use implementation="AUTO"'
         )
-
-
-def _pair(pair: Any) -> tuple[Any, Any]:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise ValueError(
-            f"value_destination_pairs: each should be a tuple of size 2, (value, destinations); got {pair!r}"
-        )
-    return pair

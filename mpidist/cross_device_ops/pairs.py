@@ -11,7 +11,7 @@ from mpidist.cross_device_ops.destinations import ranks_of
 from mpidist.options import ReduceOp
 from mpidist.values import Mirrored, local
 
-__all__ = ["Pair"]
+__all__ = ["Pair", "as_pair"]
 
 
 @final
@@ -53,3 +53,16 @@ class Pair:
         leaves, _ = nest.flatten(self.value)
         filled = [local(leaf) if isinstance(leaf, Mirrored) else next(results) for leaf in leaves]
         return nest.rebuild(self.value, filled) if rank in self.ranks else None
+
+
+def as_pair(pair: Any) -> tuple[Any, Any]:
+    """Take a value and its destinations apart.
+
+    Raises:
+        ValueError: If it is no tuple of two.
+    """
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise ValueError(
+            f"value_destination_pairs: each should be a tuple of size 2, (value, destinations); got {pair!r}"
+        )
+    return pair

@@ -109,7 +109,7 @@ class StreamPlan:
         reduction: What the transport does.
         divide_by: What the sums are divided by; 1 for none.
         schedule: How they are cut into chunks.
-        is_uniform: Whether all have one shape.
+        is_uniform: Whether all have one shape, of at least one dimension.
     """
 
     indices: tuple[int, ...]
@@ -309,7 +309,7 @@ def _stream_of(
         return []
     indices, lengths = zip(*((piece.index, piece.count) for piece in full), strict=True)
     schedule = streams.schedule(lengths, wire.itemsize)
-    is_uniform = len({specs[index].shape for index in indices}) == 1
+    is_uniform = len({specs[index].shape for index in indices}) == 1 and specs[indices[0]].shape != ()
     return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule, is_uniform)]
 
 

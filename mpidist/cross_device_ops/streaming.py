@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -12,6 +12,7 @@ from mpidist.cross_device_ops.plan import Plan, StreamPlan
 from mpidist.transport.pipeline import Stream, Transfer
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import Place, SharedArrays, word_of
+from mpidist.transport.waiting import complete
 
 __all__ = ["NOWHERE", "Placement", "StreamCalls"]
 
@@ -113,9 +114,24 @@ class StreamCalls:
         arrays: Sequence[Any],
         outs: Sequence[Any] | None,
         placement: Placement,
-        known: KnownOuts | None = None,
+        known: KnownOuts | None,
+        is_over: Callable[[], bool],
     ) -> list[Any]:
-        """Reduce. Collective.
+        """Reduce. Collective. As `steps`, at once; `is_over` as in `waiting.complete`."""
+        if self._small is not None and placement.outs is None:
+            return self._finish_small(begun, arrays, outs, known)
+        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+            return complete(self.steps(begun, arrays, outs, placement, known), is_over)
+
+    def steps(
+        self,
+        begun: Any,
+        arrays: Sequence[Any],
+        outs: Sequence[Any] | None,
+        placement: Placement,
+        known: KnownOuts | None,
+    ) -> Generator[int, None, list[Any]]:
+        """Reduce. Yields while it waits for other ranks.
 
         Args:
             begun: What `begin` returned, if the ranks of the node passed a barrier since; else `None`.
@@ -127,28 +143,45 @@ class StreamCalls:
         Returns:
             The results; the outs, where they could be written in place.
         """
+        if self._small is not None and placement.outs is None:
+            return self._finish_small(begun, arrays, outs, known)
+        writes_outs = placement.outs is not None and self._can_write_outs(placement.outs)
+        if writes_outs:
+            results = list(outs or ())
+            if placement.sources is None and self._shared.holds_any(arrays):
+                arrays = keep_apart(arrays, results)
+        else:
+            results = self._results(outs, known)
+            if outs is not None:
+                arrays = keep_apart(arrays, results)
+        for its in self._streams:
+            if writes_outs or placement.sources is not None:
+                transfer = self._shared_transfer(its, arrays, results, placement, writes_outs, outs is None)
+                has_begun = False
+            else:
+                has_begun = begun is not None and its is self._streams[0]
+                transfer = self._private_transfer(its, begun if has_begun else None, arrays, results, outs is None)
+            if not has_begun:
+                transfer.begin()
+            yield from transfer.steps(has_begun)
+        return results
+
+    def _results(self, outs: Sequence[Any] | None, known: KnownOuts | None) -> list[Any]:
+        """Say where each result is made; `None` for arrays that are still to be allocated."""
+        if outs is not None:
+            in_outs = known is not None and known.are_targets
+            return list(outs) if in_outs else target_arrays(self._plan, outs, self._shared)
         results: list[Any] = [None] * len(self._plan.specs)
         for index in self._empty:
             results[index] = np.empty(self._plan.specs[index].shape, self._plan.results[index])
-        writes_outs = placement.outs is not None and self._can_write_outs(placement.outs)
-        if outs is not None:
-            in_outs = writes_outs or (known is not None and known.are_targets)
-            results = list(outs) if in_outs else target_arrays(self._plan, outs, self._shared)
-            if not writes_outs or (placement.sources is None and self._shared.holds_any(arrays)):
-                arrays = keep_apart(arrays, results)
-        if self._small is not None and not writes_outs:
-            self._finish_small(begun, arrays, outs, results)
-            return results
-        for its in self._streams:
-            if writes_outs or placement.sources is not None:
-                self._run_shared(its, arrays, results, placement, writes_outs, outs is None)
-            else:
-                self._run_private(its, begun if its is self._streams[0] else None, arrays, results, outs is None)
         return results
 
-    def _finish_small(self, begun: Any, arrays: Sequence[Any], outs: Sequence[Any] | None, results: list[Any]) -> None:
+    def _finish_small(
+        self, begun: Any, arrays: Sequence[Any], outs: Sequence[Any] | None, known: KnownOuts | None
+    ) -> list[Any]:
         its, small = self._streams[0], self._small
         assert small is not None
+        results = self._results(outs, known)
         if begun is None:
             begun = small.stage([arrays[index] for index in its.indices])
             self._reducer.synchronize()
@@ -159,7 +192,7 @@ class StreamCalls:
             if outs is None:
                 results[index] = np.empty(self._plan.specs[index].shape, its.wire)
             small.add(begun, its.reduction, its.divide_by, results[index].reshape(-1))
-            return
+            return results
         total = np.empty(its.count, its.wire)
         small.add(begun, its.reduction, its.divide_by if keeps else 1, total)
         if not keeps:
@@ -170,10 +203,11 @@ class StreamCalls:
                 results[index] = part
             else:
                 results[index][...] = part
+        return results
 
-    def _run_private(
+    def _private_transfer(
         self, its: StreamPlan, begun: Transfer | None, arrays: Sequence[Any], results: list[Any], makes_new: bool
-    ) -> None:
+    ) -> Transfer:
         transfer = begun
         if transfer is None:
             transfer = self._transfer(its, Stream(its.wire, _flat(arrays, its)))
@@ -187,9 +221,9 @@ class StreamCalls:
             transfer.cut_results(self._reducer.schedule((its.count,), its.wire.itemsize))
         else:
             transfer.stream.results = self._targets(its, results, makes_new)
-        self._reducer.run(transfer, begun is not None)
+        return transfer
 
-    def _run_shared(
+    def _shared_transfer(
         self,
         its: StreamPlan,
         arrays: Sequence[Any],
@@ -197,7 +231,7 @@ class StreamCalls:
         placement: Placement,
         writes_outs: bool,
         makes_new: bool,
-    ) -> None:
+    ) -> Transfer:
         stream = Stream(its.wire, _flat(arrays, its))
         if placement.sources is not None and all(self._plan.specs[at].dtype == its.wire for at in its.indices):
             stream.peers = _by_rank(placement.sources, its)
@@ -206,7 +240,7 @@ class StreamCalls:
             stream.shared = _by_rank(placement.outs, its)
         else:
             stream.results = self._targets(its, results, makes_new)
-        self._reducer.run(self._transfer(its, stream))
+        return self._transfer(its, stream)
 
     def _can_write_outs(self, outs: Sequence[Place]) -> bool:
         """Whether whoever adds shall write the outs of all ranks; small ones are written sooner by each rank."""

@@ -14,7 +14,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import MpiRounds, Rounds
 from mpidist.transport.waiting import poll
 
-__all__ = ["LEAVE", "Agreement", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
+__all__ = ["LEAVE", "Agreement", "Arrival", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
 
 LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its program
 _MASK: Final = (1 << 63) - 1
@@ -38,10 +38,45 @@ def fingerprint_of(signature: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little") & _MASK
 
 
+@final
+class Arrival(NamedTuple):
+    """A rank's joining of a round."""
+
+    call: str
+    describe: Callable[[], Mapping[str, str]]
+    timeout: float | None
+    error: Exception | None
+    compares: bool = True
+
+
 class Agreement(ABC):
     """The rule that all ranks of a group make the same calls in the same order."""
 
     @abstractmethod
+    def arrive(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+        placement: int = 0,
+    ) -> Arrival:
+        """Join a round with this call, without waiting: `join` is this and `conclude`. One round at a time.
+
+        Raises:
+            DeadlineExceededError: If other ranks have given up waiting. And what made the group unusable.
+        """
+
+    @abstractmethod
+    def have_all_arrived(self) -> bool:
+        """Whether all ranks have joined the round. Local."""
+
+    @abstractmethod
+    def conclude(self, arrival: Arrival) -> bool:
+        """Wait for all ranks to join the round, and compare. Returns and raises what `join` does."""
+
+    @final
     def join(
         self,
         call: str,
@@ -71,6 +106,7 @@ class Agreement(ABC):
             DeadlineExceededError: If not all ranks came in time.
             Exception: `error`, if every rank has the same one.
         """
+        return self.conclude(self.arrive(call, fingerprint, describe, timeout_seconds, error, placement))
 
     @abstractmethod
     def any_of(self, flags: int) -> int:
@@ -107,7 +143,7 @@ class Agreement(ABC):
 class SoloAgreement(Agreement):
     """The agreement of one rank with itself."""
 
-    def join(
+    def arrive(
         self,
         call: str,
         fingerprint: int,
@@ -115,9 +151,15 @@ class SoloAgreement(Agreement):
         timeout_seconds: float | None = None,
         error: Exception | None = None,
         placement: int = 0,
-    ) -> bool:
-        if error is not None:
-            raise error
+    ) -> Arrival:
+        return Arrival(call, describe, None, error)
+
+    def have_all_arrived(self) -> bool:
+        return True
+
+    def conclude(self, arrival: Arrival) -> bool:
+        if arrival.error is not None:
+            raise arrival.error
         return True
 
     def any_of(self, flags: int) -> int:
@@ -157,7 +199,7 @@ class MpiAgreement(Agreement):
         self._sequence = 0
         self._broken: Exception | None = None
 
-    def join(
+    def arrive(
         self,
         call: str,
         fingerprint: int,
@@ -165,7 +207,7 @@ class MpiAgreement(Agreement):
         timeout_seconds: float | None = None,
         error: Exception | None = None,
         placement: int = 0,
-    ) -> bool:
+    ) -> Arrival:
         if self._broken is not None:
             raise self._again(self._broken)
         self._sequence += 1
@@ -173,21 +215,32 @@ class MpiAgreement(Agreement):
         if call == LEAVE:
             timeout = None  # the others may have hours of work of their own left
         if not self._check and not timeout and call != LEAVE and (error is not None or not self.is_node_barrier):
-            if error is not None:
-                raise error
-            return True
+            return Arrival(call, describe, timeout, error, compares=False)
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))
         if (timeout or call == LEAVE) and self._comm.Iprobe(self._any_source, _GAVE_UP):
             self._fail(call, timeout)  # before a message is sent that nobody will take: MPI could not end well
-        equal, same_placement = self._compare(fingerprint ^ bool(timeout), placement, call, timeout)
+        self._rounds.start(fingerprint ^ bool(timeout), placement)
+        return Arrival(call, describe, timeout, error)
+
+    def have_all_arrived(self) -> bool:
+        return self._rounds.is_complete()
+
+    def conclude(self, arrival: Arrival) -> bool:
+        call, describe, timeout, error, compares = arrival
+        if not compares:
+            if error is not None:
+                raise error
+            return True
+        equal, same_placement = self._compare(call, timeout)
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
         elif not equal and call == LEAVE:
             self._broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
         if timeout and equal:
             # A rank that comes after others gave up completes the first round, but waits in vain in this one.
-            self._compare(0, 0, call, timeout)
+            self._rounds.start(0, 0)
+            self._compare(call, timeout)
         if error is not None:
             if self._check:
                 vars(error)["raised_on_all_ranks"] = True  # printing it once will do
@@ -221,10 +274,9 @@ class MpiAgreement(Agreement):
     def free(self) -> None:
         self._comm.Free()
 
-    def _compare(self, fingerprint: int, placement: int, call: str, timeout: float | None) -> tuple[bool, bool]:
-        """Whether all ranks came with this fingerprint, and with this placement."""
+    def _compare(self, call: str, timeout: float | None) -> tuple[bool, bool]:
+        """Wait for the round's end. Whether all ranks came with one fingerprint, and with one placement."""
         rounds = self._rounds
-        rounds.start(fingerprint, placement)
         if not rounds.is_complete():
             self._wait(rounds.is_complete, rounds.memory, call, timeout)
         return rounds.is_equal()

@@ -11,13 +11,14 @@ from typing import Any, Final, cast, final
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.communicator import Array, Communicator, SoloCommunicator
+from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
+from mpidist.transport.cost_model import CostModel
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.slots import Slots
-from mpidist.transport.streams import StreamReducer
+from mpidist.transport.streams import Across, StreamReducer
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels"]
@@ -29,10 +30,6 @@ logger = logging.getLogger(__name__)
 # are several nodes.
 _DIRECT_BYTES: Final = (32 << 10, 1 << 20)
 _PACK_BYTES: Final = (256 << 10, 4 << 20)
-
-_ONE_ROUND_BYTES: Final = 32 << 10
-_CHUNK_BYTES: Final = 512 << 10
-_DEPTH: Final = 4  # shards of a lane under way between nodes at once
 
 
 @final
@@ -61,7 +58,12 @@ class Levels:
 
     @classmethod
     def from_mpi(
-        cls, comm: Intracomm, topology: Topology, max_chunk_bytes: int = MAX_CHUNK_BYTES, transport: str = "auto"
+        cls,
+        comm: Intracomm,
+        topology: Topology,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        transport: str = "auto",
+        cost_model: CostModel | None = None,
     ) -> Levels:
         """Split a communicator by nodes. Collective.
 
@@ -70,6 +72,7 @@ class Levels:
             topology: The placement of its ranks.
             max_chunk_bytes: Larger arrays are sent in several calls.
             transport: `"mpi"` for MPI alone, `"shared_memory"` to insist on shared memory within nodes, `"auto"`.
+            cost_model: The speeds of the machine, the same on all ranks; by default those of a common one.
 
         Raises:
             UnavailableError: If shared memory is insisted on and cannot be had. On every rank.
@@ -77,23 +80,18 @@ class Levels:
         world = _level(comm.Dup(), "world", max_chunk_bytes)
         within = _level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
         across = _level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
-        slots = None if transport == "mpi" else _slots(comm, within, topology, transport == "shared_memory")
+        model = CostModel() if cost_model is None else cost_model
+        slots = None if transport == "mpi" else _slots(comm, within, topology, model, transport == "shared_memory")
         if slots is None:
             return cls(world, within, across, topology.is_even)
-        spans_nodes = topology.num_nodes > 1
-        lanes, exchange = min(topology.node_sizes), None
-        if spans_nodes and topology.local_rank < lanes:
-            exchange = LaneExchange(cast("MpiCommunicator", across))
-        is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
-        traffic = within.traffic if spans_nodes else world.traffic
-        streams = StreamReducer(
-            slots, lanes, exchange, spans_nodes, _ONE_ROUND_BYTES, slots.slot_bytes, traffic, is_in_blocks
-        )
+        on_node = StreamReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
-            on_node = StreamReducer(slots, within.size, None, False, _ONE_ROUND_BYTES, slots.slot_bytes, within.traffic)
             within = SharedMemoryCommunicator(within, on_node)
-        if not spans_nodes and isinstance(world, MpiCommunicator):
-            world = SharedMemoryCommunicator(world, streams)
+        if topology.num_nodes > 1:
+            streams = _streams_across(slots, across, topology, model, within.traffic)
+        else:
+            streams = StreamReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
+            world = SharedMemoryCommunicator(world, streams) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, streams)
 
     @property
@@ -137,12 +135,24 @@ class Levels:
         return streams
 
 
-def _slots(comm: Intracomm, within: Communicator, topology: Topology, insists: bool) -> Slots | None:
+def _streams_across(
+    slots: Slots, across: Communicator, topology: Topology, model: CostModel, traffic: Traffic
+) -> StreamReducer:
+    lanes = min(topology.node_sizes)
+    exchange = None
+    if topology.local_rank < lanes:
+        exchange = LaneExchange(cast("MpiCommunicator", across))
+    is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
+    least = model.least_bytes(topology.node_sizes)
+    return StreamReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
+
+
+def _slots(comm: Intracomm, within: Communicator, topology: Topology, model: CostModel, insists: bool) -> Slots | None:
     """Make the staging memory of every node, or of none. Collective over all ranks."""
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:
-        slots = Slots(node, _CHUNK_BYTES, 0 if topology.num_nodes == 1 else _DEPTH)
+        slots = Slots(node, model.chunk_bytes(topology.node_sizes), model.depth(topology.node_sizes))
     except UnavailableError as error:
         reason = f"rank {topology.rank}: {error}"
     reasons = [text for text in comm.allgather(reason) if text is not None]

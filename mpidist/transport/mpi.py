@@ -244,7 +244,8 @@ class MpiCommunicator(Communicator):
         evenly = [rank * (stop - start) for rank in range(self.size + 1)]
         self._comm.Alltoallv(self._shards(buffer, bounds), self._shards(parts, evenly))
         if stop > start:
-            reduction.join(parts.reshape(self.size, stop - start), buffer[start:stop])
+            with np.errstate(all="ignore"):
+                reduction.combine(list(parts.reshape(self.size, stop - start)), buffer[start:stop])
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         self._comm.Allgatherv(self._in_place, self._shards(buffer, bounds))

@@ -47,6 +47,7 @@ class OneRound:
 
     def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> None:
         """Reduce all ranks' parts into `total` [count], of the same dtype. Local."""
-        reduction.combine(parts, total)
-        if divide_by != 1:
-            total /= divide_by
+        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+            reduction.combine(parts, total)
+            if divide_by != 1:
+                total /= divide_by

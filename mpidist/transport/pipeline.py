@@ -12,7 +12,7 @@ Arrays that lie in memory which all ranks reach are neither copied in nor out: t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
@@ -92,7 +92,7 @@ class Transfer:
         """Say how the results are cut, where they are other pieces than the sources."""
         self._results_chunks = schedule.chunks
 
-    def steps(self, has_begun: bool) -> Iterator[int]:
+    def steps(self, has_begun: bool) -> Generator[int, None, None]:
         """Do the work. Yields, while it waits for other ranks, the number of the barrier it waits at.
 
         Args:
@@ -198,7 +198,7 @@ class Transfer:
                     for place in places[1:]:
                         place[piece][start:stop] = total
 
-    def _land(self, flight: Flight | None) -> Iterator[int]:
+    def _land(self, flight: Flight | None) -> Generator[int, None, None]:
         if flight is None or self._exchange is None:
             return
         while not flight.has_landed:
@@ -234,12 +234,12 @@ class Transfer:
                 part = slot[at : at + last - first]
                 results[piece].reshape(-1)[first:last] = part / divide_by if converts else part
 
-    def _synchronize(self) -> Iterator[int]:
+    def _synchronize(self) -> Generator[int, None, None]:
         if self._exchange is None:
             return self._slots.synchronize()
         return self._synchronize_in_flight()
 
-    def _synchronize_in_flight(self) -> Iterator[int]:
+    def _synchronize_in_flight(self) -> Generator[int, None, None]:
         """Pass a barrier, with shards under way: another node may wait for what this rank has to send on."""
         assert self._exchange is not None
         for count in self._slots.synchronize():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import numpy as np
+
+from mpidist.transport.half import HalfAccumulator
 
 __all__ = ["Reduction", "accumulator_dtype", "is_half"]
 
@@ -43,7 +46,7 @@ class Reduction:
         return UFUNCS[self.op]
 
     def finish(self, buffer: Any) -> None:
-        """Do to one rank's numbers what `join` does when there are no others: divide them."""
+        """Do to one rank's numbers what `combine` does when there are no others: divide them."""
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 
@@ -51,7 +54,7 @@ class Reduction:
         """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them."""
         ufunc = self.ufunc
         if is_half(out.dtype):
-            self.join(parts, out)
+            _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
         elif len(parts) == 2:
             ufunc(parts[0], parts[1], out=out)
         elif len(parts) == 1:
@@ -63,14 +66,21 @@ class Reduction:
                 ufunc(total, part, out=total)
             ufunc(total, parts[-1], out=out)
 
-    def join(self, parts: Any, out: Any) -> None:
-        """Reduce the rows of `parts` [P, m] into `out` [m], in order, rounding once."""
-        total = parts[0].astype(accumulator_dtype(out.dtype))
-        for part in parts[1:]:
-            self.ufunc(total, part, out=total, casting="unsafe")
-        if self.divisor != 1:
-            total /= self.divisor
-        out[...] = total
+
+@final
+class _Accumulators(threading.local):
+    """What half-precision numbers are added in: one for each dtype and thread."""
+
+    def __init__(self) -> None:
+        self._made: dict[np.dtype[Any], HalfAccumulator] = {}
+
+    def of(self, dtype: np.dtype[Any]) -> HalfAccumulator:
+        if dtype not in self._made:
+            self._made[dtype] = HalfAccumulator(dtype)
+        return self._made[dtype]
+
+
+_accumulators: Final = _Accumulators()
 
 
 @functools.cache

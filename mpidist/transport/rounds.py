@@ -58,13 +58,16 @@ class MpiRounds(Rounds):
         self._sent = np.zeros(4, np.int64)
         self._received = np.zeros(4, np.int64)
         self._request: Any = None
+        self._is_complete = True
 
     def start(self, fingerprint: int, placement: int) -> None:
         self._sent[:] = fingerprint, -fingerprint, placement, -placement
         self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
+        self._is_complete = False
 
     def is_complete(self) -> bool:
-        return bool(self._request.Test())
+        self._is_complete = self._is_complete or self._request.Test()  # a request can be completed only once
+        return self._is_complete
 
     def is_equal(self) -> tuple[bool, bool]:
         most, least, far, near = self._received.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import Any, Final, final
 
@@ -95,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
         if schedule.count:
             self.streams.run(Transfer(self._slots, None, 0, schedule, stream, reduction))
 
-    def _spread(self, schedule: Schedule, buffer: Array, owners: Sequence[int]) -> Iterator[int]:
+    def _spread(self, schedule: Schedule, buffer: Array, owners: Sequence[int]) -> Generator[int, None, None]:
         """Copy what each owner has of every chunk to all ranks."""
         for chunk in schedule.chunks:
             views = self._slots.next(buffer.dtype)

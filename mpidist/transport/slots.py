@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Final, final
 
 import numpy as np
@@ -37,6 +37,7 @@ class Slots:
         self.rank = 0 if comm is None else comm.Get_rank()
         self.size = 1 if comm is None else comm.Get_size()
         self.slot_bytes = slot_bytes
+        self.depth = depth
         self.num_slots = _LEAST_SLOTS + depth
         self._window = SharedWindow(comm, LINE_BYTES + self.num_slots * slot_bytes)
         self.barrier = NodeBarrier(self._window, self.rank, make_fence() if self.size > 1 else None)
@@ -58,7 +59,7 @@ class Slots:
             views = self._views[dtype] = [self._view(slot, dtype) for slot in range(self.num_slots)]
         return views
 
-    def synchronize(self) -> Iterator[int]:
+    def synchronize(self) -> Generator[int, None, None]:
         """Pass a barrier; yields while others have not come."""
         barrier = self.barrier
         barrier.post()

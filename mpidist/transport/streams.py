@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -17,10 +17,24 @@ from mpidist.transport.schedule import Schedule, stream_schedule
 from mpidist.transport.slots import Slots
 from mpidist.transport.waiting import complete
 
-__all__ = ["StreamReducer"]
+__all__ = ["Across", "StreamReducer"]
 
-_LEAST_ACROSS: Final = 64 << 10  # bytes; smaller streams take more messages than they are worth
 _SCHEDULES: Final = 256  # remembered, of flat arrays; plans of lists hold theirs
+
+
+@final
+class Across(NamedTuple):
+    """How streams cross nodes.
+
+    Attributes:
+        exchange: This lane's way across; `None` for ranks that do not add.
+        least_bytes: The smallest stream that is worth its messages, in bytes.
+        is_in_blocks: Whether the ranks of each node follow each other, and those of the next node follow them.
+    """
+
+    exchange: LaneExchange | None
+    least_bytes: int
+    is_in_blocks: bool
 
 
 @final
@@ -28,47 +42,38 @@ class StreamReducer:
     """All-reduces streams over the ranks of a node, or over all nodes.
 
     Args:
-        slots: The node's staging memory.
+        slots: The node's staging memory. A chunk has the size of a slot.
         lanes: How many ranks of each node add.
-        exchange: This lane's way across nodes; `None` on one node, and for ranks that do not add.
-        spans_nodes: Whether there are several nodes.
-        one_round_bytes: The largest stream that every rank adds by itself, in bytes. Not across nodes.
-        chunk_bytes: Size of a chunk in bytes; at most that of a slot.
+        one_round_bytes: The largest stream that every rank adds by itself, in bytes. 0 across nodes.
         traffic: Where `count` counts.
-        can_keep_rank_order: Whether the ranks of each node follow each other, and those of the next node them.
-        is_over: Asked while this rank waits: whether there is no sense in waiting on. May raise.
+        across: How streams cross nodes; `None` on one node.
+
+    Attributes:
+        is_over: Asked while this rank waits; see `waiting.complete`.
+        least_bytes: The smallest stream that is worth its messages, in bytes.
+        spans_nodes: Whether there are several nodes.
+        keeps_rank_order: Whether ranks can be added in their order.
     """
 
     def __init__(
-        self,
-        slots: Slots,
-        lanes: int,
-        exchange: LaneExchange | None,
-        spans_nodes: bool,
-        one_round_bytes: int,
-        chunk_bytes: int,
-        traffic: Traffic,
-        can_keep_rank_order: bool = True,
-        is_over: Callable[[], bool] = lambda: False,
+        self, slots: Slots, lanes: int, one_round_bytes: int, traffic: Traffic, across: Across | None = None
     ) -> None:
         self.slots = slots
         self.lanes = lanes
-        self.spans_nodes = spans_nodes
-        self.can_keep_rank_order = can_keep_rank_order
-        self.least_bytes = _LEAST_ACROSS if spans_nodes else 0
+        self.is_over: Callable[[], bool] = lambda: False
+        self.least_bytes = 0 if across is None else across.least_bytes
+        self.spans_nodes = across is not None
+        self.keeps_rank_order = across is None or across.is_in_blocks
+        self._exchange = None if across is None else across.exchange
+        self._one_round_bytes = min(one_round_bytes, slots.slot_bytes)
         self._traffic = traffic
-        self._exchange = exchange
-        self._one_round_bytes = 0 if spans_nodes else min(one_round_bytes, chunk_bytes)
-        self._chunk_bytes = chunk_bytes
-        self._depth = slots.num_slots - 4
-        self.is_over = is_over
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
         self.one_round = lru_cache(_SCHEDULES)(self._one_round)
         self._whole_schedule = lru_cache(_SCHEDULES)(self._cut_once)
 
     def _schedule(self, lengths: tuple[int, ...], itemsize: int) -> Schedule:
         """Cut pieces of these lengths into chunks."""
-        return stream_schedule(lengths, self.lanes, max(1, self._chunk_bytes // itemsize))
+        return stream_schedule(lengths, self.lanes, max(1, self.slots.slot_bytes // itemsize))
 
     def _one_round(self, count: int, dtype: np.dtype[Any]) -> OneRound:
         """Prepare for small streams of a length."""
@@ -101,7 +106,7 @@ class StreamReducer:
         return Transfer(
             self.slots,
             self._exchange,
-            self._depth,
+            self.slots.depth,
             schedule,
             stream,
             reduction,
@@ -131,4 +136,5 @@ class StreamReducer:
         """
         if not has_begun:
             transfer.begin()
-        complete(transfer.steps(has_begun), self.is_over)
+        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+            complete(transfer.steps(has_begun), self.is_over)

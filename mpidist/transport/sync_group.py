@@ -19,15 +19,18 @@ import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport import on_error
-from mpidist.transport.agreement import LEAVE, Agreement, MpiAgreement, SoloAgreement
+from mpidist.transport.agreement import LEAVE, Agreement, Arrival, MpiAgreement, SoloAgreement
+from mpidist.transport.cost_model import CostModel
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, command_line, load_mpi
+from mpidist.transport.pending import PendingCalls
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.topology import Topology
+from mpidist.transport.tuning import TuningKey, load_cost_model
 
 __all__ = ["SyncGroup"]
 
@@ -45,14 +48,25 @@ class SyncGroup:
         levels: The communicators of the topology, for host memory.
         shared: The arrays in memory that all ranks of a node reach.
         settings: What the environment says.
+        cost_model: The speeds of the machine.
+        calls: Calls that were started and not waited for.
     """
 
-    def __init__(self, parent: Intracomm | None, topology: Topology, settings: Settings, max_chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        parent: Intracomm | None,
+        topology: Topology,
+        settings: Settings,
+        max_chunk_bytes: int,
+        cost_model: CostModel | None = None,
+    ) -> None:
         self.topology = topology
+        self.cost_model = CostModel() if cost_model is None else cost_model
         self.settings = settings
         self._parent = parent
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
+        self.calls = PendingCalls(self.require_peers)
         self.levels: Levels
         self._agreement: Agreement
         self._connect()
@@ -95,7 +109,7 @@ class SyncGroup:
         settings.apply_log_level()
         if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
             on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
-        return cls(comm, topology, settings, max_chunk_bytes)
+        return cls(comm, topology, settings, max_chunk_bytes, _agreed_cost_model(comm, topology))
 
     @staticmethod
     def num_open() -> int:
@@ -124,7 +138,35 @@ class SyncGroup:
         """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        if self.calls:
+            self.calls.finish()
         return self._agreement.join(call, fingerprint, describe, timeout_seconds, error, placement)
+
+    def arrive(
+        self,
+        call: str,
+        fingerprint: int,
+        describe: Callable[[], Mapping[str, str]],
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+        placement: int = 0,
+    ) -> Arrival:
+        """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
+        if self._is_closed:
+            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        return self._agreement.arrive(call, fingerprint, describe, timeout_seconds, error, placement)
+
+    def have_all_arrived(self) -> bool:
+        """Whether all ranks have joined the round of `arrive`. Local."""
+        return self._agreement.have_all_arrived()
+
+    def conclude(self, arrival: Arrival) -> bool:
+        """Wait for all ranks to join the round, and compare: `Agreement.conclude`."""
+        return self._agreement.conclude(arrival)
+
+    def require_peers(self) -> bool:
+        """Raise if another rank has given up waiting: `Agreement.require_peers`. Local."""
+        return self._agreement.require_peers()
 
     def any_of(self, flags: int) -> int:
         """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
@@ -142,6 +184,7 @@ class SyncGroup:
         """
         if self._is_closed:
             raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
+        self.calls.abandon()
         if self._parent is not None and not any(self._parent.allgather(self._agreement.broken is not None)):
             self._free_levels()
         self._connect()
@@ -155,6 +198,8 @@ class SyncGroup:
         """
         if self._is_closed:
             return
+        if self.calls and self._agreement.broken is None:
+            self.calls.finish()
         self._is_closed = True
         if self in _open_groups:
             _open_groups.remove(self)
@@ -177,7 +222,9 @@ class SyncGroup:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
             return
         settings = self.settings
-        self.levels = Levels.from_mpi(self._parent, self.topology, self._max_chunk_bytes, settings.transport)
+        self.levels = Levels.from_mpi(
+            self._parent, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model
+        )
         streams = self.levels.streams
         rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
         self._agreement = MpiAgreement(self._parent.Dup(), settings.check, settings.timeout_seconds, rounds)
@@ -214,6 +261,13 @@ def _agreed_settings(comm: Intracomm) -> Settings:
                 who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
                 raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
     return settings
+
+
+def _agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
+    """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
+    model = load_cost_model(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
+    agreed: CostModel | None = comm.bcast(model, 0)
+    return agreed
 
 
 def _discover(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Generator
+from typing import Final, TypeVar
 
 __all__ = ["complete", "poll"]
+
+_T = TypeVar("_T")
 
 SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
 _YIELD_SECONDS: Final = 0.002
@@ -39,26 +41,34 @@ def poll(test: Callable[[], bool], is_over: Callable[[], bool], spins: int = SPI
     return True
 
 
-def complete(steps: Iterator[int], is_over: Callable[[], bool]) -> None:
+def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool], spins: int = SPINS) -> _T:
     """Drive work that waits for other ranks, to its end.
 
     Args:
-        steps: The work. It yields whenever it can do nothing now: a number that grows as it gets on.
-        is_over: As in `poll`; where it returns True the work is abandoned.
+        steps: The work. It yields whenever it can do nothing now: a number that changes as it gets on.
+        is_over: As in `poll`, but that it must raise when there is no sense in waiting further.
+        spins: As in `poll`.
+
+    Returns:
+        What the work returns.
     """
     at, spun, start = -1, 0, 0.0
-    for now in steps:
-        if now != at:
-            at, spun = now, 0
-        elif spun < SPINS:
-            spun += 1
-        elif spun == SPINS:
-            spun, start = spun + 1, time.monotonic()
-            os.sched_yield()
-        else:
-            if is_over():
-                return
-            _rest(time.monotonic() - start)
+    try:
+        while True:
+            now = next(steps)
+            if now != at:
+                at, spun = now, 0
+            elif spun < spins:
+                spun += 1
+            elif spun == spins:
+                spun, start = spun + 1, time.monotonic()
+                os.sched_yield()
+            else:
+                is_over()
+                _rest(time.monotonic() - start)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
 
 
 def _rest(waited: float) -> None:

@@ -1,0 +1,38 @@
+"""The handle of a reduction that was started: `wait` for it."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mpidist import nest
+from mpidist.transport.pending import Pending, PendingCalls
+
+__all__ = ["PendingResult"]
+
+
+@final
+class PendingResult:
+    """A reduction under way, of `ReplicaContext.start_all_reduce`.
+
+    Reductions get on, in the order of their start, whenever this rank starts or waits for one, asks whether one is
+    done, or makes any other collective call, which finishes them first. No thread works for them.
+    """
+
+    def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:
+        self._calls, self._call = calls, call
+        self._value, self._out = value, out
+
+    def is_done(self) -> bool:
+        """Whether the result is there, and let reductions under way get on. Does not wait."""
+        self._calls.advance()
+        return self._call.is_done
+
+    def wait(self) -> Any:
+        """Wait for the result, and return it: what `all_reduce` would. Collective. May be called again.
+
+        Raises:
+            Exception: What `all_reduce` would have raised.
+        """
+        self._calls.finish(self._call)
+        results = self._call.result
+        return self._out if self._out is not None else nest.rebuild(self._value, results)

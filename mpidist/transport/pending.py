@@ -1,0 +1,113 @@
+"""Calls that were started and not waited for: they get on, in order, whenever their ranks look after them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.waiting import complete
+
+__all__ = ["Pending", "PendingCalls", "Steps"]
+
+Steps = Generator[int, None, Any]
+
+_IDLE_STEPS: Final = 4  # looks at what others must do first, before the caller gets its time back
+
+
+@final
+class Pending:
+    """One call under way.
+
+    Attributes:
+        is_waited_for: Whether the caller has nothing better to do.
+        is_done: Whether the result, or an error, is there.
+    """
+
+    def __init__(self, steps: Callable[[Pending], Steps]) -> None:
+        self.is_waited_for = False
+        self.is_done = False
+        self._steps = steps(self)
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def result(self) -> Any:
+        """What the call returned.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def advance(self) -> None:
+        """Do what can be done now. Local."""
+        at, idle = -1, 0
+        try:
+            while idle < _IDLE_STEPS:
+                with np.errstate(all="ignore"):  # of a block, not of the caller's work between two calls of this
+                    now = next(self._steps)
+                at, idle = (at, idle + 1) if now == at else (now, 0)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except Exception as error:  # it is the caller's who waits for this call
+            self._end(None, error)
+
+    def finish(self, is_over: Callable[[], bool]) -> None:
+        """Do all of it. Waits for the other ranks."""
+        self.is_waited_for = True
+        try:
+            with np.errstate(all="ignore"):
+                self._end(complete(self._steps, is_over), None)
+        except Exception as error:
+            self._end(None, error)
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        self.is_done = True
+        self._result, self._error = result, error
+
+
+@final
+class PendingCalls:
+    """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
+
+    Args:
+        is_over: Asked while a rank waits; see `waiting.complete`.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._calls: deque[Pending] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def start(self, steps: Callable[[Pending], Steps]) -> Pending:
+        """Put a call behind the others, and let the first get on. Local."""
+        call = Pending(steps)
+        self._calls.append(call)
+        self.advance()
+        return call
+
+    def advance(self) -> None:
+        """Let the calls get on, as far as the other ranks are. Local."""
+        while self._calls:
+            self._calls[0].advance()
+            if not self._calls[0].is_done:
+                return
+            self._calls.popleft()
+
+    def finish(self, last: Pending | None = None) -> None:
+        """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
+        while self._calls and (last is None or not last.is_done):
+            call = self._calls[0]
+            call.finish(self._is_over)
+            self._calls.popleft()
+
+    def abandon(self) -> None:
+        """Forget the calls."""
+        self._calls.clear()
