@@ -2,5 +2,6 @@
 
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
 from placements import placement
+from transports import transport
 
-__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure"]
+__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure", "transport"]

@@ -10,6 +10,7 @@ import pytest
 from contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, bits, contribution, in_rank_order, reduction_of
 from everywhere import same_everywhere
 from placements import PLACEMENTS
+from transports import TRANSPORTS, set_sizes
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.core
 
 LEADER_BYTES = 16 << 10  # up to here a leader speaks for its node
+LEAST_BYTES = 64 << 10  # from here on streams go across nodes, in these tests
+CHUNK_BYTES = 48 << 10
 OPS = ["SUM", "MEAN", "MIN", "MAX", "PROD"]
 
 # Name -> the algorithm and the options that make it run.
@@ -42,8 +45,11 @@ def algorithm(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def strategy(comm: Intracomm, placement: tuple[int, ...], algorithm: str) -> Iterator[Strategy]:
+def strategy(
+    comm: Intracomm, placement: tuple[int, ...], algorithm: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Strategy]:
     ops, options = ALGORITHMS[algorithm]
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=LEAST_BYTES)
     with Strategy(None, options, cross_device_ops=ops, comm=comm) as made:
         yield made
 
@@ -157,27 +163,35 @@ def cost(algorithm: str, node_sizes: Sequence[int], node: int, is_leader: bool, 
     return {"world": world, "within_node": within, "across_nodes": across}
 
 
-def streamed_cost(algorithm: str, topology: Topology, count: int) -> dict[str, Any]:
-    """Say what float32 numbers cost that go through shared memory and across nodes, in one chunk."""
-    on_node, num_nodes = topology.local_size, topology.num_nodes
-    within = {"all_reduce": (1, 2 * count * 4 * (on_node - 1) // on_node)}
-    across = {}
-    lanes = min(topology.node_sizes)
-    if topology.local_rank < lanes:
-        bounds = chunk_bounds(count, lanes)
-        shard = bounds[topology.local_rank + 1] - bounds[topology.local_rank]
+def streamed_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int) -> dict[str, Any]:
+    """Say the same of float32 numbers that go through shared memory, and in chunks across nodes."""
+    num_ranks, num_nodes, on_node = topology.size, topology.num_nodes, topology.local_size
+    if num_nodes == 1:
+        return {
+            "world": {"all_reduce": (1, 2 * total * (num_ranks - 1) // num_ranks)},
+            "within_node": {},
+            "across_nodes": {},
+        }
+    lanes, lane, node = min(topology.node_sizes), topology.local_rank, topology.node
+    sent = []
+    for start in range(0, total // 4, chunk_bytes // 4):
+        bounds = chunk_bounds(min(chunk_bytes // 4, total // 4 - start), lanes)
+        shard = bounds[lane + 1] - bounds[lane] if lane < lanes else 0
         if algorithm == "in rank order":  # partial sums up, the result down
-            across = {"exchange": (1, ((topology.node > 0) + (topology.node < num_nodes - 1)) * shard * 4)}
+            sent.append(((node > 0) + (node < num_nodes - 1)) * shard * 4)
         else:
             parts = shard_bounds(shard, num_nodes)
-            own = parts[topology.node + 1] - parts[topology.node]
-            across = {"exchange": (1, 2 * (shard - own) * 4)}
-    return {"world": {}, "within_node": within, "across_nodes": across}
+            sent.append(2 * (shard - (parts[node + 1] - parts[node])) * 4)
+    return {
+        "world": {},
+        "within_node": {"all_reduce": (1, 2 * total * (on_node - 1) // on_node)},
+        "across_nodes": {"exchange": (len(sent), sum(sent))} if lane < lanes else {},
+    }
 
 
 def goes_in_streams(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
     streams, nodes = strategy.extended.group.levels.streams, strategy.topology.node_of_rank
-    if streams is None or not streams.spans_nodes or nbytes < streams.least_bytes:
+    if streams is None or nbytes < LEAST_BYTES * (len(set(nodes)) > 1):
         return False
     in_blocks = list(nodes) == sorted(nodes)
     return algorithm in ("CollectiveAllReduce", "HierarchicalCopyAllReduce") or (
@@ -198,37 +212,42 @@ def moved(strategy: Strategy, value: Any, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorithm: str) -> None:
-    """Byte counts: below, at and above the leader limit, of lengths that all numbers of ranks and nodes divide."""
+@pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
+def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorithm: str, transport: str) -> None:
+    """Byte counts: below, at and above the leader limit, of lengths that all numbers of ranks and nodes divide.
+
+    In shared memory also of one chunk and of several.
+    """
     topology, at_limit = strategy.topology, LEADER_BYTES // 4
     around = [] if at_limit % topology.size else [at_limit, at_limit + topology.size]
-    for count in [topology.size, *around, 5000 * topology.size]:
+    streams = strategy.extended.group.levels.streams
+    assert (streams is not None) == (transport == "shared_memory" and topology.size > 1)
+    for count in [topology.size, *around, 5000 * topology.size, 15_000 * topology.size]:
         value = np.ones(count, np.float32)
         stated = cost(algorithm, topology.node_sizes, topology.node, topology.is_leader, value.nbytes)
-        if goes_in_streams(strategy, algorithm, value.nbytes):
-            stated = streamed_cost(algorithm, topology, count)
+        if streams is not None and goes_in_streams(strategy, algorithm, value.nbytes):
+            stated = streamed_cost(algorithm, topology, value.nbytes, streams.slots.slot_bytes)
         assert moved(strategy, value) == stated
         pieces = [value[:1], value[1:]]
         assert moved(strategy, pieces, bytes_per_pack=10**9) == stated, "two arrays in one pack cost what one costs"
 
 
-@pytest.mark.parametrize("algorithm", ["CollectiveAllReduce", "HierarchicalCopyAllReduce"])
-def test_no_node_sends_more_than_any_all_reduce_must(strategy: Strategy, algorithm: str, comm: Intracomm) -> None:
-    """2 (K - 1) / K of the message for K nodes, however the ranks are placed; many chunks."""
-    topology = strategy.topology
-    value = np.ones(700_001, np.float32)
-    if not goes_in_streams(strategy, algorithm, value.nbytes):
-        return  # one node, or as many as ranks
-    moved(strategy, value)
-    across = strategy.extended.group.levels.across_nodes.traffic
-    sent, chunks = [0] * topology.num_nodes, 0
-    for node, nbytes, calls in comm.allgather((topology.node, across.nbytes["exchange"], across.calls["exchange"])):
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "one node"], indirect=True)
+@pytest.mark.parametrize("algorithm", ["CollectiveAllReduce", "HierarchicalCopyAllReduce"], indirect=True)
+@pytest.mark.parametrize("count", [100_001, LEAST_BYTES // 4])
+def test_no_node_sends_more_than_any_all_reduce_must(strategy: Strategy, comm: Intracomm, count: int) -> None:
+    """2 (K - 1) / K of the message for K nodes, however many ranks they have, and in whatever order."""
+    topology, num_nodes = strategy.topology, strategy.topology.num_nodes
+    what = moved(strategy, np.ones(count, np.float32))
+    assert what["world"] == {}
+    sent, chunks = [0] * num_nodes, 0
+    for node, (calls, nbytes) in comm.allgather((topology.node, what["across_nodes"].get("exchange", (0, 0)))):
         sent[node] += nbytes
-        chunks += calls
-    least = 2 * value.nbytes * (topology.num_nodes - 1) / topology.num_nodes
-    rounding = 2 * value.itemsize * chunks  # parts of a shard differ by one element
-    assert least - rounding <= min(sent)
-    assert max(sent) <= least + rounding
+        chunks = max(chunks, calls)
+    rest = 8 * min(topology.node_sizes) * chunks  # where nodes do not divide a shard: a number more, there and back
+    least = 8 * count * (num_nodes - 1) / num_nodes
+    assert all(least - rest <= nbytes <= least + rest for nbytes in sent)
 
 
 def test_reproducible_results_do_not_depend_on_the_placement(

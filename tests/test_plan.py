@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import CommunicationOptions, ReduceOp
-from mpidist.cross_device_ops.plan import Plan, Spec, group_by_size, make_plan, wire_and_result_dtypes
+from mpidist.cross_device_ops.plan import Plan, Spec, StreamPlan, group_by_size, make_plan, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.levels import Levels
@@ -289,6 +289,13 @@ def with_streams() -> Sizes:
     return Sizes(streams=StreamReducer(Slots(None, 1 << 20), 1, 0, Traffic()))
 
 
+def streamed(arrays: Sequence[Spec], op: ReduceOp = SUM, **options: Any) -> dict[np.dtype[Any], StreamPlan]:
+    """The streams of a plan, by the dtype in which they travel."""
+    streams = plan_of(arrays, op, sizes=with_streams(), **options).streams
+    assert streams is not None
+    return {its.wire: its for its in streams}
+
+
 def test_streams_hold_every_array_once_last_first_by_dtype() -> None:
     arrays = [*specs(3, (2, 2)), *specs(5, dtype=I64), *specs(0, 7)]
     streams = plan_of(arrays, sizes=with_streams()).streams
@@ -300,6 +307,51 @@ def test_streams_of_a_mean_say_what_travels_and_what_comes_back() -> None:
     streams = plan_of(specs(3, dtype=I8), MEAN, sizes=with_streams()).streams
     assert streams is not None
     assert (streams[0].wire, streams[0].result, streams[0].divide_by) == (np.int32, np.float32, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_packs": 0}, {"num_packs": 7}, {"bytes_per_pack": 1}], ids=str)
+def test_packs_do_not_cut_streams(options: Any) -> None:
+    """Chunks do, in another way."""
+    values = specs(3, 0, (2, 5), (), 17, (0, 4)) + specs(9, (), 6, dtype=I64) + specs(5, 0, dtype=BF16)
+    streams = streamed(values, **options)
+    assert {wire: its.indices for wire, its in streams.items()} == {F32: (4, 3, 2, 0), I64: (8, 7, 6), BF16: (9,)}
+    assert {wire: its.lengths for wire, its in streams.items()} == {F32: (17, 1, 10, 3), I64: (6, 1, 9), BF16: (5,)}
+    for wire, its in streams.items():
+        assert (its.result, its.divide_by) == (wire, 1)
+        assert its.count == its.schedule.count == sum(its.lengths)
+        assert its.nbytes == its.count * wire.itemsize
+
+
+def test_arrays_without_elements_make_no_stream() -> None:
+    """X1, X49."""
+    for op in OPS:
+        assert streamed([], op) == {}
+        assert streamed(specs(0, (0, 5), (3, 0)), op) == {}
+
+
+def test_streams_of_one_shape_are_known() -> None:
+    """Empty arrays are not in them, and do not count."""
+    assert streamed(specs((2, 3), (2, 3), 0))[F32].is_uniform
+    assert not streamed(specs((2, 3), (3, 2)))[F32].is_uniform
+
+
+def test_streams_of_means_are_divided_once() -> None:
+    """Of integers in the wider dtype that they travel in; of halves before they are rounded."""
+    values = specs(1) + specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)) + specs(4, dtype=BF16)
+    streams = streamed(values, MEAN, num_ranks=5)
+    integers, halves = streams[np.dtype(np.int32)], streams[BF16]
+    assert (integers.result, integers.indices) == (np.float32, (2, 1))
+    for its in (streams[F32], integers):
+        assert (its.reduction.op, its.reduction.divisor, its.divide_by) == ("sum", 1, 5)
+    assert (halves.reduction.op, halves.reduction.divisor, halves.divide_by) == ("sum", 5, 1)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
+def test_streams_of_other_reductions_are_divided_by_nothing(op: ReduceOp) -> None:
+    for dtype in (F32, BF16, I8):
+        its = streamed(specs(3, dtype=dtype), op, reproducible=True)[dtype]
+        assert (its.reduction.op, its.reduction.divisor, its.divide_by) == (op.name.lower(), 1, 1)
+        assert its.reduction.in_rank_order
 
 
 def test_device_arrays_do_not_go_in_streams() -> None:
