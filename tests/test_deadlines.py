@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import time
 import weakref
@@ -18,6 +19,7 @@ from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import MpiRounds
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ def options(timeout_seconds: float | None) -> CommunicationOptions:
     return CommunicationOptions(timeout_seconds=timeout_seconds)
 
 
+def late(*ranks: int, size: int) -> str:
+    """Return how an error speaks of ranks of one node that do not come, as a pattern."""
+    return rf"{name_ranks(ranks)} of {size} ranks did not join it"
+
+
 @contextmanager
 def taking(at_least: float, at_most: float = 5) -> Iterator[None]:
     """Expect the body to take so many seconds."""
@@ -50,7 +57,9 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
     deadline = options(1)
     assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
     if comm.rank == 0:
-        with taking(at_least=1), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\) on rank 0 waited 1 s"):
+        others = late(*range(1, comm.size), size=comm.size)
+        pattern = rf"^reduce \(call 3\) on rank 0 waited 1 s, and {others}\. Every rank must make"
+        with taking(at_least=1), pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reduce("SUM", 1.0, options=deadline)
         for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
             with (
@@ -67,6 +76,48 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
     for _ in range(2):
         assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
         assert strategy.gather(np.ones(1), 0).size == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("number", [1, -1])
+def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int) -> None:
+    """And no other, wherever its lateness is found out first."""
+    strategy = Strategy(None, options(0.3), comm=comm)
+    odd = number % comm.size
+    if comm.rank == odd:
+        comm.Barrier()
+    with pytest.raises(DeadlineExceededError) as caught:
+        strategy.reduce("SUM", 1.0)
+    if comm.rank != odd:
+        comm.Barrier()
+    waited = rf"on rank {comm.rank} waited 0\.3 s, and {late(odd, size=comm.size)}"
+    told = rf"on rank {comm.rank} cannot complete: .* had given up waiting"
+    assert re.search(told if comm.rank == odd else f"{waited}|{told}", str(caught.value))
+    assert any(comm.allgather(" waited 0.3 s" in str(caught.value)))
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("variable", ["MPIDIST_PRETEND_NODES", "MPIDIST_TRANSPORT"])
+def test_messages_do_not_tell_which_rank_is_late(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Across nodes, and where ranks do not share memory."""
+    from mpi4py import MPI
+
+    nodes = ",".join(map(str, range(MPI.COMM_WORLD.Get_size())))
+    monkeypatch.setenv(variable, "mpi" if variable == "MPIDIST_TRANSPORT" else nodes)
+    strategy = Strategy(None, options(0.2), comm=comm)
+    if comm.rank == 0:
+        pattern = rf"waited 0\.2 s, and not all of the {comm.size} ranks joined it\. Every rank must make"
+        with taking(0.2), pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
     strategy.close()
 
 
@@ -103,9 +154,10 @@ WAITS: dict[str, Callable[[Strategy], Any]] = {
 @pytest.mark.timeout(15)
 def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm) -> None:
     strategy = Strategy(None, options(0.2), comm=comm)
+    pattern = rf"\(call \d+\) on rank 0 waited 0\.2 s, and {late(*range(1, comm.size), size=comm.size)}"
     for name, call in WAITS.items():
         if comm.rank == 0:
-            with taking(0.2), pytest.raises(DeadlineExceededError, match=r"\(call \d+\) on rank 0 waited 0\.2 s"):
+            with taking(0.2), pytest.raises(DeadlineExceededError, match=pattern):
                 call(strategy)
         comm.Barrier()
         strategy.reset()
