@@ -70,6 +70,14 @@ def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.no_mpi
+def test_numbers_of_pretended_nodes_are_not_kept(tmp_path: Path) -> None:
+    done = tune(tmp_path, "tune", "--seconds", "0.1", MPIDIST_PRETEND_NODES="0")
+    assert done.returncode == 0, done.stderr
+    assert "The numbers are not kept: MPIDIST_PRETEND_NODES" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -123,6 +131,7 @@ def test_ranks_measure_together_and_alike(
         assert ("mpi_seconds" in measured) == several
         assert ("link_bytes_per_second" in measured) == (group.topology.num_nodes > 1)
         assert ("sync_seconds" in measured) == (several and transport == "auto")
+        assert ("copy_bytes_per_second" in measured) == (not several or transport == "auto")
     finally:
         group.close()
 

@@ -281,13 +281,14 @@ def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, floa
     rates = {size: _rate(2 * size, times[f"copy {size}"], 2 * size / _BLOCK * sync) for size in _SWEEP}
     fast, slow = rates[_SWEEP[0]], min(rates.values())
     cached = takewhile(lambda size: rates[size] >= math.sqrt(fast * slow), _SWEEP)
-    costs = {
-        "call_seconds": call,
-        "copy_bytes_per_second": fast,
-        "stream_bytes_per_second": slow,
-        "add_bytes_per_second": _rate(_BLOCK, times["add"], 2 * sync + _BLOCK / fast),
-        "cache_bytes": float(max(cached) * ranks),
-    }
+    costs = {"call_seconds": call}
+    if ranks == 1 or "pipeline" in times:  # else no rank took anything from another one's memory
+        costs |= {
+            "copy_bytes_per_second": fast,
+            "stream_bytes_per_second": slow,
+            "add_bytes_per_second": _rate(_BLOCK, times["add"], 2 * sync + _BLOCK / fast),
+            "cache_bytes": float(max(cached) * ranks),
+        }
     if "pipeline" in times:
         parts = 2 * sync + (3 + 2 * ranks) * call
         costs |= {"sync_seconds": sync, "pipeline_seconds": max(times["pipeline"] - parts, call)}
