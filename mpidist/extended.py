@@ -14,6 +14,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_context import ReplicaContext
+from mpidist.scattering import reduce_scatter
 from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.devices import Device
 from mpidist.transport.sync_group import SyncGroup
@@ -257,6 +258,15 @@ class StrategyExtended:
         if options is not None and not isinstance(options, CommunicationOptions):
             raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
         return all_gather(self._group, call, open_nest(value), axis, self._options.merge(options))
+
+    def reduce_scatter(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        """Reduce, and give each rank its part: `ReplicaContext.reduce_scatter`. Collective."""
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+        merged = self._options.merge(options)
+        return reduce_scatter(self._group, "reduce_scatter", reduce_op, open_nest(value), axis, merged)
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
         """Refuse a call from inside `run`, from another strategy's scope, or after `close`.

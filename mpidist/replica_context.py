@@ -106,6 +106,27 @@ class ReplicaContext:
         self._require_current("start_all_reduce")
         return self._strategy.extended.cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
 
+    def reduce_scatter(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce every replica's value, and give each replica its part of the result along an axis. Collective.
+
+        Args:
+            reduce_op: A `ReduceOp` or its name in any case.
+            value: An array of at least one dimension, or a nest of them, of the same shapes on every replica.
+            axis: The axis; negative counts from the end.
+            options: Laid over the strategy's.
+
+        Returns:
+            A nest like `value`: replica r gets the r-th part of the axis. Lengths differ by at most one, longer ones
+            first. `all_gather` of the parts is what `all_reduce` returns.
+
+        Raises:
+            InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
+        """
+        self._require_current("reduce_scatter")
+        return self._strategy.extended.reduce_scatter(reduce_op, value, axis, options)
+
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.
 

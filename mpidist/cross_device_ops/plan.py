@@ -22,7 +22,10 @@ from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.schedule import Schedule
 from mpidist.transport.streams import StreamReducer
 
-__all__ = ["Chunk", "Piece", "Plan", "Spec", "StreamPlan", "group_by_size", "make_plan", "wire_and_result_dtypes"]
+__all__ = [
+    "Chunk", "Piece", "Plan", "Spec", "StreamPlan", "group_by_size", "make_plan", "reduction_of",
+    "wire_and_result_dtypes",
+]  # fmt: skip
 
 # By code, not by kind: float8_e5m2 of `ml_dtypes` says of itself that its kind is "f", and no transport adds it.
 _NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
@@ -275,7 +278,7 @@ def make_plan(
     streams: list[StreamPlan] = []
     count = 0
     for (device, wire), pieces in groups.items():
-        reduction, divide_by = _reduction(op, wire, options, num_ranks)
+        reduction, divide_by = reduction_of(op, wire, options, num_ranks)
         if sizes.streams is not None:
             result = dtypes[pieces[0].index][1]
             streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams, specs)
@@ -313,9 +316,10 @@ def _stream_of(
     return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule, is_uniform)]
 
 
-def _reduction(
+def reduction_of(
     op: ReduceOp, wire: np.dtype[Any], options: CommunicationOptions, num_ranks: int
 ) -> tuple[Reduction, int]:
+    """Say what the transport does, and what its results are then divided by."""
     name = "sum" if op is ReduceOp.MEAN else op.name.lower()
     divisor = num_ranks if op is ReduceOp.MEAN else 1
     if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow

@@ -93,11 +93,16 @@ class Communicator(ABC):
         """Leave the reduction in the root's buffer; the other ranks' buffers are lost. S bytes."""
 
     @abstractmethod
-    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
         """Leave the reduction of each shard with its rank. S - s bytes.
 
+        Args:
+            buffer: [n], this rank's contribution.
+            reduction: The elementwise operation.
+            bounds: As `shard_bounds` makes them, where the shards have other lengths.
+
         Returns:
-            This rank's shard, a view of `buffer` cut by `shard_bounds`; the rest of `buffer` is lost.
+            This rank's shard, a view of `buffer`; the rest of `buffer` is lost.
         """
 
     @abstractmethod
@@ -149,7 +154,7 @@ class SoloCommunicator(Communicator):
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         reduction.finish(buffer)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
+    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
         reduction.finish(buffer)
         return buffer
 

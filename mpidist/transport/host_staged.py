@@ -44,9 +44,10 @@ class HostStagedCommunicator(Communicator):
         if self.rank == root:
             buffer[...] = arrays.from_host(staged, buffer)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
-        shard = self._host.reduce_scatter(arrays.to_host(buffer), reduction)
-        bounds = shard_bounds(buffer.size, self.size)
+    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        shard = self._host.reduce_scatter(arrays.to_host(buffer), reduction, bounds)
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         own[...] = arrays.from_host(shard, buffer)
         return own

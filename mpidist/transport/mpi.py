@@ -130,8 +130,9 @@ class MpiCommunicator(Communicator):
         for chunk in self._chunks(buffer):
             self._reduce(chunk, reduction, root)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
-        bounds = shard_bounds(buffer.size, self.size)
+    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
         if buffer.nbytes > self._max_chunk_bytes:

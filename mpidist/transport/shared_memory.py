@@ -59,8 +59,9 @@ class SharedMemoryCommunicator(Communicator):
         schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
         self._run(schedule, Stream(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction) -> Array:
-        bounds = shard_bounds(buffer.size, self.size)
+    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
         schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))

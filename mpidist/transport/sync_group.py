@@ -31,6 +31,7 @@ from mpidist.transport.settings import Settings
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.topology import Topology
 from mpidist.transport.tuning import TuningKey, load_cost_model
+from mpidist.transport.waiting import set_crowded
 
 __all__ = ["SyncGroup"]
 
@@ -107,6 +108,7 @@ class SyncGroup:
             comm.Free()
             raise
         settings.apply_log_level()
+        set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
         if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
             on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
         return cls(comm, topology, settings, max_chunk_bytes, _agreed_cost_model(comm, topology))

@@ -5,54 +5,65 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator
-from typing import Final, TypeVar
+from typing import Final, TypeVar, final
 
-__all__ = ["complete", "poll"]
+__all__ = ["complete", "poll", "set_crowded"]
 
 _T = TypeVar("_T")
 
-SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
+_SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
+_SPINS_IN_A_CROWD: Final = 20  # where another rank waits for this core
 _YIELD_SECONDS: Final = 0.002
+_LOOK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
 _LONG_NAP_SECONDS: Final = 0.001
 _LONG_WAIT_SECONDS: Final = 1.0
 
 
-def poll(test: Callable[[], bool], is_over: Callable[[], bool], spins: int = SPINS) -> bool:
+@final
+class _Habit:
+    spins = _SPINS
+
+
+def set_crowded(num_ranks: int) -> None:
+    """Say how many ranks this machine has to run. With more than it has cores, they give up theirs sooner."""
+    _Habit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
+
+
+def poll(test: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
     """Test until something has come.
 
     Args:
         test: Says whether it has.
         is_over: Asked now and then, from when the wait is long on: whether there is no sense in waiting further.
             May raise.
-        spins: How often to test before giving up the core.
 
     Returns:
         Whether it has come.
     """
-    for _ in range(spins):
+    for _ in range(_Habit.spins):
         if test():
             return True
     start = time.monotonic()
     while not test():
-        if is_over():
+        waited = time.monotonic() - start
+        if waited > _LOOK_SECONDS and is_over():
             return test()
-        _rest(time.monotonic() - start)
+        _rest(waited)
     return True
 
 
-def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool], spins: int = SPINS) -> _T:
+def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T:
     """Drive work that waits for other ranks, to its end.
 
     Args:
         steps: The work. It yields whenever it can do nothing now: a number that changes as it gets on.
         is_over: As in `poll`, but that it must raise when there is no sense in waiting further.
-        spins: As in `poll`.
 
     Returns:
         What the work returns.
     """
-    at, spun, start = -1, 0, 0.0
+    at, spun, start, spins = -1, 0, 0.0, _Habit.spins
     try:
         while True:
             now = next(steps)
@@ -64,8 +75,10 @@ def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool], spins
                 spun, start = spun + 1, time.monotonic()
                 os.sched_yield()
             else:
-                is_over()
-                _rest(time.monotonic() - start)
+                waited = time.monotonic() - start
+                if waited > _LOOK_SECONDS:
+                    is_over()
+                _rest(waited)
     except StopIteration as end:
         result: _T = end.value
         return result
