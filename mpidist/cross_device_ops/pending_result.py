@@ -15,7 +15,8 @@ class PendingResult:
     """A reduction under way, of `ReplicaContext.start_all_reduce`.
 
     Reductions get on, in the order of their start, whenever this rank starts or waits for one, asks whether one is
-    done, or makes any other collective call, which finishes them first. No thread works for them.
+    done, or makes any other collective call, which finishes them first. With several nodes, a thread looks after them
+    between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
     """
 
     def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Final, final
@@ -14,6 +16,7 @@ __all__ = ["Pending", "PendingCalls", "Steps"]
 
 Steps = Generator[int, None, Any]
 
+_PAUSE_SECONDS: Final = 0.0001  # of the thread, between two looks
 _IDLE_STEPS: Final = 4  # looks at what others must do first, before the caller gets its time back
 
 
@@ -75,13 +78,22 @@ class Pending:
 class PendingCalls:
     """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
 
+    Within a node whatever moves data is work of this rank's core, so calls get on when the rank looks after them.
+    Between nodes they mostly wait for the network: there a thread can look after them while the rank computes.
+
     Args:
         is_over: Asked while a rank waits; see `waiting.complete`.
+        uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads.
     """
 
-    def __init__(self, is_over: Callable[[], bool]) -> None:
+    def __init__(self, is_over: Callable[[], bool], uses_thread: bool = False) -> None:
         self._is_over = is_over
+        self._uses_thread = uses_thread
         self._calls: deque[Pending] = deque()
+        self._lock = threading.RLock()
+        self._has_work = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -89,25 +101,48 @@ class PendingCalls:
     def start(self, steps: Callable[[Pending], Steps]) -> Pending:
         """Put a call behind the others, and let the first get on. Local."""
         call = Pending(steps)
-        self._calls.append(call)
-        self.advance()
+        with self._lock:
+            self._calls.append(call)
+            self.advance()
+        if self._uses_thread and self._calls:
+            self._has_work.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
+                self._thread.start()
         return call
 
     def advance(self) -> None:
         """Let the calls get on, as far as the other ranks are. Local."""
-        while self._calls:
-            self._calls[0].advance()
-            if not self._calls[0].is_done:
-                return
-            self._calls.popleft()
+        with self._lock:
+            while self._calls:
+                self._calls[0].advance()
+                if not self._calls[0].is_done:
+                    return
+                self._calls.popleft()
 
     def finish(self, last: Pending | None = None) -> None:
         """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
-        while self._calls and (last is None or not last.is_done):
-            call = self._calls[0]
-            call.finish(self._is_over)
-            self._calls.popleft()
+        with self._lock:
+            while self._calls and (last is None or not last.is_done):
+                self._calls[0].finish(self._is_over)
+                self._calls.popleft()
 
     def abandon(self) -> None:
-        """Forget the calls."""
-        self._calls.clear()
+        """Forget the calls, and end the thread."""
+        with self._lock:
+            self._calls.clear()
+            self._is_closed = True
+            self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look_after(self) -> None:
+        while True:
+            self._has_work.wait()
+            with self._lock:
+                if self._is_closed:
+                    return
+                self.advance()
+                if not self._calls:
+                    self._has_work.clear()
+            time.sleep(_PAUSE_SECONDS)

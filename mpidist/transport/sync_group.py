@@ -67,7 +67,7 @@ class SyncGroup:
         self._parent = parent
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
-        self.calls = PendingCalls(self.require_peers)
+        self.calls: PendingCalls
         self.levels: Levels
         self._agreement: Agreement
         self._connect()
@@ -202,6 +202,7 @@ class SyncGroup:
             return
         if self.calls and self._agreement.broken is None:
             self.calls.finish()
+        self.calls.abandon()
         self._is_closed = True
         if self in _open_groups:
             _open_groups.remove(self)
@@ -222,6 +223,7 @@ class SyncGroup:
     def _connect(self) -> None:
         if self._parent is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
+            self.calls = PendingCalls(self.require_peers)
             return
         settings = self.settings
         self.levels = Levels.from_mpi(
@@ -231,6 +233,8 @@ class SyncGroup:
         rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
         self._agreement = MpiAgreement(self._parent.Dup(), settings.check, settings.timeout_seconds, rounds)
         self.levels.watch(self._agreement.require_peers)
+        allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
+        self.calls = PendingCalls(self.require_peers, self.topology.num_nodes > 1 and allows_threads)
         if self not in _open_groups:
             _open_groups.append(self)
 
