@@ -1,0 +1,155 @@
+"""How streams are cut into chunks, and chunks into shards: every element once, and where it is said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.schedule import (
+    FINE_COUNT,
+    Move,
+    Schedule,
+    chunk_bounds,
+    scatter_schedule,
+    stream_schedule,
+)
+
+pytestmark = pytest.mark.no_mpi
+
+LINE = 16  # elements
+
+lengths_of = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 300)), max_size=25) | st.lists(
+    st.sampled_from([0, 7, 7, 7]), max_size=40
+)
+lanes_of = st.integers(1, 6)
+chunk_of = st.integers(1, 700)
+
+
+def places(move: Move, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Open a move: piece, element of it, and place in the chunk, of every element."""
+    if move.last == move.first + 1:
+        elements = [(move.first, at) for at in range(move.start, move.stop)]
+    else:
+        assert (move.start, move.stop) == (0, lengths[move.first]), "of several pieces, all are whole"
+        elements = [(piece, at) for piece in range(move.first, move.last) for at in range(lengths[piece])]
+    assert len(elements) == move.end - move.at
+    return [(piece, element, move.at + index) for index, (piece, element) in enumerate(elements)]
+
+
+def check_shards(schedule: Schedule, lanes: int, lengths: Sequence[int]) -> None:
+    """See that the moves of every shard fill it, from its first place to its last."""
+    for chunk in schedule.chunks:
+        assert len(chunk.bounds) == lanes + 1
+        assert len(chunk.shards) == lanes
+        assert (chunk.bounds[0], chunk.bounds[-1]) == (0, chunk.count)
+        for (start, stop), moves in zip(pairwise(chunk.bounds), chunk.shards, strict=True):
+            assert start <= stop
+            assert [at for move in moves for _, _, at in places(move, lengths)] == list(range(start, stop))
+            assert all(move.last > move.first and move.end > move.at for move in moves)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths_of, lanes_of, chunk_of)
+@example([], 3, 5)
+@example([0, 0], 2, 5)
+@example([0, 4, 0, 4, 0, 0, 4, 5, 4, 0], 1, 100)  # a run of whole pieces, with empty ones within
+@example([4, 4, 4, 2], 1, 10)  # a run that the end of a chunk cuts
+@example([1], 4, 1)
+@example([1000], 4, 700)
+def test_every_element_is_in_one_place_of_the_stream(lengths: list[int], lanes: int, chunk_count: int) -> None:
+    schedule = stream_schedule(lengths, lanes, chunk_count)
+    check_shards(schedule, lanes, lengths)
+    total = sum(lengths)
+    assert (schedule.count, schedule.num_pieces) == (total, len(lengths))
+    counts = [chunk.count for chunk in schedule.chunks]
+    assert sum(counts) == total
+    assert counts == [min(chunk_count, total - begin) for begin in range(0, total, chunk_count)]
+    origins = [0, *accumulate(lengths)]
+    seen = [np.zeros(length, int) for length in lengths]
+    for begin, chunk in zip(range(0, total, chunk_count), schedule.chunks, strict=True):
+        for moves in chunk.shards:
+            for move in moves:
+                for piece, element, at in places(move, lengths):
+                    assert origins[piece] + element == begin + at
+                    seen[piece][element] += 1
+    assert all((times == 1).all() for times in seen)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths_of, lanes_of, chunk_of)
+def test_whole_pieces_that_follow_each_other_are_one_move(lengths: list[int], lanes: int, chunk_count: int) -> None:
+    """So that thousands of small arrays are not thousands of copies."""
+    for chunk in stream_schedule(lengths, lanes, chunk_count).chunks:
+        for moves in chunk.shards:
+            for one, other in pairwise(moves):
+                assert not (is_whole(one, lengths) and is_whole(other, lengths))
+            cut = [move for move in moves if not is_whole(move, lengths)]
+            assert len(cut) <= 2
+            assert len(moves) <= 3
+
+
+def is_whole(move: Move, lengths: Sequence[int]) -> bool:
+    return move.stop - move.start == lengths[move.first]
+
+
+@given(st.integers(0, 5000), lanes_of)
+def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: int) -> None:
+    bounds = chunk_bounds(count, lanes)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 2 * LINE
+    if count >= 4 * LINE * lanes:
+        assert all(bound % LINE == 0 for bound in bounds[:-1])
+    else:
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(0, 3 * FINE_COUNT), max_size=4))
+def test_small_pieces_make_a_schedule_fine(lengths: list[int]) -> None:
+    assert stream_schedule(lengths, 2, 1000).is_fine == (sum(lengths) < FINE_COUNT * len(lengths))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1), lanes_of)
+def test_a_chunk_may_hold_all(lengths: list[int], lanes: int) -> None:
+    """That is how arrays are cut which are added where they lie."""
+    total = sum(lengths)
+    chunks = stream_schedule(lengths, lanes, max(1, total)).chunks
+    assert [chunk.count for chunk in chunks] == [total] * (total > 0)
+
+
+def check_scattered(schedule: Schedule, bounds: Sequence[int], chunk_count: int) -> None:
+    lanes = len(bounds) - 1
+    check_shards(schedule, lanes, [bounds[-1]])
+    assert schedule.count == bounds[-1]
+    assert not schedule.is_fine
+    seen: list[list[int]] = [[] for _ in range(lanes)]
+    for chunk in schedule.chunks:
+        assert 0 < chunk.count <= max(chunk_count, lanes)
+        for lane, moves in enumerate(chunk.shards):
+            seen[lane] += [element for move in moves for _, element, _ in places(move, [bounds[-1]])]
+    assert seen == [list(range(start, stop)) for start, stop in pairwise(bounds)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=6), chunk_of)
+@example([0, 0, 0], 4)
+@example([5, 0, 1], 1)  # less than an element a lane
+def test_given_shards_stay_what_they_are(sizes: list[int], chunk_count: int) -> None:
+    """Every chunk holds a slice of each that has some left."""
+    bounds = [0, *accumulate(sizes)]
+    check_scattered(scatter_schedule(bounds, chunk_count), bounds, chunk_count)
+
+
+@given(st.integers(0, 1000), lanes_of, chunk_of)
+def test_even_shards_fill_their_chunks(count: int, lanes: int, chunk_count: int) -> None:
+    bounds = shard_bounds(count, lanes)
+    schedule = scatter_schedule(bounds, chunk_count)
+    check_scattered(schedule, bounds, chunk_count)
+    step = max(1, chunk_count // lanes)
+    assert len(schedule.chunks) == -(-(bounds[1] - bounds[0]) // step)
