@@ -39,6 +39,7 @@ class StrategyExtended:
         device: This rank's device.
         devices: Every rank's device.
         options: The defaults of all calls.
+        per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class StrategyExtended:
         device: Device,
         devices: Sequence[str],
         options: CommunicationOptions | None = None,
+        per_node_variables: bool = False,
     ) -> None:
+        self.per_node_variables = per_node_variables
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._device = device
@@ -65,6 +68,7 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps,
         device: Device,
         options: CommunicationOptions | None = None,
+        per_node_variables: bool = False,
     ) -> StrategyExtended:
         """Tie the parts of a strategy to its ranks. Collective.
 
@@ -74,6 +78,7 @@ class StrategyExtended:
             cross_device_ops: The algorithm.
             device: This rank's device, which becomes the current one.
             options: The defaults of all calls.
+            per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
 
         Raises:
             InvalidArgumentError: If the ranks chose other parts. On every rank.
@@ -81,7 +86,7 @@ class StrategyExtended:
             UnavailableError: If `options` cannot be followed on this machine.
         """
         bound, error = cross_device_ops, None
-        fields = {"strategy": name}
+        fields = {"strategy": name, "per_node_variables": str(per_node_variables)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
@@ -96,7 +101,7 @@ class StrategyExtended:
             group.close()
             raise
         devices = group.exchange(f"/rank:{group.topology.rank}{device}")
-        return cls(group, bound, device, devices, options)
+        return cls(group, bound, device, devices, options, per_node_variables)
 
     def adopt(self, strategy: Strategy) -> None:
         """Say whose parts these are."""
@@ -247,6 +252,16 @@ class StrategyExtended:
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
         self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
         return list(self._group.shared.empty(native, per_node))
+
+    def copy_per_node(self, value: Any) -> Any:
+        """Copy an array into memory that all ranks of a node share. Collective."""
+        (place,) = self.symmetric_empty([(value.shape, value.dtype)], per_node=True)
+        self.write_per_node(place, value)
+        return place
+
+    def write_per_node(self, array: Any, value: Any) -> None:
+        """Let the first rank of each node write an array that its ranks share. Collective over the node."""
+        self._group.shared.write(array, value)
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
         """Wait until all ranks make this call, and compare what they pass. Collective."""

@@ -105,8 +105,13 @@ class Variable(NDArrayOperatorsMixin, ABC):
         except Exception as problem:  # the initialiser's own, too: the other ranks must learn of it
             error = problem
         strategy.extended.agree("Variable", fields, error)
-        self._value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
+        value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
+        self._value = self._place(value)
         self._trainable = self._default_trainable() if trainable is None else trainable
+
+    def _place(self, value: Any) -> Any:
+        """Put the initial value where this kind of variable lives."""
+        return value
 
     @staticmethod
     @abstractmethod
@@ -289,6 +294,9 @@ class MirroredVariable(Variable):
         ops = self._strategy.extended.cross_device_ops
         aggregation = self._aggregation
         if aggregation is VariableAggregation.NONE:
+            if self._is_per_node:
+                what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
+                raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
             self._set(self._cast(value), combine)
             return
         array, error = self._value, None
@@ -304,6 +312,19 @@ class MirroredVariable(Variable):
 
     def _write_cross_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
         self._set(value, combine)
+
+    def _place(self, value: Any) -> Any:
+        extended = self._strategy.extended
+        self._is_per_node = extended.per_node_variables and not arrays.is_device(value)
+        return extended.copy_per_node(value) if self._is_per_node else value
+
+    def _set(self, array: Any, combine: Callable[[Any, Any], Any] | None) -> None:
+        if not self._is_per_node:
+            super()._set(array, combine)
+            return
+        extended = self._strategy.extended
+        extended.agree(f"writing of variable {self._name!r}", {})  # nobody reads the old value any more
+        extended.write_per_node(self._value, array if combine is None else combine(self._value, array))
 
     def _contribution(self, value: Any) -> Any:
         is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)

@@ -28,6 +28,8 @@ class MirroredStrategy(Strategy):
             takes the GPU of its local rank, or the CPU where there is none.
         cross_device_ops: How values are combined; by default `CollectiveAllReduce()`.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
+        per_node_variables: Keep one copy of each mirrored variable for all ranks, in shared memory, instead of one for
+            each. Then assigning is collective, in every context.
 
     Raises:
         TopologyError: If the ranks are on several nodes.
@@ -42,6 +44,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         comm: Intracomm | None = None,
+        per_node_variables: bool = False,
     ) -> None:
         if devices is not None and not isinstance(devices, Sequence):
             raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
@@ -53,7 +56,7 @@ class MirroredStrategy(Strategy):
             group.close()
             raise
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device))
+        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device, None, per_node_variables))
 
 
 def _require_one_node(group: SyncGroup) -> None:

@@ -30,6 +30,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: How values are combined; by default `CollectiveAllReduce()` on one node, and
             `HierarchicalCopyAllReduce()` on several.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
+        per_node_variables: Keep one copy of each mirrored variable for all ranks of a node, in shared memory, instead
+            of one for each. Then assigning is collective, in every context.
 
     Raises:
         TopologyError: If the resolver contradicts MPI. On every rank.
@@ -44,6 +46,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         cross_device_ops: CrossDeviceOps | None = None,
         comm: Intracomm | None = None,
+        per_node_variables: bool = False,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(f"cluster_resolver must be a ClusterResolver, got {type(cluster_resolver).__name__}")
@@ -57,7 +60,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
         extended = StrategyExtended.assemble(
-            type(self).__name__, group, ops, choose_device(group.topology), communication_options
+            type(self).__name__,
+            group,
+            ops,
+            choose_device(group.topology),
+            communication_options,
+            per_node_variables,
         )
         super().__init__(extended, cluster_resolver)
 
