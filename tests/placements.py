@@ -18,7 +18,11 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
 }
 
 
-@pytest.fixture(params=list(PLACEMENTS))
+# From how many ranks on a placement is none of those before it.
+_NEW_FROM = {"one node": 1, "even": 2, "uneven": 4, "growing": 3, "cyclic": 3}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ranks(min=_NEW_FROM[name])) for name in PLACEMENTS])
 def placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """Place the ranks of the world on pretended nodes, for strategies that the test builds."""
     from mpi4py import MPI

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 MARKS = (
-    "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks",
+    "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; with several, at those of all",
     "no_mpi: needs no MPI; runs at the first number of ranks of the run only",
     "core: the subset that is run with every MPI library",
 )
@@ -19,8 +19,7 @@ def selected(item: pytest.Item, size: int, all_sizes: Sequence[int]) -> bool:
     """Tell whether a test runs at this number of ranks."""
     if item.get_closest_marker("no_mpi"):
         return size == all_sizes[0]
-    mark = item.get_closest_marker("ranks")
-    return mark is None or _allows(mark, size, item.nodeid)
+    return all(_allows(mark, size, item.nodeid) for mark in item.iter_markers("ranks"))
 
 
 def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:
