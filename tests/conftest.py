@@ -2,6 +2,6 @@
 
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
 from placements import placement
-from transports import transport
+from transports import pytest_generate_tests, transport
 
-__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure", "transport"]
+__all__ = ["comm", "placement", "pytest_addoption", "pytest_configure", "pytest_generate_tests", "transport"]

@@ -6,9 +6,32 @@ import pytest
 
 from mpidist.transport.cost_model import CostModel
 
-__all__ = ["TRANSPORTS", "set_sizes", "transport"]
+__all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]
 
 TRANSPORTS = ["mpi", "shared_memory"]
+
+# All of these modules' tests insist on shared memory, and at 3 ranks are run over messages as well.
+_ON_EVERY_TRANSPORT = (
+    "test_algorithms",
+    "test_gather",
+    "test_out",
+    "test_results",
+    "test_run_and_reduce",
+    "test_variables",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ not in _ON_EVERY_TRANSPORT:
+        return
+    if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return
+    if metafunc.definition.get_closest_marker("no_mpi") is None:
+        if "transport" not in metafunc.fixturenames:
+            metafunc.fixturenames.insert(0, "transport")  # before the strategy is made
+        metafunc.parametrize(
+            "transport", ["shared_memory", pytest.param("mpi", marks=pytest.mark.ranks(3))], indirect=True
+        )
 
 
 @pytest.fixture
