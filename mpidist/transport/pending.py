@@ -66,8 +66,10 @@ class Pending:
         try:
             with np.errstate(all="ignore"):
                 self._end(complete(self._steps, is_over), None)
-        except Exception as error:
+        except BaseException as error:
             self._end(None, error)
+            if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
+                raise
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.is_done = True

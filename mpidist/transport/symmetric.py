@@ -18,6 +18,7 @@ from mpidist.transport.node_memory import LINE_BYTES, SharedWindow
 __all__ = ["Place", "SharedArrays", "word_of"]
 
 _MASK: Final = (1 << 62) - 1
+_MAX_PLACES: Final = 65_536  # remembered
 
 
 @final
@@ -102,6 +103,8 @@ class SharedArrays:
             return None
         found = self._find(array, number)
         if found is not None:
+            if len(self._places) >= _MAX_PLACES:  # of views that were made for one call each
+                self._places.clear()
             self._places[id(array)] = weakref.ref(array), found
         return found
 
