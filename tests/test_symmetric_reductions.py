@@ -26,7 +26,7 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 2, 4)]
 
 SMALL, LARGE = 5, 300  # elements: one round, and many chunks
 
@@ -36,14 +36,14 @@ every_size = pytest.mark.parametrize("count", [SMALL, LARGE])
 @pytest.fixture
 def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
     """A strategy on pretended nodes, with chunks of 128 bytes."""
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
     with Strategy(comm=comm) as made:
         yield made
 
 
 @pytest.fixture
 def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64)
+    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
     with Strategy(comm=comm) as made:
         yield made
 
@@ -408,7 +408,7 @@ def test_without_checks(
 ) -> None:
     """`MPIDIST_CHECK=0`, and arrays that lie alike on all ranks."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
     with Strategy(comm=comm) as strategy:
         array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
         together = strategy.symmetric_empty(count, np.float64, per_node=True)
@@ -429,7 +429,7 @@ def test_without_checks_ranks_of_one_node_may_differ(
 ) -> None:
     """In where their arrays lie: on one node, to ask costs nothing."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64)
+    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
     with Strategy(comm=comm) as strategy:
         symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
         for step in steps(strategy):

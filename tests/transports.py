@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mpidist.transport import schedule
 from mpidist.transport.cost_model import CostModel
 
 __all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]
@@ -48,6 +49,7 @@ def set_sizes(
     least_bytes: int | None = None,
     one_round_bytes: int | None = None,
     depth: int | None = None,
+    fine_count: int | None = None,
 ) -> None:
     """Let the cost model choose these sizes, for strategies that the test builds.
 
@@ -57,7 +59,10 @@ def set_sizes(
         least_bytes: Size from which on streams are used across nodes.
         one_round_bytes: Size up to which all ranks of one node add everything themselves.
         depth: Number of shards under way between nodes.
+        fine_count: Number of elements of an average piece from which on pieces are added where they lie.
     """
+    if fine_count is not None:
+        monkeypatch.setattr(schedule, "FINE_COUNT", fine_count)
     for name, value in (("chunk_bytes", chunk_bytes), ("one_round_bytes", one_round_bytes)):
         if value is not None:
             monkeypatch.setattr(CostModel, name, lambda self, placement, value=value: value)
