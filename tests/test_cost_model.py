@@ -147,7 +147,7 @@ def test_wrong_questions_are_errors(algorithm: str, nbytes: int, placement: tupl
         CostModel().seconds(algorithm, nbytes, placement)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "1", None])
+@pytest.mark.parametrize("value", [0, -1.0, 5e-324, 1e200, 10**25, math.inf, math.nan, True, "1", None])
 def test_wrong_numbers_are_errors(value: object) -> None:
     with pytest.raises(ValueError, match="link_seconds must be a positive number"):
         CostModel(link_seconds=value)  # type: ignore[arg-type]

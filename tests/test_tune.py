@@ -163,6 +163,7 @@ def test_saved_numbers_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (lambda text: text.replace("MPICH", "Other MPI"), "measured for another machine"),
         (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": -1'), "sync_seconds must be"),
         (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": NaN'), "sync_seconds must be"),
+        (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": 1e300'), "sync_seconds must be"),
         (lambda text: text.replace("sync_seconds", "other"), "a cost model has"),
         (lambda text: text.replace('"measured": []', '"measured": 7'), "not iterable"),
     ],

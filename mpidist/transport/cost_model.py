@@ -32,6 +32,7 @@ _LEADER_BYTES: Final = 16 << 10  # as in HierarchicalCopyAllReduce
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: where thresholds are looked for
 _LATENCY_SHARE: Final = 0.1  # of a shard's time on the link
+_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # whatever the unit: their products stay finite
 
 
 @final
@@ -67,8 +68,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+                raise ValueError(
+                    f"{name} must be a positive number, {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}, got {value!r}"
+                )
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
