@@ -159,8 +159,8 @@ NcclAllReduce(num_packs=)
 HierarchicalCopyAllReduce(num_packs=)
 CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
-MirroredStrategy(devices=, cross_device_ops=, *, comm=)
-MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=)
+MirroredStrategy(devices=, cross_device_ops=, *, comm=, per_node_variables=)
+MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=, per_node_variables=)
 Strategy.scope(self)
 Strategy.run(self, fn, args=, kwargs=, options=)
 Strategy.reduce(self, reduce_op, value, axis=, options=)
@@ -174,6 +174,8 @@ Strategy.symmetric_empty_like(self, value, *, per_node=)
 Strategy.reset(self)
 Strategy.close(self)
 ReplicaContext.all_reduce(self, reduce_op, value, options=, *, out=)
+ReplicaContext.start_all_reduce(self, reduce_op, value, options=, *, out=)
+ReplicaContext.reduce_scatter(self, reduce_op, value, axis=, options=)
 ReplicaContext.all_gather(self, value, axis, options=)
 ReplicaContext.merge_call(self, merge_fn, args=, kwargs=)
 StrategyExtended.reduce_to(self, reduce_op, value, destinations, options=)
@@ -207,7 +209,7 @@ def shown(path: str) -> str:
 
 @pytest.mark.parametrize("signature", SIGNATURES.strip().splitlines())
 def test_signature_is_that_of_the_contract(signature: str) -> None:
-    """api.md, section 2."""
+    """api.md, section 2, and what was added since: `per_node_variables`, `start_all_reduce`, `reduce_scatter`."""
     assert shown(signature.partition("(")[0]) == signature
 
 
