@@ -16,13 +16,18 @@ __all__ = ["raises_everywhere", "same_everywhere"]
 
 
 @contextmanager
-def raises_everywhere(comm: Intracomm, kind: type[Exception], pattern: str = "") -> Iterator[None]:
-    """Expect an error of this kind on every rank, with one text for all. Collective."""
+def raises_everywhere(comm: Intracomm, kind: type[Exception], pattern: str = "") -> Iterator[list[Exception]]:
+    """Expect an error of this kind on every rank, with one text for all. Collective.
+
+    Gives a list that will hold this rank's error.
+    """
     error: Exception | None = None
+    raised: list[Exception] = []
     try:
-        yield
+        yield raised
     except Exception as caught:
         error = caught
+        raised.append(caught)
     seen = comm.allgather(None if error is None else f"{type(error).__name__}: {error}")
     assert None not in seen, f"not raised on every rank: {seen}"
     assert len(set(seen)) == 1, f"ranks have other errors: {seen}"

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,14 +26,14 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import UnavailableError
 from mpidist.transport import node_memory
-from mpidist.transport.node_memory import LINE_BYTES, NodeBarrier, SharedWindow, make_fence
+from mpidist.transport.node_memory import LINE_BYTES, Fence, NodeBarrier, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
 
-Fence = Callable[[], None]
+Sync = Callable[[], None]
 
 PROJECT = str(Path(mpidist.__file__).parents[1])
 
@@ -207,8 +207,9 @@ def test_insisting_on_what_cannot_be_had_is_every_ranks_error(
 ) -> None:
     monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
     pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
-    with raises_everywhere(comm, UnavailableError, pattern):
+    with raises_everywhere(comm, UnavailableError, pattern) as raised:
         Strategy(comm=comm)
+    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
 
 
 @pytest.mark.parametrize("per_node", [False, True])
@@ -241,16 +242,52 @@ def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
     assert len(mapped()) == before
 
 
+def resident() -> int:
+    """How much of this process's memory lies in shared windows, in KiB."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            counts = "/dev/shm/mpidist-" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.ranks(min=2)
+def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intracomm) -> None:
+    gc.collect()
+    before = resident()
+    strategy = Strategy(comm=comm)
+    strategy.reduce("SUM", np.ones(1_000_000))
+    held = strategy.extended.group.levels
+    assert resident() - before > 256
+    comm.Barrier()
+    strategy.close()
+    comm.Barrier()
+    assert resident() - before <= comm.size * mmap.PAGESIZE >> 10
+    del held
+
+
+def test_symmetric_arrays_need_no_open_files(comm: Intracomm) -> None:
+    """A process may have a thousand of those, and a model may have more variables."""
+    with Strategy(comm=comm) as strategy:
+        before = num_files()
+        arrays = [strategy.symmetric_empty(3, np.float64, per_node=at % 2 == 0) for at in range(40)]
+        assert num_files() == before
+        assert len({array.ctypes.data for array in arrays}) == 40
+
+
 # The barrier
 
 
 @pytest.fixture(params=["ordered processor", "fence of MPI"])
-def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fence | None:
-    """What `make_fence` makes on this processor, and on one that needs it."""
+def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sync | None]:
+    """What `Fence` does on this processor, and on one that needs it."""
     monkeypatch.setattr(node_memory, "_ORDERED", request.param == "ordered processor")
-    made = make_fence()
-    assert (made is None) == (request.param == "ordered processor")
-    return made
+    made = Fence()
+    assert (made.sync is None) == (request.param == "ordered processor")
+    yield made.sync
+    made.free()
 
 
 def wait(barrier: NodeBarrier) -> None:
@@ -260,7 +297,7 @@ def wait(barrier: NodeBarrier) -> None:
         time.sleep(0)
 
 
-def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Fence | None) -> None:
+def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     assert (barrier.count, barrier.size, barrier.missing()) == (0, comm.size, [])
     for late in range(comm.size):
@@ -297,7 +334,7 @@ def test_all_ranks_that_have_not_arrived_are_missing(comm: Intracomm) -> None:
         comm.Barrier()
 
 
-def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Fence | None) -> None:
+def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync | None) -> None:
     """A few thousand times, at any pace: what each rank wrote for a round, all read after its barrier."""
     window = SharedWindow(comm, 4 * LINE_BYTES)
     barrier = NodeBarrier(window, comm.rank, fence)
@@ -313,7 +350,7 @@ def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Fenc
     comm.Barrier()
 
 
-def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Fence | None) -> None:
+def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Sync | None) -> None:
     """Also for a rank so slow that the others have shown their next words already."""
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
     shown = random.Random(7)

@@ -500,3 +500,21 @@ def test_a_result_outlives_the_others_of_its_call(strategy: Strategy) -> None:
     for _ in range(5):
         all_reduce(strategy, "SUM", value)
     assert (kept == total(strategy, 17, 6)).all()
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_some_ranks_have_symmetric_arrays_and_others_their_own(
+    comm: Intracomm, placement: tuple[int, ...], check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may differ in it, with checks and without: then everything is staged."""
+    monkeypatch.setenv("MPIDIST_CHECK", check)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    with Strategy(comm=comm) as strategy:
+        symmetric = strategy.symmetric_empty(LARGE, np.float64)
+        for step in steps(strategy):
+            private = np.empty(LARGE)
+            array = fill(strategy, private if comm.rank == step % comm.size else symmetric, step)
+            out = np.empty(LARGE) if step % 2 else array
+            all_reduce(strategy, "SUM", array, out=out)
+            assert (out == total(strategy, step, LARGE)).all()
+            array[...] = -1

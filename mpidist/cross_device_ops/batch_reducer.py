@@ -196,7 +196,7 @@ class BatchReducer:
         if shape.streams is not None:
             if call.together or not shape.streams.is_small:
                 call.placement = Placement.of(group.shared, operands.arrays, call.outs, call.known)
-            if call.placement.word == 0 and group.is_node_barrier:
+            if call.placement.is_private and group.is_node_barrier:
                 call.begun = shape.streams.begin(operands.arrays)
 
     def _arguments(self, call: _Call) -> tuple[Any, ...]:

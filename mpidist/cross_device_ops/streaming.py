@@ -28,12 +28,17 @@ class Placement(NamedTuple):
     Attributes:
         sources: The places of the values, if they all lie in arrays that each rank has of its own.
         outs: The places of the outs, if they all lie in shared memory.
-        word: A number that is the same on all ranks if the places are; 0 for none.
+        word: A number that is the same on all ranks if the places are; 0 on all ranks, or on none.
     """
 
     sources: list[Place] | None
     outs: list[Place] | None
     word: int
+
+    @property
+    def is_private(self) -> bool:
+        """Whether everything is staged."""
+        return self.sources is None and self.outs is None
 
     @classmethod
     def of(
@@ -47,11 +52,14 @@ class Placement(NamedTuple):
             sources = None
         into = None if known is None else sources if _are(arrays, outs or ()) else known.places
         if sources is not None and into is not None and not _can_write(sources, into):
-            return NOWHERE
+            return PRIVATE
+        if sources is None and into is None:
+            return PRIVATE
         return cls(sources, into, word_of(sources) ^ (word_of(into) << 1))
 
 
-NOWHERE: Final = Placement(None, None, 0)
+NOWHERE: Final = Placement(None, None, 0)  # there is no shared array, or it does not matter
+PRIVATE: Final = Placement(None, None, 2)  # other ranks' arguments may lie in shared arrays
 
 
 def _are(arrays: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -96,9 +96,10 @@ class Agreement(ABC):
             error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the
                 others learn of it.
             placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in.
+                0 on all ranks, or on none.
 
         Returns:
-            Whether all ranks have the same `placement`. Unknown, and so True, without checks.
+            Whether all ranks have the same `placement`.
 
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.
@@ -214,7 +215,8 @@ class MpiAgreement(Agreement):
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         if call == LEAVE:
             timeout = None  # the others may have hours of work of their own left
-        if not self._check and not timeout and call != LEAVE and (error is not None or not self.is_node_barrier):
+        meets = self.is_node_barrier or placement != 0  # which is 0 on all ranks, or on none
+        if not self._check and not timeout and call != LEAVE and (error is not None or not meets):
             return Arrival(call, describe, timeout, error, compares=False)
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))

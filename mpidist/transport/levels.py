@@ -81,9 +81,14 @@ class Levels:
         within = _level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
         across = _level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
         model = CostModel() if cost_model is None else cost_model
-        slots = None if transport == "mpi" else _slots(comm, within, topology, model, transport == "shared_memory")
+        slots, reason = None, None
+        if transport != "mpi":
+            slots, reason = _slots(comm, within, topology, model)
         if slots is None:
-            return cls(world, within, across, topology.is_even)
+            levels = cls(world, within, across, topology.is_even)
+            if reason is not None:
+                levels._do_without(reason, transport)
+            return levels
         on_node = StreamReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
@@ -124,9 +129,21 @@ class Levels:
         )
 
     def free(self) -> None:
-        """Free the communicators, last made first. Collective."""
+        """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""
         for level in (self.across_nodes, self.within_node, self.world):
             level.free()
+        if self.streams is not None:
+            self.streams.slots.free()
+
+    def _do_without(self, reason: str, transport: str) -> None:
+        """Say that there is no shared memory; refuse to go on where it is insisted on."""
+        if transport == "shared_memory":
+            self.free()
+            problem = UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
+            vars(problem)["raised_on_all_ranks"] = True
+            raise problem
+        if self.world.rank == 0:
+            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
     def _all_streams(self) -> list[StreamReducer]:
         streams = [] if self.streams is None else [self.streams]
@@ -147,8 +164,10 @@ def _streams_across(
     return StreamReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
 
 
-def _slots(comm: Intracomm, within: Communicator, topology: Topology, model: CostModel, insists: bool) -> Slots | None:
-    """Make the staging memory of every node, or of none. Collective over all ranks."""
+def _slots(
+    comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
+) -> tuple[Slots | None, str | None]:
+    """Make the staging memory of every node, or say why there is none on any. Collective over all ranks."""
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:
@@ -157,12 +176,10 @@ def _slots(comm: Intracomm, within: Communicator, topology: Topology, model: Cos
         reason = f"rank {topology.rank}: {error}"
     reasons = [text for text in comm.allgather(reason) if text is not None]
     if not reasons:
-        return slots
-    if insists:
-        raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reasons[0]}")
-    if topology.rank == 0:
-        logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reasons[0])
-    return None
+        return slots, None
+    if slots is not None:
+        slots.free()
+    return None, reasons[0]
 
 
 def _split(comm: Intracomm, color: int, key: int) -> Intracomm:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
 import secrets
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -14,12 +16,32 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm, load_mpi
 
-__all__ = ["LINE_BYTES", "NodeBarrier", "SharedWindow", "make_fence"]
+__all__ = ["LINE_BYTES", "Fence", "NodeBarrier", "SharedWindow"]
 
 LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
 _DIRECTORY: Final = "/dev/shm"
 # Processors that keep one core's stores in order for all others; elsewhere MPI has to see to it.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+@final
+class _Mapping:
+    """A file as memory, for as long as an array refers to it.
+
+    Python's own `mmap` keeps the file open (before 3.13 always), and a process may have only so many open files.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        weakref.finalize(self, libc.munmap, address, nbytes).atexit = False  # others may run after us at exit
 
 
 @final
@@ -42,6 +64,7 @@ class SharedWindow:
     """
 
     def __init__(self, comm: Intracomm | None, nbytes: int) -> None:
+        self._own: Any = None
         if comm is None:
             self.parts = [np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)]
             return
@@ -62,7 +85,7 @@ class SharedWindow:
                 file = os.open(path, os.O_RDWR)
             if file >= 0:
                 os.posix_fallocate(file, step * rank, step)  # by its owner, so that it lies near the owner's core
-                memory = mmap.mmap(file, step * size)
+                memory = _Mapping(file, step * size)
         except OSError as error:
             problem = f"{step * size >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
         problems = [text for text in comm.allgather(problem) if text is not None]
@@ -72,19 +95,43 @@ class SharedWindow:
                 os.unlink(path)
         if problems:
             raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
-        whole = np.frombuffer(memory, np.uint8)
+        whole = np.asarray(memory)
+        self._own = whole[step * rank : step * (rank + 1)]
         self.parts = [whole[step * owner : step * owner + nbytes] for owner in range(size)]
 
+    def discard(self) -> None:
+        """Give back the memory of this rank's part but for its first page, whoever still refers to it. Local.
 
-def make_fence() -> Callable[[], None] | None:
-    """Return what orders this rank's loads and stores, before it and after it; `None` where the processor does."""
-    if _ORDERED:
-        return None
-    mpi = load_mpi()
-    window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI's only fence belongs to a window
-    window.Lock_all()
-    fence: Callable[[], None] = window.Sync
-    return fence
+        What is read there afterwards is 0.
+        """
+        rest = None if self._own is None else self._own[mmap.PAGESIZE :]
+        if rest is not None and rest.size:
+            address, nbytes = rest.__array_interface__["data"][0], rest.nbytes
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)
+
+
+@final
+class Fence:
+    """Orders this rank's loads and stores, those before it and those after it, where the processor does not."""
+
+    def __init__(self) -> None:
+        self._window: Any = None
+        if not _ORDERED:
+            mpi = load_mpi()
+            self._window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI's only fence belongs to a window
+            self._window.Lock_all()
+
+    @property
+    def sync(self) -> Callable[[], None] | None:
+        """What to call; `None` where nothing is needed."""
+        return None if self._window is None else self._window.Sync
+
+    def free(self) -> None:
+        """Give back what MPI holds for it."""
+        if self._window is not None:
+            self._window.Unlock_all()
+            self._window.Free()
+            self._window = None
 
 
 @final
@@ -97,7 +144,7 @@ class NodeBarrier:
     Args:
         window: The memory; each part begins with `LINE_BYTES` for this.
         rank: This rank on the node.
-        fence: As of `make_fence`.
+        fence: `Fence.sync`.
     """
 
     def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:

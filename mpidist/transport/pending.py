@@ -71,6 +71,11 @@ class Pending:
             if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
                 raise
 
+    def abandon(self, why: str) -> None:
+        """Let waiting for this call raise."""
+        self._steps.close()
+        self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
+
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.is_done = True
         self._result, self._error = result, error
@@ -129,10 +134,11 @@ class PendingCalls:
                 self._calls[0].finish(self._is_over)
                 self._calls.popleft()
 
-    def abandon(self) -> None:
-        """Forget the calls, and end the thread."""
+    def abandon(self, why: str) -> None:
+        """Give the calls up, and end the thread. `why`: what does so, for people."""
         with self._lock:
-            self._calls.clear()
+            while self._calls:
+                self._calls.popleft().abandon(why)
             self._is_closed = True
             self._has_work.set()
         if self._thread is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.node_memory import LINE_BYTES, NodeBarrier, SharedWindow, make_fence
+from mpidist.transport.node_memory import LINE_BYTES, Fence, NodeBarrier, SharedWindow
 
 __all__ = ["Slots"]
 
@@ -40,7 +40,8 @@ class Slots:
         self.depth = depth
         self.num_slots = _LEAST_SLOTS + depth
         self._window = SharedWindow(comm, LINE_BYTES + self.num_slots * slot_bytes)
-        self.barrier = NodeBarrier(self._window, self.rank, make_fence() if self.size > 1 else None)
+        self._fence = Fence() if self.size > 1 else None
+        self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
     @property
@@ -65,6 +66,13 @@ class Slots:
         barrier.post()
         while not barrier.passed():
             yield barrier.count
+
+    def free(self) -> None:
+        """Give back the memory, although others may still refer to it. Local; all ranks must have left the slots."""
+        self._views.clear()
+        self._window.discard()
+        if self._fence is not None:
+            self._fence.free()
 
     def _view(self, slot: int, dtype: np.dtype[Any]) -> list[Array]:
         start = LINE_BYTES + slot * self.slot_bytes

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 import numpy
 
-from mpidist.errors import DeadlineExceededError, TopologyError
+from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import on_error
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, MpiAgreement, SoloAgreement
 from mpidist.transport.cost_model import CostModel
@@ -111,7 +111,11 @@ class SyncGroup:
         set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
         if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
             on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
-        return cls(comm, topology, settings, max_chunk_bytes, _agreed_cost_model(comm, topology))
+        try:
+            return cls(comm, topology, settings, max_chunk_bytes, _agreed_cost_model(comm, topology))
+        except UnavailableError:
+            comm.Free()
+            raise
 
     @staticmethod
     def num_open() -> int:
@@ -186,7 +190,7 @@ class SyncGroup:
         """
         if self._is_closed:
             raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
-        self.calls.abandon()
+        self.calls.abandon("reset()")
         if self._parent is not None and not any(self._parent.allgather(self._agreement.broken is not None)):
             self._free_levels()
         self._connect()
@@ -202,7 +206,7 @@ class SyncGroup:
             return
         if self.calls and self._agreement.broken is None:
             self.calls.finish()
-        self.calls.abandon()
+        self.calls.abandon("close()")
         self._is_closed = True
         if self in _open_groups:
             _open_groups.remove(self)
