@@ -12,7 +12,6 @@ from mpidist.cross_device_ops.operands import Operands
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
-from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["all_gather"]
@@ -21,8 +20,8 @@ __all__ = ["all_gather"]
 def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: CommunicationOptions) -> Any:
     """Concatenate every rank's arrays along an axis. Collective.
 
-    One message with the lengths along the axis, then one all-gather per array: S - s bytes in, for a result of S
-    bytes of which this rank contributes s.
+    One all-gather per array: S - s bytes in, for a result of S bytes of which this rank contributes s; before them one
+    message with the lengths along the axis, if those differ.
 
     Args:
         group: The ranks.
@@ -38,22 +37,35 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
     """
     leaves, structure = nest.flatten(value)
-    operands, fields, axes, error = Operands([]), {}, [], None
-    try:
-        operands = Operands(leaves)
-        axes = [_axis_of(spec.shape, axis) for spec in operands.specs]
+    operands, error, fingerprint = Operands([]), None, 0
+    axes: list[int] = []
+    lengths: tuple[int, ...] = ()
+    word = 1
+
+    def describe() -> dict[str, str]:
         fields = {"axis": str(axis), "form of the nest": repr(structure)}
         for index, (spec, at) in enumerate(zip(operands.specs, axes, strict=True)):
-            _movable(spec.dtype)
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
             fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+        return fields
+
+    try:
+        operands = Operands(leaves)
+        axes = [_axis_of(array.shape, axis) for array in operands.arrays]
+        for array in operands.arrays:
+            _movable(array.dtype)
+        lengths = tuple(array.shape[at] for array, at in zip(operands.arrays, axes, strict=True))
+        word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
+        fingerprint = group.fingerprint(call, (axis, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
-    group.agree(call, fingerprint_of((call, fields)), lambda: fields, options.timeout_seconds, error)
-    lengths = [array.shape[at] for array, at in zip(operands.arrays, axes, strict=True)]
+    are_even = group.agree(call, fingerprint, describe, options.timeout_seconds, error, word)
     everyone = np.empty((group.topology.size, len(lengths)), np.int64)
-    everyone[group.topology.rank] = lengths
-    group.levels.world.all_gather(everyone.reshape(-1))
+    if are_even:
+        everyone[:] = lengths
+    else:
+        everyone[group.topology.rank] = lengths
+        group.levels.world.all_gather(everyone.reshape(-1))
     results = [
         _gather(group, array, at, everyone[:, index])
         for index, (array, at) in enumerate(zip(operands.arrays, axes, strict=True))

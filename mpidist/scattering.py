@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
-from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.levels import Levels
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.topology import Topology
 
 __all__ = ["reduce_scatter"]
 
@@ -24,7 +27,8 @@ def reduce_scatter(
 ) -> Any:
     """Reduce arrays over all ranks, and give each rank its part of the result along an axis. Collective.
 
-    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s.
+    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes of as many
+    ranks each, S (K - 1) / K bytes per node between them; with `reproducible`, or on uneven nodes, more.
 
     Args:
         group: The ranks.
@@ -41,20 +45,25 @@ def reduce_scatter(
         InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
     """
     leaves, structure = nest.flatten(value)
-    operands, fields, axes, error = Operands([]), {}, [], None
+    operands, error, fingerprint = Operands([]), None, 0
+    axes: list[int] = []
     op = ReduceOp.SUM
+
+    def describe() -> dict[str, str]:
+        fields = {"op": str(op), "axis": str(axis), "form of the nest": repr(structure)}
+        fields |= {"reproducible": str(options.reproducible)}
+        return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+
     try:
         op = ReduceOp(reduce_op)
         operands = Operands(leaves)
-        axes = [_axis_of(spec.shape, axis) for spec in operands.specs]
+        axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
-        fields = {"op": str(op), "axis": str(axis), "form of the nest": repr(structure)}
-        fields |= {"reproducible": str(options.reproducible)}
-        fields |= {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+        fingerprint = group.fingerprint(call, (op, axis, structure, options.reproducible, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
-    group.agree(call, fingerprint_of((call, fields)), lambda: fields, options.timeout_seconds, error)
+    group.agree(call, fingerprint, describe, options.timeout_seconds, error)
     results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
     return nest.rebuild(value, operands.restore(results))
 
@@ -62,21 +71,52 @@ def reduce_scatter(
 def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
     """Reduce one array: the axis goes first, so that every rank's part is one run of memory."""
     device = arrays.is_device(array)
-    world = (group.levels.of_device if device else group.levels).world
+    levels = group.levels.of_device if device else group.levels
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     wire, result_dtype = wire_and_result_dtypes(op, native)
     moved = array.swapaxes(0, axis)
-    rows = shard_bounds(moved.shape[0], world.size)
-    row = int(np.prod(moved.shape[1:], dtype=np.int64))
-    work = arrays.empty(moved.shape, wire, device)
-    work[...] = moved
-    reduction, divide_by = reduction_of(op, wire, options, world.size)
-    shard = world.reduce_scatter(work.reshape(-1), reduction, [bound * row for bound in rows])
-    shape = (rows[world.rank + 1] - rows[world.rank], *moved.shape[1:])
-    result = arrays.empty(shape, result_dtype, device)
-    result[...] = shard.reshape(shape) if divide_by == 1 else shard.reshape(shape) / divide_by
+    rows = shard_bounds(moved.shape[0], levels.world.size)
+    reduction, divide_by = reduction_of(op, wire, options, levels.world.size)
+    own = rows[levels.world.rank + 1] - rows[levels.world.rank]
+    result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
+    shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
+    if levels.world.size > levels.within_node.size > 1 and levels.is_even and not reduction.in_rank_order:
+        _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
+    else:
+        row = int(np.prod(moved.shape[1:], dtype=np.int64))
+        levels.world.reduce_scatter(_flat(moved, wire, device), reduction, [bound * row for bound in rows], shard)
+    if divide_by != 1 or result_dtype != wire:
+        np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
     return back if back.flags.c_contiguous else back.copy()
+
+
+def _scatter_by_levels(
+    levels: Levels, topology: Topology, moved: Any, rows: Sequence[int], reduction: Reduction, shard: Any
+) -> None:
+    """Reduce and scatter within nodes, then across: S (K - 1) / K bytes per node, the least for K nodes."""
+    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]  # each rank of a node adds a lane
+    row = int(np.prod(moved.shape[1:], dtype=np.int64))
+    work = arrays.empty(moved.shape[0] * row, shard.dtype, arrays.is_device(moved))
+    ends = [0]
+    for rank in order:
+        part = moved[rows[rank] : rows[rank + 1]]
+        ends.append(ends[-1] + part.size)
+        work[ends[-2] : ends[-1]].reshape(part.shape)[...] = part
+    width = topology.num_nodes
+    of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
+    first = topology.local_rank * width
+    bounds = [end - ends[first] for end in ends[first : first + width + 1]]
+    levels.across_nodes.reduce_scatter(of_lane, reduction.rest, bounds, shard)
+
+
+def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:
+    """The array in one run and in the dtype that travels: itself, if it is."""
+    if moved.dtype == wire and moved.flags.c_contiguous:
+        return moved.reshape(-1)
+    work = arrays.empty(moved.shape, wire, device)
+    work[...] = moved
+    return work.reshape(-1)
 
 
 def _axis_of(shape: tuple[int, ...], axis: int) -> int:

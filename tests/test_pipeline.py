@@ -206,7 +206,11 @@ def test_results_of_another_dtype_are_divided_as_they_are_copied(
     for wire in (np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)):
         values = pieces("sum", comm.rank, lengths, wire)
         results = [np.full(length, 99.5) for length in lengths]
-        streams.run(streams.transfer(Stream(wire, values, results), Reduction("sum"), divide_by=comm.size))
+        streams.run(
+            streams.transfer(
+                Stream(wire, values, results, result=results[0].dtype), Reduction("sum"), divide_by=comm.size
+            )
+        )
         right = [part / comm.size for part in expected("sum", comm.size, lengths, wire)]
         assert are_equal(results, right), wire
 

@@ -84,3 +84,30 @@ def test_outside_of_run_it_is_refused(comm: Intracomm) -> None:
         context = strategy.run(mpidist.get_replica_context)
         with strategy.scope(), pytest.raises(RuntimeError, match="reduce_scatter"):
             context.reduce_scatter("SUM", np.ones(2))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", ["0,0,1,1", "0,1,0,1"])
+def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S (K - 1) / K bytes per node of two: a quarter of S for each of its two ranks."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
+    with Strategy(comm=comm) as strategy:
+        levels = strategy.extended.group.levels
+        levels.world.traffic.clear()
+        levels.across_nodes.traffic.clear()
+        value = np.arange(8000.0) + comm.rank
+        got = scattered(strategy, "SUM", value)
+        assert np.array_equal(got, part(strategy, 4 * np.arange(8000.0) + 6, 0))
+        assert levels.across_nodes.traffic.nbytes == {"reduce_scatter": value.nbytes // 4}
+        assert not levels.world.traffic.nbytes
+
+
+def test_arguments_are_only_read(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    value = np.arange(1000.0)
+    value.flags.writeable = False
+    with Strategy(comm=comm) as strategy:
+        for options in (CommunicationOptions(), CommunicationOptions(reproducible=True)):
+            assert np.array_equal(
+                scattered(strategy, "SUM", value, options=options), part(strategy, value * comm.size, 0)
+            )
+    assert np.array_equal(value, np.arange(1000.0))

@@ -125,15 +125,18 @@ def test_a_chunk_may_hold_all(lengths: list[int], lanes: int) -> None:
 
 def check_scattered(schedule: Schedule, bounds: Sequence[int], chunk_count: int) -> None:
     lanes = len(bounds) - 1
-    check_shards(schedule, lanes, [bounds[-1]])
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    check_shards(schedule, lanes, lengths)
+    assert (schedule.count, schedule.num_pieces) == (sum(lengths), lanes)
     assert schedule.count == bounds[-1]
     assert not schedule.is_fine
     seen: list[list[int]] = [[] for _ in range(lanes)]
     for chunk in schedule.chunks:
         assert 0 < chunk.count <= max(chunk_count, lanes)
         for lane, moves in enumerate(chunk.shards):
-            seen[lane] += [element for move in moves for _, element, _ in places(move, [bounds[-1]])]
-    assert seen == [list(range(start, stop)) for start, stop in pairwise(bounds)]
+            assert {move.first for move in moves} <= {lane}
+            seen[lane] += [element for move in moves for _, element, _ in places(move, lengths)]
+    assert seen == [list(range(length)) for length in lengths]
 
 
 @settings(max_examples=200, deadline=None)

@@ -319,19 +319,23 @@ class BatchReducer:
             parts.append((ranks, tuple(indices), plan))
             self._log(request, ranks, plan)
         calls = None
-        if len(parts) == 1 and parts[0][0] is None:
-            calls = self._stream_calls(request.options, parts[0][2])
+        if len(parts) == 1:
+            calls = self._stream_calls(request.options, *parts[0])
         return _Shape(fingerprint, tuple(parts), calls)
 
-    def _stream_calls(self, options: CommunicationOptions, plan: Plan) -> StreamCalls | None:
+    def _stream_calls(
+        self, options: CommunicationOptions, ranks: tuple[int, ...] | None, _: tuple[int, ...], plan: Plan
+    ) -> StreamCalls | None:
         reducer = self._streams(options, self._group.levels)
         if reducer is None or plan.streams is None:
             return None
+        if ranks is not None and reducer.spans_nodes:
+            return None  # fewer bytes between nodes than if all nodes had the result
         if reducer.spans_nodes and options.reproducible and any(is_half(its.wire) for its in plan.streams):
             return None  # a partial sum must not be rounded between nodes
         if sum(its.nbytes for its in plan.streams) < reducer.least_bytes:
             return None
-        return StreamCalls(reducer, plan, self._group.shared)
+        return StreamCalls(reducer, plan, self._group.shared, ranks is None or self._group.topology.rank in ranks)
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:
         topology = self._group.topology

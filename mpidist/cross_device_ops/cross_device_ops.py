@@ -19,7 +19,6 @@ from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
-from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.reduction import Reduction
@@ -287,17 +286,25 @@ class CrossDeviceOps(ABC):
         leaves, structure = nest.flatten(tensor)
         operands = Operands([])
         ranks: tuple[int, ...] = (0,)
+        fingerprint = 0
+
+        def describe() -> dict[str, str]:
+            fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
+            return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+
         try:
             ranks = ranks_of(destinations, group.topology.size, tensor)
             operands = Operands(leaves)
+            fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
-        fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
-        fields |= {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
-        group.agree(call, fingerprint_of((call, fields)), lambda: fields, self._options.timeout_seconds, error)
+        group.agree(call, fingerprint, describe, self._options.timeout_seconds, error)
         results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
         for array, result in zip(operands.arrays, results, strict=True):
             levels = group.levels.of_device if arrays.is_device(result) else group.levels
+            if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
+                levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))
+                continue
             if group.topology.rank == 0:
                 result[...] = array
             send_to(levels.world, result.reshape(-1), 0, ranks)

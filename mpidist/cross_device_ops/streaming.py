@@ -84,10 +84,12 @@ class StreamCalls:
         reducer: The transport.
         plan: What is sent.
         shared: The shared arrays.
+        wants_results: Whether this rank does.
     """
 
-    def __init__(self, reducer: StreamReducer, plan: Plan, shared: SharedArrays) -> None:
+    def __init__(self, reducer: StreamReducer, plan: Plan, shared: SharedArrays, wants_results: bool = True) -> None:
         assert plan.streams is not None
+        self._wants_results = wants_results
         self._reducer, self._plan, self._shared = reducer, plan, shared
         self._streams = plan.streams
         self._empty = [index for index, spec in enumerate(plan.specs) if not spec.num_elements]
@@ -112,7 +114,7 @@ class StreamCalls:
         if not self._streams:
             return None
         its = self._streams[0]
-        transfer = self._transfer(its, Stream(its.wire, _flat(arrays, its)))
+        transfer = self._transfer(its, self._stream(its, arrays))
         transfer.begin()
         return transfer
 
@@ -180,7 +182,7 @@ class StreamCalls:
             in_outs = known is not None and known.are_targets
             return list(outs) if in_outs else target_arrays(self._plan, outs, self._shared)
         results: list[Any] = [None] * len(self._plan.specs)
-        for index in self._empty:
+        for index in self._empty if self._wants_results else ():
             results[index] = np.empty(self._plan.specs[index].shape, self._plan.results[index])
         return results
 
@@ -194,6 +196,8 @@ class StreamCalls:
             begun = small.stage([arrays[index] for index in its.indices])
             self._reducer.synchronize()
         self._reducer.count(its.nbytes)
+        if not self._wants_results:
+            return results
         keeps = its.wire == its.result
         if keeps and len(its.indices) == 1:
             (index,) = its.indices
@@ -218,10 +222,15 @@ class StreamCalls:
     ) -> Transfer:
         transfer = begun
         if transfer is None:
-            transfer = self._transfer(its, Stream(its.wire, _flat(arrays, its)))
+            transfer = self._transfer(its, self._stream(its, arrays))
         else:
             transfer.stream.sources = _flat(arrays, its)  # copies by now, of those that results would overwrite
-        if makes_new and len(its.indices) >= _MANY and its.count < _SMALL_RESULT * len(its.indices):
+        if (
+            makes_new
+            and self._wants_results
+            and len(its.indices) >= _MANY
+            and its.count < _SMALL_RESULT * len(its.indices)
+        ):
             whole = np.empty(its.count, its.result)
             for index, part in zip(its.indices, self._split(whole, its), strict=True):
                 results[index] = part
@@ -240,7 +249,7 @@ class StreamCalls:
         writes_outs: bool,
         makes_new: bool,
     ) -> Transfer:
-        stream = Stream(its.wire, _flat(arrays, its))
+        stream = self._stream(its, arrays)
         if placement.sources is not None and all(self._plan.specs[at].dtype == its.wire for at in its.indices):
             stream.peers = _by_rank(placement.sources, its)
         if writes_outs:
@@ -261,7 +270,12 @@ class StreamCalls:
         self._reducer.count(its.nbytes)
         return self._reducer.transfer(stream, its.reduction, its.divide_by, its.schedule)
 
+    def _stream(self, its: StreamPlan, arrays: Sequence[Any]) -> Stream:
+        return Stream(its.wire, _flat(arrays, its), result=its.result)
+
     def _targets(self, its: StreamPlan, results: list[Any], makes_new: bool) -> list[Any]:
+        if not self._wants_results:
+            return []
         if makes_new:
             for index in its.indices:
                 results[index] = np.empty(self._plan.specs[index].shape, its.result)

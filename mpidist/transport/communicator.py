@@ -93,16 +93,19 @@ class Communicator(ABC):
         """Leave the reduction in the root's buffer; the other ranks' buffers are lost. S bytes."""
 
     @abstractmethod
-    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
         """Leave the reduction of each shard with its rank. S - s bytes.
 
         Args:
             buffer: [n], this rank's contribution.
             reduction: The elementwise operation.
             bounds: As `shard_bounds` makes them, where the shards have other lengths.
+            into: [s], where the shard goes; then `buffer` is only read.
 
         Returns:
-            This rank's shard, a view of `buffer`; the rest of `buffer` is lost.
+            This rank's shard: `into`, or a view of `buffer`, the rest of which is lost.
         """
 
     @abstractmethod
@@ -115,8 +118,14 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's buffer into every rank's. S bytes."""
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        """Copy the root's buffer into every rank's. S bytes.
+
+        Args:
+            buffer: [n], the numbers at the root.
+            root: The rank that has them.
+            into: [n], where they go, on every rank; then `buffer` is only read, and at the root alone.
+        """
 
     @abstractmethod
     def gather(self, buffer: Array, root: int) -> Array | None:
@@ -154,15 +163,22 @@ class SoloCommunicator(Communicator):
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         reduction.finish(buffer)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
-        reduction.finish(buffer)
-        return buffer
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        shard = buffer
+        if into is not None:
+            shard = into
+            shard[...] = buffer
+        reduction.finish(shard)
+        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         pass
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        pass
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        if into is not None:
+            into[...] = buffer
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         return buffer.reshape(1, -1).copy()

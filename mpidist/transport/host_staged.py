@@ -44,11 +44,13 @@ class HostStagedCommunicator(Communicator):
         if self.rank == root:
             buffer[...] = arrays.from_host(staged, buffer)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
         if bounds is None:
             bounds = shard_bounds(buffer.size, self.size)
         shard = self._host.reduce_scatter(arrays.to_host(buffer), reduction, bounds)
-        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
         own[...] = arrays.from_host(shard, buffer)
         return own
 
@@ -57,11 +59,14 @@ class HostStagedCommunicator(Communicator):
         self._host.all_gather(staged, bounds)
         buffer[...] = arrays.from_host(staged, buffer)
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        staged = arrays.to_host(buffer)
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        target = buffer if into is None else into
+        staged = arrays.to_host(buffer) if self.rank == root else np.empty(target.size, target.dtype)
         self._host.broadcast(staged, root)
         if self.rank != root:
-            buffer[...] = arrays.from_host(staged, buffer)
+            target[...] = arrays.from_host(staged, target)
+        elif into is not None:
+            into[...] = buffer
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         rows = self._host.gather(arrays.to_host(buffer), root)

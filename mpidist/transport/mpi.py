@@ -122,7 +122,7 @@ class MpiCommunicator(Communicator):
             return
         for chunk in self._chunks(buffer):
             bounds = shard_bounds(chunk.size, self.size)
-            self._join_shard(chunk, bounds, reduction)
+            self._join_shard(chunk, bounds, reduction, chunk[bounds[self.rank] : bounds[self.rank + 1]])
             self._all_gather(chunk, bounds)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
@@ -130,25 +130,30 @@ class MpiCommunicator(Communicator):
         for chunk in self._chunks(buffer):
             self._reduce(chunk, reduction, root)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
         if bounds is None:
             bounds = shard_bounds(buffer.size, self.size)
-        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        shard = own if into is None else into
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
         if buffer.nbytes > self._max_chunk_bytes:
-            for root in range(self.size):
-                for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
-                    self._reduce(chunk, reduction, root)
-        elif _mpi_can(buffer.dtype, reduction):
+            if into is not None:  # reductions of pieces overwrite what they reduce
+                into[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
+                return into
+            return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
+        if _mpi_can(buffer.dtype, reduction):
             mpi_dtype = _mpi_dtype(buffer.dtype)
-            received = self._scratch_of(shard.size, buffer.dtype)
+            received = self._scratch_of(own.size, buffer.dtype) if into is None else into
             counts = [stop - start for start, stop in pairwise(bounds)]
             self._comm.Reduce_scatter(
                 [buffer, mpi_dtype], [received, mpi_dtype], counts, self._ops[reduction.op]
             )  # MPI's in-place form would leave the shard at the front of the buffer
-            shard[...] = received
+            if into is None:
+                shard[...] = received
         else:
-            self._join_shard(buffer, bounds, reduction)
+            self._join_shard(buffer, bounds, reduction, shard)
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -163,7 +168,11 @@ class MpiCommunicator(Communicator):
             for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
                 self._comm.Bcast([_bytes(chunk), self._byte], root)
 
-    def broadcast(self, buffer: Array, root: int) -> None:
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        if into is not None:
+            if self.rank == root:
+                into[...] = buffer
+            buffer = into
         self.traffic.add("broadcast", buffer.nbytes)
         for chunk in self._chunks(buffer):
             self._comm.Bcast([_bytes(chunk), self._byte], root)
@@ -222,6 +231,12 @@ class MpiCommunicator(Communicator):
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
 
+    def _reduce_scatter_in_pieces(self, buffer: Array, reduction: Reduction, bounds: Sequence[int]) -> Array:
+        for root in range(self.size):
+            for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
+                self._reduce(chunk, reduction, root)
+        return buffer[bounds[self.rank] : bounds[self.rank + 1]]
+
     def _reduce(self, chunk: Array, reduction: Reduction, root: int) -> None:
         if _mpi_can(chunk.dtype, reduction):
             spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
@@ -231,22 +246,23 @@ class MpiCommunicator(Communicator):
                 self._comm.Reduce(spec, None, op, root)
             return
         bounds = shard_bounds(chunk.size, self.size)
-        self._join_shard(chunk, bounds, reduction)
-        shard = [_bytes(chunk[bounds[self.rank] : bounds[self.rank + 1]]), self._byte]
+        own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
+        self._join_shard(chunk, bounds, reduction, own)
+        shard = [_bytes(own), self._byte]
         if self.rank == root:
             self._comm.Gatherv(self._in_place, self._shards(chunk, bounds), root)
         else:
             self._comm.Gatherv(shard, None, root)
 
-    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction) -> None:
+    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order."""
-        start, stop = bounds[self.rank], bounds[self.rank + 1]
-        parts = self._scratch_of(self.size * (stop - start), buffer.dtype)
-        evenly = [rank * (stop - start) for rank in range(self.size + 1)]
+        count = shard.size
+        parts = self._scratch_of(self.size * count, buffer.dtype)
+        evenly = [rank * count for rank in range(self.size + 1)]
         self._comm.Alltoallv(self._shards(buffer, bounds), self._shards(parts, evenly))
-        if stop > start:
+        if count:
             with np.errstate(all="ignore"):
-                reduction.combine(list(parts.reshape(self.size, stop - start)), buffer[start:stop])
+                reduction.combine(list(parts.reshape(self.size, count)), shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         self._comm.Allgatherv(self._in_place, self._shards(buffer, bounds))

@@ -38,10 +38,12 @@ class Stream:
     Attributes:
         dtype: In which the numbers travel.
         sources: [pieces], what this rank contributes.
-        results: [pieces], where the results go: of any dtype, also the sources themselves.
+        results: [pieces], where the results go: of `result` dtype, also the sources themselves. Empty on a rank
+            that wants none.
         peers: [ranks][pieces], what every rank of the node contributes, if it can be read from here.
         shared: [places][pieces], where whoever added writes the results, if that is memory that all reach: the
             results of every rank of the node, or the one that the node has.
+        result: The dtype of the results, if it is another.
     """
 
     dtype: np.dtype[Any]
@@ -49,6 +51,7 @@ class Stream:
     results: Sequence[Array] = ()
     peers: Sequence[Sequence[Array]] | None = None
     shared: Sequence[Sequence[Array]] | None = None
+    result: np.dtype[Any] | None = None
 
 
 @final
@@ -118,8 +121,7 @@ class Transfer:
 
     @property
     def _keeps_dtype(self) -> bool:
-        results = self.stream.results if self.stream.shared is None else self.stream.shared[0]
-        return not results or bool(results[0].dtype == self.stream.dtype)
+        return self.stream.result is None or self.stream.result == self.stream.dtype
 
     def _stage(self, chunk: Chunk) -> None:
         views = self._slots.next(self.stream.dtype)

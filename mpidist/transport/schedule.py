@@ -126,7 +126,7 @@ def _moves(
 
 
 def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
-    """Cut a buffer whose shards are given, so that every chunk holds a slice of each shard.
+    """Cut the shards of a buffer, so that every chunk holds a slice of each. A shard is a piece.
 
     Args:
         bounds: [lanes + 1], where the shards begin and end in the buffer.
@@ -138,10 +138,10 @@ def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
     chunks = []
     for begin in range(0, longest, step):
         places, shards = [0], []
-        for start, stop in pairwise(bounds):
-            first, last = min(start + begin, stop), min(start + begin + step, stop)
+        for piece, (start, stop) in enumerate(pairwise(bounds)):
+            first, last = min(begin, stop - start), min(begin + step, stop - start)
             at = places[-1]
             places.append(at + last - first)
-            shards.append((Move(0, 1, first, last, at, places[-1]),) if last > first else ())
+            shards.append((Move(piece, piece + 1, first, last, at, places[-1]),) if last > first else ())
         chunks.append(Chunk(places[-1], tuple(places), tuple(shards)))
-    return Schedule(bounds[-1], 1, tuple(chunks), False)
+    return Schedule(bounds[-1], lanes, tuple(chunks), False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, final
 
 import numpy as np
@@ -59,26 +60,39 @@ class SharedMemoryCommunicator(Communicator):
         schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
         self._run(schedule, Stream(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
 
-    def reduce_scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None) -> Array:
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
         if bounds is None:
             bounds = shard_bounds(buffer.size, self.size)
-        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        shards = _shards(buffer, bounds)
+        targets = list(shards)
+        if into is not None:
+            targets[self.rank] = into
+        self.traffic.add("reduce_scatter", buffer.nbytes - shards[self.rank].nbytes)
+        if self.streams.is_small(buffer.nbytes):
+            parts = self.streams.one_round(buffer.size, buffer.dtype).stage([buffer])
+            self.streams.synchronize()
+            start, stop = bounds[self.rank], bounds[self.rank + 1]
+            if stop > start:
+                with np.errstate(all="ignore"):
+                    reduction.combine([part[start:stop] for part in parts], targets[self.rank])
+            return targets[self.rank]
         schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
-        self._run(schedule, Stream(buffer.dtype, [buffer], shared=[[buffer]]), reduction)
-        return shard
+        self._run(schedule, Stream(buffer.dtype, shards, shared=[targets]), reduction)
+        return targets[self.rank]
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = tuple(shard_bounds(buffer.size, self.size) if bounds is None else bounds)
         own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
         self.traffic.add("all_gather", buffer.nbytes - own)
         schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, buffer, range(self.size)), self.streams.is_over)
+        complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.streams.is_over)
 
-    def broadcast(self, buffer: Array, root: int) -> None:
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         self.traffic.add("broadcast", buffer.nbytes)
         schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, buffer, [root]), self.streams.is_over)
+        complete(self._spread(schedule, [buffer], [root], into), self.streams.is_over)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         return self._mpi.gather(buffer, root)
@@ -96,16 +110,23 @@ class SharedMemoryCommunicator(Communicator):
         if schedule.count:
             self.streams.run(Transfer(self._slots, None, 0, schedule, stream, reduction))
 
-    def _spread(self, schedule: Schedule, buffer: Array, owners: Sequence[int]) -> Generator[int, None, None]:
-        """Copy what each owner has of every chunk to all ranks."""
+    def _spread(
+        self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None
+    ) -> Generator[int, None, None]:
+        """Copy what each owner has of every chunk to all ranks: into the same pieces, or into one array for all."""
+        targets = pieces if into is None else [into]
         for chunk in schedule.chunks:
-            views = self._slots.next(buffer.dtype)
+            views = self._slots.next(targets[0].dtype)
             for owner, moves in zip(owners, chunk.shards, strict=True):
                 if owner == self.rank:
-                    for _, _, start, stop, at, end in moves:
-                        views[owner][at:end] = buffer[start:stop]
+                    for piece, _, start, stop, at, end in moves:
+                        views[owner][at:end] = pieces[piece][start:stop]
             yield from self._slots.synchronize()
             for owner, moves in zip(owners, chunk.shards, strict=True):
-                if owner != self.rank:
-                    for _, _, start, stop, at, end in moves:
-                        buffer[start:stop] = views[owner][at:end]
+                if owner != self.rank or into is not None:
+                    for piece, _, start, stop, at, end in moves:
+                        targets[piece][start:stop] = views[owner][at:end]
+
+
+def _shards(buffer: Array, bounds: Sequence[int]) -> list[Array]:
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]

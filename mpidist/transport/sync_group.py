@@ -19,7 +19,7 @@ import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import on_error
-from mpidist.transport.agreement import LEAVE, Agreement, Arrival, MpiAgreement, SoloAgreement
+from mpidist.transport.agreement import LEAVE, Agreement, Arrival, MpiAgreement, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
@@ -36,6 +36,7 @@ from mpidist.transport.waiting import set_crowded
 __all__ = ["SyncGroup"]
 
 _open_groups: Final[list[SyncGroup]] = []
+_MAX_FINGERPRINTS: Final = 1024  # remembered
 
 
 @final
@@ -67,6 +68,7 @@ class SyncGroup:
         self._parent = parent
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
+        self._fingerprints: dict[Hashable, int] = {}
         self.calls: PendingCalls
         self.levels: Levels
         self._agreement: Agreement
@@ -131,6 +133,21 @@ class SyncGroup:
     def is_node_barrier(self) -> bool:
         """Whether `agree` is a barrier of the node's shared memory, too."""
         return self._agreement.is_node_barrier
+
+    def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:
+        """Return a digest of what a call passes, for `agree`. Local.
+
+        Args:
+            call: As in `agree`.
+            key: Equal only for equal descriptions; for this rank's own use, to make them once.
+            describe: What must be equal on all ranks, as name and text.
+        """
+        known = self._fingerprints.get((call, key))
+        if known is None:
+            if len(self._fingerprints) >= _MAX_FINGERPRINTS:
+                self._fingerprints.clear()
+            known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
+        return known
 
     def agree(
         self,
