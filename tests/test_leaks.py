@@ -1,6 +1,6 @@
 """Programs that run for weeks: neither memory, nor files, nor shared memory grow with the number of calls.
 
-`MPIDIST_LEAK_CALLS` says how many calls; 2,000 in CI, fewer at hand.
+`MPIDIST_LEAK_CALLS` says how many calls; 2,000 in CI, fewer at hand. With 100,000, add `--timeout 1200`.
 """
 
 from __future__ import annotations
