@@ -174,3 +174,18 @@ def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm, placement: tu
         if comm.rank == 0:
             with pytest.raises(FloatingPointError):
                 huge * huge
+
+
+@pytest.mark.ranks(min=2)
+def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
+    """Also with a deadline: ranks may have messages of their own to exchange between starting and waiting."""
+    options = CommunicationOptions(timeout_seconds=20)
+    begun = time.monotonic()
+    for step in range(5):
+        handles = [start(strategy, np.ones(count), options=options) for count in (3, 100_000)]
+        comm.bcast(None, step % comm.size)
+        time.sleep(0.002 * (comm.rank == step % comm.size))
+        handles.append(start(strategy, np.ones(5), options=options))
+        comm.Barrier()
+        assert all((handle.wait() == comm.size).all() for handle in handles)
+    assert time.monotonic() - begun < 15

@@ -169,7 +169,12 @@ class BatchReducer:
             arrival = self._group.arrive(*self._arguments(call))
             while not (pending.is_waited_for or self._group.have_all_arrived()):
                 yield 0
-            return (yield from self._steps(call, self._group.conclude(arrival)))
+            is_same = self._group.conclude(arrival)
+            if call.shape.streams is None:  # messages that this rank cannot leave alone
+                while not pending.may_wait and self._group.topology.size > 1:
+                    yield 0
+                return self._finish(call, is_same)
+            return (yield from self._steps(call, call.shape.streams, is_same))
 
         return self._group.calls.start(steps)
 
@@ -222,10 +227,7 @@ class BatchReducer:
             )
         return self._deliver(operands, results, call.outs)
 
-    def _steps(self, call: _Call, is_same: bool) -> Steps:
-        streams = call.shape.streams
-        if streams is None:
-            return self._finish(call, is_same)
+    def _steps(self, call: _Call, streams: StreamCalls, is_same: bool) -> Steps:
         if not is_same:
             call.begun, call.placement = None, NOWHERE
         arrays = call.operands.arrays

@@ -11,9 +11,8 @@ from copy import copy
 from typing import Any, Final, final
 
 from mpidist import contexts, nest
-from mpidist.cross_device_ops.batch_reducer import BatchReducer, Request, send_to
-from mpidist.cross_device_ops.destinations import ranks_of
-from mpidist.cross_device_ops.operands import Operands, result_arrays
+from mpidist.cross_device_ops.batch_reducer import BatchReducer, Request
+from mpidist.cross_device_ops.broadcasting import broadcast
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.errors import InvalidArgumentError, UnavailableError
@@ -283,32 +282,7 @@ class CrossDeviceOps(ABC):
             ValueError: If `destinations` is none of what is listed.
         """
         group, _ = self._tied()
-        leaves, structure = nest.flatten(tensor)
-        operands = Operands([])
-        ranks: tuple[int, ...] = (0,)
-        fingerprint = 0
-
-        def describe() -> dict[str, str]:
-            fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
-            return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
-
-        try:
-            ranks = ranks_of(destinations, group.topology.size, tensor)
-            operands = Operands(leaves)
-            fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
-            error = error or problem
-        group.agree(call, fingerprint, describe, self._options.timeout_seconds, error)
-        results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
-        for array, result in zip(operands.arrays, results, strict=True):
-            levels = group.levels.of_device if arrays.is_device(result) else group.levels
-            if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
-                levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))
-                continue
-            if group.topology.rank == 0:
-                result[...] = array
-            send_to(levels.world, result.reshape(-1), 0, ranks)
-        return nest.rebuild(tensor, operands.restore(results)) if group.topology.rank in ranks else None
+        return broadcast(group, call, tensor, destinations, self._options, error)
 
     @final
     def _batch(

@@ -24,8 +24,12 @@ class PendingResult:
         self._value, self._out = value, out
 
     def is_done(self) -> bool:
-        """Whether the result is there, and let reductions under way get on. Does not wait."""
-        self._calls.advance()
+        """Whether the result is there, and let reductions under way get on.
+
+        Does not wait, but where ranks send messages and MPI allows no thread: there it may, for ranks that started
+        the same reductions.
+        """
+        self._calls.advance(may_wait=True)
         return self._call.is_done
 
     def wait(self) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, NoReturn, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.transport.disagreement import peer_left, table_of
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import MpiRounds, Rounds
@@ -198,6 +199,8 @@ class MpiAgreement(Agreement):
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._sequence = 0
+        self._confirms = False  # whether this call has a second round
+        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
         self._broken: Exception | None = None
 
     def arrive(
@@ -222,11 +225,20 @@ class MpiAgreement(Agreement):
             fingerprint = fingerprint_of(("error", call, repr(error)))
         if (timeout or call == LEAVE) and self._comm.Iprobe(self._any_source, _GAVE_UP):
             self._fail(call, timeout)  # before a message is sent that nobody will take: MPI could not end well
+        self._found, self._confirms = None, bool(timeout)
         self._rounds.start(fingerprint ^ bool(timeout), placement)
         return Arrival(call, describe, timeout, error)
 
     def have_all_arrived(self) -> bool:
-        return self._rounds.is_complete()
+        if not self._rounds.is_complete():
+            return False
+        if self._found is None:
+            self._found = self._rounds.is_equal()
+            if self._confirms and self._found[0]:
+                # A rank that comes after others gave up completes the first round, but waits in vain in this one.
+                self._rounds.start(0, 0)
+                return self._rounds.is_complete()
+        return True
 
     def conclude(self, arrival: Arrival) -> bool:
         call, describe, timeout, error, compares = arrival
@@ -234,15 +246,14 @@ class MpiAgreement(Agreement):
             if error is not None:
                 raise error
             return True
-        equal, same_placement = self._compare(call, timeout)
+        if not self.have_all_arrived():
+            self._wait(self.have_all_arrived, lambda: self._rounds.memory, call, timeout)
+        assert self._found is not None
+        equal, same_placement = self._found
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
         elif not equal and call == LEAVE:
             self._broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
-        if timeout and equal:
-            # A rank that comes after others gave up completes the first round, but waits in vain in this one.
-            self._rounds.start(0, 0)
-            self._compare(call, timeout)
         if error is not None:
             if self._check:
                 vars(error)["raised_on_all_ranks"] = True  # printing it once will do
@@ -262,7 +273,7 @@ class MpiAgreement(Agreement):
         mpi = load_mpi()
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
         request = self._comm.Iallreduce(mine, united, mpi.BOR)
-        self._wait(request.Test, (request, mine, united), "any_of")
+        self._wait(request.Test, lambda: (request, mine, united), "any_of")
         return int(united[0])
 
     def exchange(self, item: Any) -> list[Any]:
@@ -270,43 +281,37 @@ class MpiAgreement(Agreement):
 
     @property
     def broken(self) -> Exception | None:
-        """What made the group unusable, or `None`."""
         return self._broken
 
     def free(self) -> None:
         self._comm.Free()
-
-    def _compare(self, call: str, timeout: float | None) -> tuple[bool, bool]:
-        """Wait for the round's end. Whether all ranks came with one fingerprint, and with one placement."""
-        rounds = self._rounds
-        if not rounds.is_complete():
-            self._wait(rounds.is_complete, rounds.memory, call, timeout)
-        return rounds.is_equal()
 
     def _gather(self, item: Any, call: str, timeout: float | None = None) -> list[Any]:
         """Bring every rank's picklable item to all ranks. Polled, as everything here: ranks may be gone for ever."""
         text = np.frombuffer(pickle.dumps(item), np.uint8)
         length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
         request = self._comm.Iallgather(length, lengths)
-        self._wait(request.Test, (request, length, lengths), call, timeout)
+        self._wait(request.Test, lambda: (request, length, lengths), call, timeout)
         sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
         sent[: text.size] = text
-        request = self._comm.Iallgather(sent, received)
-        self._wait(request.Test, (request, sent, received), call, timeout)
+        second = self._comm.Iallgather(sent, received)
+        self._wait(second.Test, lambda: (second, sent, received), call, timeout)
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
-    def _wait(self, test: Callable[[], bool], memory: tuple[Any, ...], call: str, timeout: float | None = None) -> None:
-        """Wait for all ranks. If they do not come, this group is broken."""
+    def _wait(
+        self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str, timeout: float | None = None
+    ) -> None:
+        """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
         deadline = time.monotonic() + timeout if timeout else math.inf
         try:
             in_time = poll(test, lambda: time.monotonic() > deadline or self._comm.Iprobe(self._any_source, _GAVE_UP))
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
-            _never_free(memory)
+            _never_free(memory())
             self._tell_others()
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
         if not in_time:
-            _never_free(memory)
+            _never_free(memory())
             self._fail(call, timeout)
 
     def _fail(self, call: str, timeout: float | None) -> NoReturn:
@@ -345,13 +350,13 @@ class MpiAgreement(Agreement):
         everyone = self._gather(fields, call, timeout)
         leavers = [rank for rank, its in enumerate(everyone) if its["call"] == LEAVE]
         if leavers and len(leavers) < len(everyone):
-            self._broken = _peer_left(everyone, leavers, self._sequence)
+            self._broken = peer_left(everyone, leavers, self._sequence)
             if call == LEAVE:
                 return
             raise self._broken
         if call == LEAVE:
             return
-        problem = InvalidArgumentError(_table(everyone, self._sequence))
+        problem = InvalidArgumentError(table_of(everyone, self._sequence))
         problem.raised_on_all_ranks = True
         raise problem
 
@@ -365,33 +370,3 @@ def _never_free(memory: tuple[Any, ...]) -> None:
     Python would free it before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-
-
-def _peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
-    others = [rank for rank in range(len(everyone)) if rank not in leavers]
-    calls = sorted({everyone[rank]["call"] for rank in others})
-    return PeerFailedError(
-        f"{name_ranks(leavers)} closed the strategy or ended the program while {name_ranks(others)} called "
-        f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; see what the program did "
-        f"differently on {name_ranks(leavers)}"
-    )
-
-
-def _table(everyone: list[dict[str, str]], sequence: int) -> str:
-    """Lay out what the ranks passed: only the fields that differ, ranks that agree in one group."""
-    calls = {fields["call"] for fields in everyone}
-    names = list(dict.fromkeys(name for fields in everyone for name in fields))
-    if "error" in names:  # then that is what differs; a rank that has one says nothing else
-        names = ["call", "error"]
-    head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
-    lines = [head + "the ranks did not pass the same arguments, so nothing was sent"]
-    for name in names:
-        groups: dict[str, list[int]] = {}
-        for rank, fields in enumerate(everyone):
-            groups.setdefault(fields.get(name, "-"), []).append(rank)
-        if len(groups) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items()))
-        if len(lines) > 8:
-            lines.append("  ... and more")
-            break
-    return "\n".join(lines)

@@ -26,11 +26,13 @@ class Pending:
 
     Attributes:
         is_waited_for: Whether the caller has nothing better to do.
+        may_wait: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
+            or a thread.
         is_done: Whether the result, or an error, is there.
     """
 
     def __init__(self, steps: Callable[[Pending], Steps]) -> None:
-        self.is_waited_for = False
+        self.is_waited_for = self.may_wait = False
         self.is_done = False
         self._steps = steps(self)
         self._result: Any = None
@@ -47,8 +49,9 @@ class Pending:
             raise self._error
         return self._result
 
-    def advance(self) -> None:
-        """Do what can be done now. Local."""
+    def advance(self, may_wait: bool = False) -> None:
+        """Do what can be done now. Local, unless it may wait."""
+        self.may_wait = may_wait
         at, idle = -1, 0
         try:
             while idle < _IDLE_STEPS:
@@ -62,7 +65,7 @@ class Pending:
 
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Do all of it. Waits for the other ranks."""
-        self.is_waited_for = True
+        self.is_waited_for = self.may_wait = True
         try:
             with np.errstate(all="ignore"):
                 self._end(complete(self._steps, is_over), None)
@@ -86,7 +89,7 @@ class PendingCalls:
     """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
 
     Within a node whatever moves data is work of this rank's core, so calls get on when the rank looks after them.
-    Between nodes they mostly wait for the network: there a thread can look after them while the rank computes.
+    Messages mostly wait for the network: there a thread can look after them while the rank computes.
 
     Args:
         is_over: Asked while a rank waits; see `waiting.complete`.
@@ -108,9 +111,8 @@ class PendingCalls:
     def start(self, steps: Callable[[Pending], Steps]) -> Pending:
         """Put a call behind the others, and let the first get on. Local."""
         call = Pending(steps)
-        with self._lock:
-            self._calls.append(call)
-            self.advance()
+        self._calls.append(call)
+        self.advance()
         if self._uses_thread and self._calls:
             self._has_work.set()
             if self._thread is None:
@@ -118,14 +120,17 @@ class PendingCalls:
                 self._thread.start()
         return call
 
-    def advance(self) -> None:
-        """Let the calls get on, as far as the other ranks are. Local."""
-        with self._lock:
-            while self._calls:
-                self._calls[0].advance()
-                if not self._calls[0].is_done:
-                    return
-                self._calls.popleft()
+    def advance(self, may_wait: bool = False) -> None:
+        """Let the calls get on, as far as the other ranks are. Local.
+
+        Args:
+            may_wait: Whether other ranks may keep this one waiting, where no thread looks after the calls.
+        """
+        if self._lock.acquire(blocking=False):  # else the thread is at it
+            try:
+                self._advance(may_wait and not self._uses_thread)
+            finally:
+                self._lock.release()
 
     def finish(self, last: Pending | None = None) -> None:
         """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
@@ -144,13 +149,20 @@ class PendingCalls:
         if self._thread is not None:
             self._thread.join()
 
+    def _advance(self, may_wait: bool) -> None:
+        while self._calls:
+            self._calls[0].advance(may_wait)
+            if not self._calls[0].is_done:
+                return
+            self._calls.popleft()
+
     def _look_after(self) -> None:
         while True:
             self._has_work.wait()
             with self._lock:
                 if self._is_closed:
                     return
-                self.advance()
+                self._advance(may_wait=True)
                 if not self._calls:
                     self._has_work.clear()
             time.sleep(_PAUSE_SECONDS)

@@ -255,7 +255,7 @@ class SyncGroup:
         self._agreement = MpiAgreement(self._parent.Dup(), settings.check, settings.timeout_seconds, rounds)
         self.levels.watch(self._agreement.require_peers)
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.require_peers, self.topology.num_nodes > 1 and allows_threads)
+        self.calls = PendingCalls(self.require_peers, allows_threads and (streams is None or streams.spans_nodes))
         if self not in _open_groups:
             _open_groups.append(self)
 
