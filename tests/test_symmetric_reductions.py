@@ -518,3 +518,75 @@ def test_some_ranks_have_symmetric_arrays_and_others_their_own(
             all_reduce(strategy, "SUM", array, out=out)
             assert (out == total(strategy, step, LARGE)).all()
             array[...] = -1
+
+
+def some(random_: random.Random, whole: list[Any]) -> list[int]:
+    """Some of the arrays of a list, in some order."""
+    chosen = [index for index in range(len(whole)) if random_.random() < 0.8] or [0]
+    if random_.random() < 0.5:
+        random_.shuffle(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("per_node", [False, True])
+def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
+    on_one_node: Strategy, comm: Intracomm, seed: int, per_node: bool
+) -> None:
+    """Arrays of one window in any choice and order, wholly or in part, into themselves or into another window."""
+    random_ = random.Random(seed)  # of all ranks alike
+    counts = [random_.choice([0, 1, 16, 31, 32, 33, 100, 400]) for _ in range(9)]
+    dtypes = [random_.choice([np.float32, np.float32, np.float32, np.int64]) for _ in counts]
+    like = [np.zeros(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+    sources = on_one_node.symmetric_empty_like(like)
+    is_in_place = bool(seed % 2) and not per_node
+    shifts = [0 if is_in_place else random_.choice([0, 16]) for _ in like]  # outs lie elsewhere in their arrays
+    longer = [np.zeros(array.size + shift, array.dtype) for array, shift in zip(like, shifts, strict=True)]
+    outs = sources if is_in_place else on_one_node.symmetric_empty_like(longer, per_node=per_node)
+    for step in range(6):
+        chosen = some(random_, sources)
+        starts = [random_.choice([0, 0, 1, 16]) for _ in chosen]
+        ends = [random_.choice([counts[at], counts[at], max(0, counts[at] - 1), 16]) for at in chosen]
+        comm.Barrier()
+        for at, source in enumerate(sources):
+            fill(on_one_node, source, step + at)
+            if outs is not sources and (not per_node or comm.rank == 0):
+                outs[at][...] = 77
+        comm.Barrier()
+        want = [out.copy() for out in outs]
+        for at, start, end in zip(chosen, starts, ends, strict=True):
+            part = total(on_one_node, step + at, counts[at])[start:end]
+            want[at][shifts[at] + start :][: part.size] = part
+        values = [sources[at][start:end] for at, start, end in zip(chosen, starts, ends, strict=True)]
+        places = zip(chosen, starts, values, strict=True)
+        into = [outs[at][shifts[at] + start :][: value.size] for at, start, value in places]
+        all_reduce(on_one_node, "SUM", values, out=into)
+        for at, out in enumerate(outs):
+            assert np.array_equal(out, want[at]), (step, at)
+        comm.Barrier()
+
+
+def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
+    arrays = on_one_node.symmetric_empty_like([np.zeros(index % 40 + 1, np.float32) for index in range(500)])
+    shared = on_one_node.extended.group.shared
+    if on_one_node.topology.size > 1:
+        places = shared.places(arrays[::-1])
+        assert len(shared.runs(places, places, np.dtype(np.float32))) == 1
+        assert len(shared.runs(places[::2], places[::2], np.dtype(np.float32))) == 250
+    for step in steps(on_one_node):
+        for at, array in enumerate(arrays):
+            fill(on_one_node, array, step + at)
+        all_reduce(on_one_node, "SUM", arrays, out=arrays)
+        assert all((array == total(on_one_node, step + at, array.size)).all() for at, array in enumerate(arrays))
+
+
+@pytest.mark.parametrize("op", ["MEAN", "MAX", "PROD"])
+@pytest.mark.parametrize("dtype", [*HALVES, *REALS], ids=str)
+def test_ops_of_arrays_where_they_lie(on_one_node: Strategy, dtype: np.dtype[Any], op: str) -> None:
+    arrays = on_one_node.symmetric_empty_like([np.zeros(count, dtype) for count in (70, 1, 200)])
+    rank = on_one_node.topology.rank
+    for array in arrays:
+        array[...] = 1 + (rank + np.arange(array.size)) % 2
+    want = on_one_node.reduce(op, [array.copy() for array in arrays])
+    all_reduce(on_one_node, op, arrays, out=arrays)
+    assert all(bits(array) == bits(right) for array, right in zip(arrays, want, strict=True))

@@ -337,7 +337,8 @@ class BatchReducer:
             return None  # a partial sum must not be rounded between nodes
         if sum(its.nbytes for its in plan.streams) < reducer.least_bytes:
             return None
-        return StreamCalls(reducer, plan, self._group.shared, ranks is None or self._group.topology.rank in ranks)
+        wants_results = ranks is None or self._group.topology.rank in ranks
+        return StreamCalls(reducer, plan, self._group.shared, self._group.is_node_barrier, wants_results)
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:
         topology = self._group.topology

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.cross_device_ops.plan import Plan, Spec
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport import arrays as native
-from mpidist.transport.symmetric import SharedArrays
+from mpidist.transport.symmetric import SharedArrays, word_of
 
 __all__ = ["KnownOuts", "check_outs", "keep_apart", "target_arrays"]
 
@@ -80,6 +80,7 @@ class KnownOuts:
     Attributes:
         together: A number that tells which of them are one for all ranks of a node; 0 for none.
         places: Where they lie, if they all lie in memory that the node shares.
+        word: As of `word_of` their places.
         are_targets: Whether results can be made in all of them.
 
     Raises:
@@ -98,6 +99,7 @@ class KnownOuts:
         self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
         self.together = shared.fingerprint(outs)
         self.places = shared.places(outs)
+        self.word = word_of(self.places)
         self.are_targets = all(_is_target(out, shared) for out in outs)
 
     def are(self, outs: Sequence[Any]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from operator import is_
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, StreamPlan
+from mpidist.transport.in_place import InPlace
 from mpidist.transport.pipeline import Stream, Transfer
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import Place, SharedArrays, word_of
@@ -19,6 +21,7 @@ __all__ = ["NOWHERE", "Placement", "StreamCalls"]
 # New results of small arrays are parts of one new array: making and filling each by itself would take longer.
 _SMALL_RESULT: Final = 4096  # elements of an average array
 _MANY: Final = 4  # arrays
+_IN_PLACE_BYTES: Final = 128 << 10  # from which on symmetric arrays are added where they lie
 
 
 @final
@@ -40,6 +43,10 @@ class Placement(NamedTuple):
         """Whether everything is staged."""
         return self.sources is None and self.outs is None
 
+    def is_that_of(self, other: Placement) -> bool:
+        """Whether both are of the same arrays."""
+        return _are(self.sources or (), other.sources or ()) and _are(self.outs or (), other.outs or ())
+
     @classmethod
     def of(
         cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, known: KnownOuts | None
@@ -47,15 +54,19 @@ class Placement(NamedTuple):
         """Find the places of the values, and of the arrays that take the results, if any were given."""
         if shared.is_empty:
             return NOWHERE
-        sources = shared.places(arrays)
+        into = None if known is None else known.places
+        is_in_place = outs is not None and _are(arrays, outs)
+        sources = into if is_in_place else shared.places(arrays)
         if sources is not None and sources[0].per_node:
             sources = None
-        into = None if known is None else sources if _are(arrays, outs or ()) else known.places
         if sources is not None and into is not None and not _can_write(sources, into):
             return PRIVATE
         if sources is None and into is None:
             return PRIVATE
-        return cls(sources, into, word_of(sources) ^ (word_of(into) << 1))
+        word = into_word = 0 if known is None else known.word
+        if not is_in_place:
+            word = word_of(sources)
+        return cls(sources, into, word ^ (into_word << 1))
 
 
 NOWHERE: Final = Placement(None, None, 0)  # there is no shared array, or it does not matter
@@ -63,7 +74,7 @@ PRIVATE: Final = Placement(None, None, 2)  # other ranks' arguments may lie in s
 
 
 def _are(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(array is other for array, other in zip(arrays, others, strict=True))
+    return len(arrays) == len(others) and all(map(is_, arrays, others))
 
 
 def _can_write(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
@@ -84,11 +95,16 @@ class StreamCalls:
         reducer: The transport.
         plan: What is sent.
         shared: The shared arrays.
+        meets: Whether ranks that agree on a call have passed a barrier of their node.
         wants_results: Whether this rank does.
     """
 
-    def __init__(self, reducer: StreamReducer, plan: Plan, shared: SharedArrays, wants_results: bool = True) -> None:
+    def __init__(
+        self, reducer: StreamReducer, plan: Plan, shared: SharedArrays, meets: bool, wants_results: bool = True
+    ) -> None:
         assert plan.streams is not None
+        self._meets = meets
+        self._in_place: tuple[Placement, list[InPlace]] = NOWHERE, []  # those of the call before
         self._wants_results = wants_results
         self._reducer, self._plan, self._shared = reducer, plan, shared
         self._streams = plan.streams
@@ -101,7 +117,7 @@ class StreamCalls:
     @property
     def is_small(self) -> bool:
         """Whether every rank adds everything, from copies, wherever the arrays lie."""
-        return self._small is not None
+        return self._small is not None and self._is_copied(self._streams[0])
 
     def begin(self, arrays: Sequence[Any]) -> Any:
         """Stage the first chunk. Local, and it can be left at that.
@@ -156,6 +172,9 @@ class StreamCalls:
         if self._small is not None and placement.outs is None:
             return self._finish_small(begun, arrays, outs, known)
         writes_outs = placement.outs is not None and self._can_write_outs(placement.outs)
+        if writes_outs and self._are_in_place(placement):
+            yield from self._add_in_place(placement)
+            return list(outs or ())
         if writes_outs:
             results = list(outs or ())
             if placement.sources is None and self._shared.holds_any(arrays):
@@ -259,12 +278,38 @@ class StreamCalls:
             stream.results = self._targets(its, results, makes_new)
         return self._transfer(its, stream)
 
+    def _are_in_place(self, placement: Placement) -> bool:
+        """Whether nothing is copied: values and outs lie where all ranks that add reach them."""
+        return (
+            placement.sources is not None
+            and not self._reducer.spans_nodes
+            and all(self._plan.specs[at].dtype == its.wire for its in self._streams for at in its.indices)
+        )
+
+    def _add_in_place(self, placement: Placement) -> Generator[int, None, None]:
+        known, parts = self._in_place
+        if not placement.is_that_of(known):
+            parts = [self._prepare_in_place(its, placement) for its in self._streams]
+            self._in_place = placement, parts
+        has_begun = self._meets
+        for its, part in zip(self._streams, parts, strict=True):
+            self._reducer.count(its.nbytes)
+            yield from part.steps(has_begun)
+            has_begun = True
+
+    def _prepare_in_place(self, its: StreamPlan, placement: Placement) -> InPlace:
+        assert placement.sources is not None
+        assert placement.outs is not None
+        sources, outs = ([places[at] for at in its.indices] for places in (placement.sources, placement.outs))
+        return InPlace(self._shared.runs(sources, outs, its.wire), self._reducer.slots, its.reduction, its.divide_by)
+
+    def _is_copied(self, its: StreamPlan) -> bool:
+        """Whether a stream is so small that one barrier and copies are faster than two barriers without."""
+        return self._reducer.is_small(its.nbytes) and its.nbytes <= _IN_PLACE_BYTES
+
     def _can_write_outs(self, outs: Sequence[Place]) -> bool:
         """Whether whoever adds shall write the outs of all ranks; small ones are written sooner by each rank."""
-        return all(
-            its.wire == its.result and (outs[0].per_node or not self._reducer.is_small(its.nbytes))
-            for its in self._streams
-        )
+        return all(its.wire == its.result and (outs[0].per_node or not self._is_copied(its)) for its in self._streams)
 
     def _transfer(self, its: StreamPlan, stream: Stream) -> Transfer:
         self._reducer.count(its.nbytes)

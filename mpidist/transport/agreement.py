@@ -246,10 +246,10 @@ class MpiAgreement(Agreement):
             if error is not None:
                 raise error
             return True
-        if not self.have_all_arrived():
-            self._wait(self.have_all_arrived, lambda: self._rounds.memory, call, timeout)
-        assert self._found is not None
-        equal, same_placement = self._found
+        have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
+        if not have_arrived():
+            self._wait(have_arrived, lambda: self._rounds.memory, call, timeout)
+        equal, same_placement = self._found or self._rounds.is_equal()
         if not equal and self._check:
             self._explain(call, describe, timeout, error)
         elif not equal and call == LEAVE:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory import LINE_BYTES, SharedWindow
 
-__all__ = ["Place", "SharedArrays", "word_of"]
+__all__ = ["Place", "Run", "SharedArrays", "word_of"]
 
 _MASK: Final = (1 << 62) - 1
 _MAX_PLACES: Final = 65_536  # remembered
@@ -40,6 +40,19 @@ class Place:
 
 
 @final
+class Run(NamedTuple):
+    """Elements that lie one after the other, both where they are read and where they are written.
+
+    Attributes:
+        sources: [ranks], what each rank contributes, flat.
+        targets: [places], where the results go.
+    """
+
+    sources: tuple[Array, ...]
+    targets: tuple[Array, ...]
+
+
+@final
 class SharedArrays:
     """The arrays that are shared within one node.
 
@@ -50,6 +63,7 @@ class SharedArrays:
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
         self._windows: list[tuple[SharedWindow, bool]] = []
+        self._next: list[dict[int, int]] = []  # of each window: where an array ends -> where the next one begins
         self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
         self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
 
@@ -73,13 +87,15 @@ class SharedArrays:
         Raises:
             UnavailableError: If there is too little shared memory, on every rank of the node.
         """
-        offsets, end = [], 0
+        offsets, end, following = [], 0, {}
         for shape, dtype in specs:
+            nbytes = prod(shape) * dtype.itemsize
             offsets.append(end)
-            end += -(-prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
+            following[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
         self._windows.append((window, per_node))
+        self._next.append(following)
         self._bases[id(_root(part))] = len(self._windows) - 1
         return [
             part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
@@ -120,6 +136,32 @@ class SharedArrays:
             places.append(place)
         return places
 
+    def runs(self, sources: Sequence[Place], outs: Sequence[Place], dtype: np.dtype[Any]) -> list[Run]:
+        """Join arrays that were allocated one after the other: many small ones are added as one large one.
+
+        What lies between them, to begin each at whole cache lines, is added with them, and nobody sees it.
+
+        Args:
+            sources: Where the values lie.
+            outs: Where the results go.
+            dtype: Of all of them.
+        """
+        runs: list[tuple[Place, Place, int]] = []
+        for source, out in sorted(zip(sources, outs, strict=True), key=lambda both: (both[0].window, both[0].offset)):
+            nbytes = source.everyone[0].nbytes
+            if runs:
+                first, into, length = runs[-1]
+                step = source.offset - first.offset
+                both_follow = self._follows(first, length, source) and self._follows(into, length, out)
+                if both_follow and out.offset - into.offset == step:  # a part of an array may begin anywhere
+                    runs[-1] = first, into, step + nbytes
+                    continue
+            runs.append((source, out, nbytes))
+        return [
+            Run(self._everyone(source, length, dtype), self._everyone(out, length, dtype))
+            for source, out, length in runs
+        ]
+
     def holds_any(self, arrays: Sequence[Any]) -> bool:
         """Whether one of some arrays lies in shared memory, wholly or in part."""
         return any(id(_root(array)) in self._bases for array in arrays)
@@ -148,6 +190,7 @@ class SharedArrays:
     def free(self) -> None:
         """Forget the arrays. Their memory is there as long as they are."""
         self._windows.clear()
+        self._next.clear()
         self._bases.clear()
         self._places.clear()
 
@@ -158,9 +201,20 @@ class SharedArrays:
         offset = address - mine.__array_interface__["data"][0]
         if offset < 0 or offset + array.nbytes > mine.nbytes:
             return None
-        parts = window.parts[:1] if per_node else window.parts
-        views = tuple(part[offset : offset + array.nbytes].view(array.dtype) for part in parts)
-        return Place(number, offset, per_node, views)
+        return Place(number, offset, per_node, _views(window, per_node, offset, array.nbytes, array.dtype))
+
+    def _follows(self, first: Place, nbytes: int, place: Place) -> bool:
+        """Whether a place is that of the array which was allocated after those that end `nbytes` from a place on."""
+        return first.window == place.window and self._next[first.window].get(first.offset + nbytes) == place.offset
+
+    def _everyone(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        window, per_node = self._windows[place.window]
+        return _views(window, per_node, place.offset, nbytes, dtype)
+
+
+def _views(window: SharedWindow, per_node: bool, offset: int, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    parts = window.parts[:1] if per_node else window.parts
+    return tuple(part[offset : offset + nbytes].view(dtype) for part in parts)
 
 
 def word_of(places: Sequence[Place] | None) -> int:
