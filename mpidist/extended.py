@@ -289,8 +289,7 @@ class StrategyExtended:
         Raises:
             RuntimeError: If it is one.
         """
-        if self._group.is_closed:
-            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self._group.require_open(call)
         entry = contexts.innermost()
         if entry is None:
             return

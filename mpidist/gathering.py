@@ -60,16 +60,17 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     are_even = group.agree(call, fingerprint, describe, options.timeout_seconds, error, word)
-    everyone = np.empty((group.topology.size, len(lengths)), np.int64)
-    if are_even:
-        everyone[:] = lengths
-    else:
-        everyone[group.topology.rank] = lengths
-        group.levels.world.all_gather(everyone.reshape(-1))
-    results = [
-        _gather(group, array, at, everyone[:, index])
-        for index, (array, at) in enumerate(zip(operands.arrays, axes, strict=True))
-    ]
+    with group.moving():
+        everyone = np.empty((group.topology.size, len(lengths)), np.int64)
+        if are_even:
+            everyone[:] = lengths
+        else:
+            everyone[group.topology.rank] = lengths
+            group.levels.world.all_gather(everyone.reshape(-1))
+        results = [
+            _gather(group, array, at, everyone[:, index])
+            for index, (array, at) in enumerate(zip(operands.arrays, axes, strict=True))
+        ]
     return nest.rebuild(value, operands.restore(results))
 
 

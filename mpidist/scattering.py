@@ -64,7 +64,8 @@ def reduce_scatter(
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     group.agree(call, fingerprint, describe, options.timeout_seconds, error)
-    results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
+    with group.moving():
+        results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
     return nest.rebuild(value, operands.restore(results))
 
 

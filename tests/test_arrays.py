@@ -217,3 +217,10 @@ def test_empty_is_flat_host_memory_of_the_dtype(dtype: Any) -> None:
     assert (array.shape, array.dtype) == ((2, 3), dtype)
     assert array.flags.c_contiguous
     assert array.flags.writeable
+
+
+def test_masked_arrays_are_refused() -> None:
+    """What is masked would be added as if it was not."""
+    masked = np.ma.masked_array([1.0, 99.0], [False, True])
+    with pytest.raises(TypeError, match="whose mask would be lost"):
+        arrays.library_of(masked).to_native(masked)

@@ -240,3 +240,35 @@ def test_plain_python_is_a_job_of_one_rank(tmp_path: Path) -> None:
     script.write_text("import mpidist\nprint(mpidist.MirroredStrategy().reduce('SUM', 1.0))\n")
     ended = end_of([sys.executable, str(script)])
     assert (ended.status, ended.out, ended.err) == (0, "1.0\n", "")
+
+
+FORKED = """
+import multiprocessing
+strategy.reduce("SUM", 1.0)
+def work():
+    try:
+        strategy.reduce("SUM", 1.0)
+    except RuntimeError as error:
+        print("child:", error, flush=True)
+    strategy.close()
+    {end}
+if rank == 0:
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    print("status", child.exitcode, flush=True)
+for _ in range(3):
+    assert strategy.reduce("SUM", 1.0) == strategy.num_replicas_in_sync
+strategy.close()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('mine')", 1)])
+def test_a_forked_worker_harms_nothing(job: Job, end: str, status: int) -> None:
+    """A call in it is refused, and its end, however it comes, is its own."""
+    ended = job(FORKED.format(end=end))
+    assert ended.status == 0, ended.err
+    assert "child: reduce in a forked process: a strategy belongs to the process that made it; make" in ended.out
+    assert f"status {status}" in ended.out
+    assert ended.out.count("done") == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 from everywhere import raises_everywhere
 from test_results import DTYPES, LARGE, LAYOUTS, all_reduce, numbers, total
 
+from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
 
@@ -215,3 +217,23 @@ def test_ranks_may_not_differ_in_whether_an_out_is_one_for_the_node(strategy: St
     out = strategy.symmetric_empty(3, np.float64, per_node=True)
     with raises_everywhere(comm, InvalidArgumentError, "out"):
         all_reduce(strategy, "SUM", np.ones(3), out=np.zeros(3) if comm.rank == comm.size - 1 else out)
+
+
+def test_outs_that_changed_since_are_looked_at_again(strategy: Strategy, comm: Intracomm) -> None:
+    value, out = np.ones(6), np.empty(6)
+    all_reduce(strategy, "SUM", value, out=out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        out.shape = (2, 3)
+    with raises_everywhere(comm, InvalidArgumentError, r"out 0 must be an array .*\[6\], got .*\[2,3\]"):
+        all_reduce(strategy, "SUM", value, out=out)
+
+
+def test_an_overflow_on_a_ring_is_a_result(strategy: Strategy, comm: Intracomm) -> None:
+    """Although one rank lets NumPy raise."""
+    options = CommunicationOptions(implementation="RING")
+    with np.errstate(all="raise" if comm.rank == 0 else "ignore"):
+        for dtype in (np.float32, np.float16):
+            value = np.full(50, np.finfo(dtype).max, dtype)
+            result = strategy.reduce("SUM", value, options=options)
+            assert np.isinf(result).all() == (comm.size > 1)

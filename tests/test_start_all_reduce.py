@@ -189,3 +189,15 @@ def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
         comm.Barrier()
         assert all((handle.wait() == comm.size).all() for handle in handles)
     assert time.monotonic() - begun < 15
+
+
+def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
+    """Only the arrays belong to the reduction, not the list that they came in."""
+    size = strategy.num_replicas_in_sync
+    bucket = [np.ones(3), np.ones(50_000)]
+    first = start(strategy, bucket)
+    bucket.clear()
+    bucket.append(np.full(2, 2.0))
+    second = start(strategy, bucket)
+    assert [part.tolist()[:2] for part in first.wait()] == [[size] * 2] * 2
+    assert [part.tolist() for part in second.wait()] == [[2 * size] * 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -590,3 +591,45 @@ def test_ops_of_arrays_where_they_lie(on_one_node: Strategy, dtype: np.dtype[Any
     want = on_one_node.reduce(op, [array.copy() for array in arrays])
     all_reduce(on_one_node, op, arrays, out=arrays)
     assert all(bits(array) == bits(right) for array, right in zip(arrays, want, strict=True))
+
+
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "as_strided": lambda part: np.lib.stride_tricks.as_strided(part, part.shape, part.strides),
+    "memoryview": lambda part: np.asarray(memoryview(part)),
+    "dlpack": np.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("view", HIDDEN)
+def test_views_that_hide_what_they_are_of_are_kept_apart(on_one_node: Strategy, view: str) -> None:
+    """The out overlaps a value that does not look like a symmetric array: other ranks write it early."""
+    whole = on_one_node.symmetric_empty(LARGE + 7, np.float64)
+    for step in steps(on_one_node, 20):
+        fill(on_one_node, whole[7:], step)
+        value = HIDDEN[view](whole[7:])
+        out = whole[:LARGE]
+        all_reduce(on_one_node, "SUM", value, out=out)
+        assert (out == total(on_one_node, step, LARGE)).all()
+        on_one_node.reduce("SUM", 0)
+
+
+@pytest.mark.parametrize("view", HIDDEN)
+def test_views_of_per_node_arrays_are_such(on_one_node: Strategy, view: str) -> None:
+    together = on_one_node.symmetric_empty(LARGE, np.float64, per_node=True)
+    for step in steps(on_one_node):
+        value = fill(on_one_node, np.empty(LARGE), step)
+        all_reduce(on_one_node, "SUM", value, out=HIDDEN[view](together))
+        assert (together == total(on_one_node, step, LARGE)).all()
+        on_one_node.reduce("SUM", 0)
+
+
+def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
+    """What was found of an array in one call is not taken for true in the next."""
+    array = on_one_node.symmetric_empty(LARGE, np.float32)
+    for dtype in (np.float32, np.int32, np.float32):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            array.dtype = dtype
+        fill(on_one_node, array, 3)
+        all_reduce(on_one_node, "SUM", array, out=array)
+        assert (array == total(on_one_node, 3, LARGE)).all()

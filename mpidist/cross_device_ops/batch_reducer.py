@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.cross_device_ops.destinations import send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.agreement import fingerprint_of
-from mpidist.transport.communicator import Communicator
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
@@ -25,7 +25,7 @@ from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
 
-__all__ = ["BatchReducer", "Request", "send_to"]
+__all__ = ["BatchReducer", "Request"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
@@ -66,7 +66,7 @@ class _Shape:
         """Look at outs, and refuse those that cannot take the results."""
         key = id(outs[0]) if outs else 0
         known = self.known_outs.get(key)
-        if known is None or not known.are(outs):
+        if known is None or not known.are(outs, operands.arrays):
             if len(self.known_outs) >= _MAX_OUTS:
                 self.known_outs.clear()
             known = KnownOuts(outs, operands.arrays, operands.specs, self._result_dtypes, shared)
@@ -153,7 +153,11 @@ class BatchReducer:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
         is_same = self._group.agree(*self._arguments(call))
-        return self._finish(call, is_same)
+        try:
+            return self._finish(call, is_same)
+        except BaseException as error:
+            self._group.break_off(error)
+            raise
 
     def start(
         self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None = None, error: Exception | None = None
@@ -170,11 +174,12 @@ class BatchReducer:
             while not (pending.is_waited_for or self._group.have_all_arrived()):
                 yield 0
             is_same = self._group.conclude(arrival)
-            if call.shape.streams is None:  # messages that this rank cannot leave alone
-                while not pending.may_wait and self._group.topology.size > 1:
-                    yield 0
-                return self._finish(call, is_same)
-            return (yield from self._steps(call, call.shape.streams, is_same))
+            with self._group.moving():
+                if call.shape.streams is None:  # messages that this rank cannot leave alone
+                    while not pending.may_wait and self._group.topology.size > 1:
+                        yield 0
+                    return self._finish(call, is_same)
+                return (yield from self._steps(call, call.shape.streams, is_same))
 
         return self._group.calls.start(steps)
 
@@ -356,21 +361,6 @@ class BatchReducer:
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
-
-
-def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -> None:
-    """Copy the root's buffer to some ranks: a broadcast if they are all, else one message each. Collective."""
-    if len(ranks) == world.size:
-        world.broadcast(buffer, root)
-        return
-    nothing = buffer[:0]
-    for rank in ranks:
-        if rank == root:
-            continue
-        if world.rank == root:
-            world.exchange(buffer, rank, nothing, rank)
-        elif world.rank == rank:
-            world.exchange(nothing, root, buffer, root)
 
 
 def _describe(call: _Call, configuration: tuple[Any, ...]) -> Mapping[str, str]:

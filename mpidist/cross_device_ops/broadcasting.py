@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist import nest
-from mpidist.cross_device_ops.batch_reducer import send_to
-from mpidist.cross_device_ops.destinations import ranks_of
+from mpidist.cross_device_ops.destinations import ranks_of, send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
@@ -56,9 +55,10 @@ def broadcast(
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     group.agree(call, fingerprint, describe, options.timeout_seconds, error)
-    results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
-    for array, result in zip(operands.arrays, results, strict=True):
-        _send(group, array, result, ranks)
+    with group.moving():
+        results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
+        for array, result in zip(operands.arrays, results, strict=True):
+            _send(group, array, result, ranks)
     return nest.rebuild(tensor, operands.restore(results)) if group.topology.rank in ranks else None
 
 

@@ -1,4 +1,4 @@
-"""Where a result shall be: the kinds of destination, as rank numbers."""
+"""Where a result shall be: the kinds of destination as rank numbers, and the way there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from mpidist.transport.communicator import Communicator
 from mpidist.values import DistributedValues
 
-__all__ = ["ranks_of"]
+__all__ = ["ranks_of", "send_to"]
 
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
@@ -64,3 +65,18 @@ def _in_range(rank: int, size: int) -> int:
     if not 0 <= rank < size:
         raise ValueError(f"destination rank {rank} is not one of the {size} ranks 0 to {size - 1}")
     return rank
+
+
+def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -> None:
+    """Copy the root's buffer to some ranks: a broadcast if they are all, else one message each. Collective."""
+    if len(ranks) == world.size:
+        world.broadcast(buffer, root)
+        return
+    nothing = buffer[:0]
+    for rank in ranks:
+        if rank == root:
+            continue
+        if world.rank == root:
+            world.exchange(buffer, rank, nothing, rank)
+        elif world.rank == rank:
+            world.exchange(nothing, root, buffer, root)

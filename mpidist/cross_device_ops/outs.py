@@ -97,16 +97,24 @@ class KnownOuts:
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
         self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
+        self._forms = [(out.shape, out.dtype) for out in outs]
         self.together = shared.fingerprint(outs)
         self.places = shared.places(outs)
         self.word = word_of(self.places)
         self.are_targets = all(_is_target(out, shared) for out in outs)
 
-    def are(self, outs: Sequence[Any]) -> bool:
-        """Whether these are the very same arrays, and still can be written."""
-        if len(outs) != len(self._outs):
+    def are(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
+        """Whether these are the very same arrays, as they were, and still can be written.
+
+        Args:
+            outs: The arrays.
+            arrays: The values that are reduced, of the known shapes and dtypes. Outs that are values need no look.
+        """
+        if len(outs) != len(self._outs) or not all(map(is_, outs, (ref() for ref in self._outs))):
             return False
-        return all(map(is_, outs, (ref() for ref in self._outs))) and all(out.flags.writeable for out in outs)
+        if not all(map(is_, outs, arrays)) and [(out.shape, out.dtype) for out in outs] != self._forms:
+            return False
+        return all(out.flags.writeable for out in outs)
 
 
 def _is_target(out: Any, shared: SharedArrays) -> bool:

@@ -21,7 +21,8 @@ class PendingResult:
 
     def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:
         self._calls, self._call = calls, call
-        self._value, self._out = value, out
+        self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
+        self._out = out
 
     def is_done(self) -> bool:
         """Whether the result is there, and let reductions under way get on.
@@ -40,4 +41,4 @@ class PendingResult:
         """
         self._calls.finish(self._call)
         results = self._call.result
-        return self._out if self._out is not None else nest.rebuild(self._value, results)
+        return self._out if self._out is not None else nest.rebuild(self._form, results)

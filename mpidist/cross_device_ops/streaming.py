@@ -177,7 +177,7 @@ class StreamCalls:
             return list(outs or ())
         if writes_outs:
             results = list(outs or ())
-            if placement.sources is None and self._shared.holds_any(arrays):
+            if placement.sources is None:
                 arrays = keep_apart(arrays, results)
         else:
             results = self._results(outs, known)

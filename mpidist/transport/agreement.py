@@ -31,6 +31,7 @@ LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its 
 _MASK: Final = (1 << 63) - 1
 
 _GAVE_UP: Final = 1  # the tag of the note of a rank that waits no more
+_BROKE_OFF: Final = 2  # and of one that had an error of its own in the middle of a call
 _NOTE: Final = np.zeros(1, np.uint8)
 
 
@@ -131,6 +132,13 @@ class Agreement(ABC):
         """
         return False
 
+    @abstractmethod
+    def break_off(self, error: BaseException) -> None:
+        """Give up in the middle of a call that all ranks agreed on, because of this rank's own error. Local.
+
+        The others, who wait for this rank's part of the work, learn of it, and the group is unusable.
+        """
+
     @property
     @abstractmethod
     def broken(self) -> Exception | None:
@@ -170,6 +178,9 @@ class SoloAgreement(Agreement):
     def exchange(self, item: Any) -> list[Any]:
         return [item]
 
+    def break_off(self, error: BaseException) -> None:
+        pass  # nobody waits for this rank, and its next call is a new one
+
     @property
     def broken(self) -> Exception | None:
         return None
@@ -195,7 +206,7 @@ class MpiAgreement(Agreement):
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._rounds = MpiRounds(comm) if rounds is None else rounds
-        self._any_source = load_mpi().ANY_SOURCE
+        self._anybody = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._sequence = 0
@@ -223,7 +234,7 @@ class MpiAgreement(Agreement):
             return Arrival(call, describe, timeout, error, compares=False)
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))
-        if (timeout or call == LEAVE) and self._comm.Iprobe(self._any_source, _GAVE_UP):
+        if (timeout or call == LEAVE) and self._comm.Iprobe(*self._anybody):
             self._fail(call, timeout)  # before a message is sent that nobody will take: MPI could not end well
         self._found, self._confirms = None, bool(timeout)
         self._rounds.start(fingerprint ^ bool(timeout), placement)
@@ -265,9 +276,16 @@ class MpiAgreement(Agreement):
         return self._rounds.is_node_barrier
 
     def require_peers(self) -> bool:
-        if self._comm.Iprobe(self._any_source, _GAVE_UP):
+        if self._comm.Iprobe(*self._anybody):
             self._fail("waiting within a call", None)
         return False
+
+    def break_off(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._tell_others(_BROKE_OFF)
+            self._broken = RuntimeError(
+                f"call {self._sequence} was broken off on rank {self._comm.rank} by {type(error).__name__}: {error}"
+            )
 
     def any_of(self, flags: int) -> int:
         mpi = load_mpi()
@@ -304,10 +322,10 @@ class MpiAgreement(Agreement):
         """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
         deadline = time.monotonic() + timeout if timeout else math.inf
         try:
-            in_time = poll(test, lambda: time.monotonic() > deadline or self._comm.Iprobe(self._any_source, _GAVE_UP))
+            in_time = poll(test, lambda: time.monotonic() > deadline or self._comm.Iprobe(*self._anybody))
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
             _never_free(memory())
-            self._tell_others()
+            self._tell_others(_GAVE_UP)
             self._broken = RuntimeError(f"{call} (call {self._sequence}) was interrupted by {type(error).__name__}")
             raise
         if not in_time:
@@ -316,28 +334,34 @@ class MpiAgreement(Agreement):
 
     def _fail(self, call: str, timeout: float | None) -> NoReturn:
         """Raise because time is up, or because another rank gave up."""
-        gave_up = [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, _GAVE_UP)]
+        gave_up, broke_off = (
+            [rank for rank in range(self._comm.size) if self._comm.Iprobe(rank, tag)] for tag in (_GAVE_UP, _BROKE_OFF)
+        )
         missing = self._rounds.missing()
-        if gave_up:
+        kind: type[Exception] = DeadlineExceededError
+        if broke_off:
+            kind = PeerFailedError
+            reason = f"cannot complete: {name_ranks(broke_off)} broke off in the middle of a call, with an error"
+        elif gave_up:
             reason = f"cannot complete: {name_ranks(gave_up)} had given up waiting, for it or for an earlier call"
         else:
-            self._tell_others()
+            self._tell_others(_GAVE_UP)
             who = f"{name_ranks(missing)} of" if missing else "not all of the"
             reason = (
                 f"waited {timeout:g} s, and {who} {self._comm.size} ranks {'did not join' if missing else 'joined'} "
                 "it. Every rank must make the same calls in the same order"
             )
-        self._broken = DeadlineExceededError(
+        self._broken = kind(
             f"{call} (call {self._sequence}) on rank {self._comm.rank} {reason}. The strategy is unusable until "
             "strategy.reset() is called on all ranks"
         )
         raise self._broken
 
-    def _tell_others(self) -> None:
+    def _tell_others(self, tag: int) -> None:
         """Tell the other ranks that this one waits no more, so that none of them waits for it."""
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                _never_free((self._comm.Isend(_NOTE, rank, _GAVE_UP), _NOTE))
+                _never_free((self._comm.Isend(_NOTE, rank, tag), _NOTE))
 
     def _explain(
         self, call: str, describe: Callable[[], Mapping[str, str]], timeout: float | None, error: Exception | None

@@ -64,6 +64,8 @@ class NumPyArrays(ArrayLibrary):
         return isinstance(value, np.ndarray)
 
     def to_native(self, value: Any) -> NativeArray:
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError("cannot take a masked array, whose mask would be lost: pass value.filled(0), for example")
         return np.asarray(value)
 
     def from_native(self, array: NativeArray, like: Any) -> Any:

@@ -8,16 +8,16 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
-__all__ = ["install", "report"]
+__all__ = ["install", "report", "uninstall"]
 
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote before it is killed
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
 
-_installed: list[bool] = []
+_installed: list[tuple[Any, Any]] = []  # what was there before
 
 
 def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
@@ -32,7 +32,7 @@ def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
     """
     if _installed or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
-    _installed.append(True)
+    _installed.append((sys.excepthook, sys.exit))
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if getattr(error, "raised_on_all_ranks", False) and rank > 0:
@@ -55,6 +55,12 @@ def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
 
     sys.excepthook = hook
     sys.exit = exit_
+
+
+def uninstall() -> None:
+    """Let exceptions be those of this process alone again, as in one that was forked from a rank."""
+    while _installed:
+        sys.excepthook, sys.exit = _installed.pop()
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:

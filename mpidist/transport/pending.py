@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Final, final
 
 import numpy as np
@@ -62,6 +64,10 @@ class Pending:
             self._end(end.value, None)
         except Exception as error:  # it is the caller's who waits for this call
             self._end(None, error)
+        except BaseException as error:  # Ctrl-C: the call goes on later, unless it was broken off
+            if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
+                self._end(None, error)
+            raise
 
     def finish(self, is_over: Callable[[], bool]) -> None:
         """Do all of it. Waits for the other ranks."""
@@ -70,6 +76,8 @@ class Pending:
             with np.errstate(all="ignore"):
                 self._end(complete(self._steps, is_over), None)
         except BaseException as error:
+            with suppress(BaseException):
+                self._steps.throw(error)  # if this rank was interrupted, the call tells the others
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
                 raise
@@ -136,8 +144,10 @@ class PendingCalls:
         """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
         with self._lock:
             while self._calls and (last is None or not last.is_done):
-                self._calls[0].finish(self._is_over)
-                self._calls.popleft()
+                try:
+                    self._calls[0].finish(self._is_over)
+                finally:
+                    self._calls.popleft()
 
     def abandon(self, why: str) -> None:
         """Give the calls up, and end the thread. `why`: what does so, for people."""

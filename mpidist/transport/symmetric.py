@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory import LINE_BYTES, SharedWindow
@@ -112,7 +113,7 @@ class SharedArrays:
         if not self._windows or type(array) is not np.ndarray:
             return None
         known = self._places.get(id(array))
-        if known is not None and known[0]() is array:
+        if known is not None and known[1].everyone[0].dtype == array.dtype and known[0]() is array:
             return known[1]
         number = self._bases.get(id(_root(array)))
         if number is None or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -162,16 +163,13 @@ class SharedArrays:
             for source, out, length in runs
         ]
 
-    def holds_any(self, arrays: Sequence[Any]) -> bool:
-        """Whether one of some arrays lies in shared memory, wholly or in part."""
-        return any(id(_root(array)) in self._bases for array in arrays)
-
     def is_per_node(self, array: Any) -> bool:
-        """Whether an array lies in memory that is one for all ranks of the node."""
-        if not self._windows or type(array) is not np.ndarray:
+        """Whether an array lies in memory that is one for all ranks of the node, however it was made."""
+        if not self._windows or not isinstance(array, np.ndarray):
             return False
-        number = self._bases.get(id(_root(array)))
-        return number is not None and self._windows[number][1]
+        start, stop = memory_bounds(array)
+        parts = (memory_bounds(window.parts[0]) for window, per_node in self._windows if per_node)
+        return any(start < its_stop and its_start < stop for its_start, its_stop in parts)
 
     def fingerprint(self, outs: Sequence[Any]) -> int:
         """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""

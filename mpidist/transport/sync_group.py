@@ -11,8 +11,8 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final, final
 
 import numpy
@@ -68,6 +68,7 @@ class SyncGroup:
         self._parent = parent
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
+        self._is_of_parent = False  # whether this process is a fork of the one that made it
         self._fingerprints: dict[Hashable, int] = {}
         self.calls: PendingCalls
         self.levels: Levels
@@ -129,6 +130,20 @@ class SyncGroup:
         """Whether `close` was called."""
         return self._is_closed
 
+    def require_open(self, call: str) -> None:
+        """Refuse a call of a group that was closed, or that belongs to another process.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        if self._is_of_parent:
+            raise RuntimeError(
+                f"{call} in a forked process: a strategy belongs to the process that made it; make collective calls in "
+                "the parent alone, or start workers with multiprocessing.get_context('spawn')"
+            )
+        if self._is_closed:
+            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+
     @property
     def is_node_barrier(self) -> bool:
         """Whether `agree` is a barrier of the node's shared memory, too."""
@@ -159,8 +174,7 @@ class SyncGroup:
         placement: int = 0,
     ) -> bool:
         """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
-        if self._is_closed:
-            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self.require_open(call)
         if self.calls:
             self.calls.finish()
         return self._agreement.join(call, fingerprint, describe, timeout_seconds, error, placement)
@@ -175,8 +189,7 @@ class SyncGroup:
         placement: int = 0,
     ) -> Arrival:
         """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
-        if self._is_closed:
-            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self.require_open(call)
         return self._agreement.arrive(call, fingerprint, describe, timeout_seconds, error, placement)
 
     def have_all_arrived(self) -> bool:
@@ -190,6 +203,26 @@ class SyncGroup:
     def require_peers(self) -> bool:
         """Raise if another rank has given up waiting: `Agreement.require_peers`. Local."""
         return self._agreement.require_peers()
+
+    def break_off(self, error: BaseException) -> None:
+        """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
+        self._agreement.break_off(error)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Break off if the body raises: it does this rank's part of a call that all have agreed on."""
+        try:
+            yield
+        except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
+            raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    def disown(self) -> None:
+        """Leave the group to the process that this one was forked from. Local."""
+        self._is_of_parent = self._is_closed = True
+        self.calls = PendingCalls(self.require_peers)
 
     def any_of(self, flags: int) -> int:
         """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
@@ -205,8 +238,7 @@ class SyncGroup:
         If the group failed on any rank, the old ones are left behind: messages of the call that failed may still be
         under way in them.
         """
-        if self._is_closed:
-            raise RuntimeError("reset() on a closed strategy: it was closed, make a new one")
+        self.require_open("reset()")
         self.calls.abandon("reset()")
         if self._parent is not None and not any(self._parent.allgather(self._agreement.broken is not None)):
             self._free_levels()
@@ -258,6 +290,16 @@ class SyncGroup:
         self.calls = PendingCalls(self.require_peers, allows_threads and (streams is None or streams.spans_nodes))
         if self not in _open_groups:
             _open_groups.append(self)
+
+
+def _leave_to_parent() -> None:
+    """Touch nothing of the parent's in a process that was forked from it, also at its end."""
+    on_error.uninstall()
+    while _open_groups:
+        _open_groups.pop().disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register
