@@ -206,7 +206,7 @@ def main() -> None:
                     times = f"{text_of(float(row['theirs_us'])):>10} {text_of(float(row['us'])):>10}"
                     print(f"{text:>6} {pair.name:>16} {times} {float(row['ratio']):>6.2f}", flush=True)
     if is_first and given.out:
-        name = f"reductions-{where['mpi'].split()[0].lower()}-{where['ranks']}-ranks.csv"
+        name = f"reductions-{where['mpi'].lower().replace(' ', '-')}-{where['ranks']}-ranks.csv"
         write_rows(given.out / name, rows)
         print(f"written: {given.out / name}")
 
