@@ -59,8 +59,8 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         fingerprint = group.fingerprint(call, (axis, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
-    are_even = group.agree(call, fingerprint, describe, options.timeout_seconds, error, word)
     with group.moving():
+        are_even = group.agree(call, fingerprint, describe, options.timeout_seconds, error, word)
         everyone = np.empty((group.topology.size, len(lengths)), np.int64)
         if are_even:
             everyone[:] = lengths

@@ -63,8 +63,8 @@ def reduce_scatter(
         fingerprint = group.fingerprint(call, (op, axis, structure, options.reproducible, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
-    group.agree(call, fingerprint, describe, options.timeout_seconds, error)
     with group.moving():
+        group.agree(call, fingerprint, describe, options.timeout_seconds, error)
         results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
     return nest.rebuild(value, operands.restore(results))
 

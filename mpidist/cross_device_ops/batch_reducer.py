@@ -152,9 +152,8 @@ class BatchReducer:
         if self._group.calls:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
-        is_same = self._group.agree(*self._arguments(call))
         try:
-            return self._finish(call, is_same)
+            return self._finish(call, self._group.agree(*self._arguments(call)))
         except BaseException as error:
             self._group.break_off(error)
             raise
@@ -170,11 +169,11 @@ class BatchReducer:
 
         def steps(pending: Pending) -> Steps:
             call = self._prepare(request, values, outs, error)
-            arrival = self._group.arrive(*self._arguments(call))
-            while not (pending.is_waited_for or self._group.have_all_arrived()):
-                yield 0
-            is_same = self._group.conclude(arrival)
             with self._group.moving():
+                arrival = self._group.arrive(*self._arguments(call))
+                while not (pending.is_waited_for or self._group.have_all_arrived()):
+                    yield 0
+                is_same = self._group.conclude(arrival)
                 if call.shape.streams is None:  # messages that this rank cannot leave alone
                     while not pending.may_wait and self._group.topology.size > 1:
                         yield 0

@@ -54,8 +54,8 @@ def broadcast(
         fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
-    group.agree(call, fingerprint, describe, options.timeout_seconds, error)
     with group.moving():
+        group.agree(call, fingerprint, describe, options.timeout_seconds, error)
         results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
         for array, result in zip(operands.arrays, results, strict=True):
             _send(group, array, result, ranks)

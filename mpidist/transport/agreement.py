@@ -134,9 +134,10 @@ class Agreement(ABC):
 
     @abstractmethod
     def break_off(self, error: BaseException) -> None:
-        """Give up in the middle of a call that all ranks agreed on, because of this rank's own error. Local.
+        """Give up in the middle of a call, because of an error of this rank alone. Local.
 
-        The others, who wait for this rank's part of the work, learn of it, and the group is unusable.
+        The others, who wait for this rank's part of the work, learn of it, and the group is unusable. An error that
+        the agreement itself raised on all ranks is none of these, and does nothing.
         """
 
     @property
@@ -213,6 +214,7 @@ class MpiAgreement(Agreement):
         self._confirms = False  # whether this call has a second round
         self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
         self._broken: Exception | None = None
+        self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
 
     def arrive(
         self,
@@ -253,6 +255,8 @@ class MpiAgreement(Agreement):
 
     def conclude(self, arrival: Arrival) -> bool:
         call, describe, timeout, error, compares = arrival
+        if error is not None:
+            self._refused = error
         if not compares:
             if error is not None:
                 raise error
@@ -281,7 +285,7 @@ class MpiAgreement(Agreement):
         return False
 
     def break_off(self, error: BaseException) -> None:
-        if self._broken is None:
+        if self._broken is None and error is not self._refused:
             self._tell_others(_BROKE_OFF)
             self._broken = RuntimeError(
                 f"call {self._sequence} was broken off on rank {self._comm.rank} by {type(error).__name__}: {error}"
@@ -380,7 +384,7 @@ class MpiAgreement(Agreement):
             raise self._broken
         if call == LEAVE:
             return
-        problem = InvalidArgumentError(table_of(everyone, self._sequence))
+        self._refused = problem = InvalidArgumentError(table_of(everyone, self._sequence))
         problem.raised_on_all_ranks = True
         raise problem
 

@@ -206,11 +206,12 @@ class SyncGroup:
 
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
-        self._agreement.break_off(error)
+        if not self._is_closed:
+            self._agreement.break_off(error)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Break off if the body raises: it does this rank's part of a call that all have agreed on."""
+        """Break off if the body raises: it joins a call, and does this rank's part of it."""
         try:
             yield
         except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
