@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -25,6 +26,16 @@ _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
 @final
 class _Mapping:
     """A file as memory, for as long as an array refers to it.
@@ -33,15 +44,11 @@ class _Mapping:
     """
 
     def __init__(self, file: int, nbytes: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+        address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, libc.munmap, address, nbytes).atexit = False  # others may run after us at exit
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # others may run after us at exit
 
 
 @final
@@ -107,7 +114,7 @@ class SharedWindow:
         rest = None if self._own is None else self._own[mmap.PAGESIZE :]
         if rest is not None and rest.size:
             address, nbytes = rest.__array_interface__["data"][0], rest.nbytes
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE)
+            _libc().madvise(address, nbytes, mmap.MADV_REMOVE)
 
 
 @final
