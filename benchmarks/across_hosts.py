@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from contest.across_tables import Link, Timing, lines_of_timings, lines_of_verdicts, row_of, verdicts
+from contest.across_tables import Link, Timing, lines_of_timings, row_of, verdicts
 from contest.environments import PEERS, Peer, environment_of, missing
+from contest.tables import lines_of_verdicts
 from hosts import Hosts, HostsError, bits_per_second
 from record import parse_size, stolen_seconds, write_rows
 
@@ -225,7 +226,7 @@ def main() -> None:
     for name, versions in results.versions.items():
         print(f"{name}: " + ", ".join(f"{one} {text}" for one, text in versions.items()))
     timings = results.sorted_by_size()
-    for line in [*lines_of_timings(timings, link), *lines_of_verdicts(verdicts(timings, link))]:
+    for line in [*lines_of_timings(timings, link), *lines_of_verdicts(verdicts(timings, link), "asked and got")]:
         print(line)
 
 

@@ -15,7 +15,7 @@ from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replica_context import ReplicaContext
 from mpidist.scattering import reduce_scatter
-from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.agreement import Joining, fingerprint_of
 from mpidist.transport.devices import Device
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.values import local, open_nest
@@ -96,7 +96,7 @@ class StrategyExtended:
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         try:
-            group.agree(name, fingerprint_of(fields), lambda: fields, None, error)
+            group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
         except Exception:  # on all ranks
             group.close()
             raise
@@ -266,7 +266,8 @@ class StrategyExtended:
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
         """Wait until all ranks make this call, and compare what they pass. Collective."""
         timeout_seconds = self._options.timeout_seconds
-        self._group.agree(call, fingerprint_of((call, sorted(fields.items()))), lambda: fields, timeout_seconds, error)
+        fingerprint = fingerprint_of((call, sorted(fields.items())))
+        self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error))
 
     def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""

@@ -12,6 +12,7 @@ from mpidist.cross_device_ops.operands import Operands
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
+from mpidist.transport.agreement import Joining
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["all_gather"]
@@ -60,7 +61,7 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     with group.moving():
-        are_even = group.agree(call, fingerprint, describe, options.timeout_seconds, error, word)
+        are_even = group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, word))
         everyone = np.empty((group.topology.size, len(lengths)), np.int64)
         if are_even:
             everyone[:] = lengths

@@ -13,6 +13,7 @@ from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
+from mpidist.transport.agreement import Joining
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
@@ -64,7 +65,7 @@ def reduce_scatter(
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     with group.moving():
-        group.agree(call, fingerprint, describe, options.timeout_seconds, error)
+        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error))
         results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
     return nest.rebuild(value, operands.restore(results))
 

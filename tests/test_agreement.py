@@ -15,7 +15,7 @@ import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, TopologyError
-from mpidist.transport.agreement import MpiAgreement, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement import Joining, MpiAgreement, SoloAgreement, fingerprint_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -176,9 +176,9 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
         f"  op: {others}: SUM; rank 1: MEAN\n"
         f"  axis: {others}: -; rank 1: 1"
     )
-    agreement.join("reduce", 5, dict)
+    agreement.join(Joining("reduce", 5, dict))
     with pytest.raises(InvalidArgumentError) as caught:
-        agreement.join("reduce", int(odd), lambda: fields)
+        agreement.join(Joining("reduce", int(odd), lambda: fields))
     assert str(caught.value) == text
     assert caught.value.raised_on_all_ranks
 
@@ -186,13 +186,13 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
 @pytest.mark.ranks(min=2)
 def test_a_long_table_is_cut(agreement: MpiAgreement, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
-        agreement.join("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)})
+        agreement.join(Joining("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
 
 
 def test_an_error_of_all_ranks_stays_what_it_is(agreement: MpiAgreement) -> None:
     with pytest.raises(KeyError, match="mine"):
-        agreement.join("reduce", 0, dict, error=KeyError("mine"))
-    agreement.join("reduce", 0, dict)
+        agreement.join(Joining("reduce", 0, dict, error=KeyError("mine")))
+    agreement.join(Joining("reduce", 0, dict))
 
 
 def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
@@ -204,7 +204,7 @@ def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
 
 
 def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Intracomm) -> None:
-    agreement.join("flags", 0, dict)
+    agreement.join(Joining("flags", 0, dict))
     assert agreement.any_of(1 << comm.rank) == 2**comm.size - 1
     items = agreement.exchange({"rank": comm.rank, "text": "x" * 1000 * comm.rank})
     assert [(item["rank"], len(item["text"])) for item in items] == [(r, 1000 * r) for r in range(comm.size)]
@@ -213,9 +213,9 @@ def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Int
 @pytest.mark.no_mpi
 def test_one_rank_agrees_with_itself() -> None:
     alone = SoloAgreement()
-    alone.join("reduce", 0, dict)
+    alone.join(Joining("reduce", 0, dict))
     with pytest.raises(KeyError):
-        alone.join("reduce", 0, dict, error=KeyError())
+        alone.join(Joining("reduce", 0, dict, error=KeyError()))
     assert (alone.any_of(5), alone.exchange("item"), alone.broken) == (5, ["item"], None)
 
 

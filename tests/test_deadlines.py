@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from alarms import RangError, alarm
 
 import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.agreement import Joining, MpiAgreement
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import MpiRounds
 
@@ -205,26 +205,6 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
         strategy.reduce("SUM", 1.0)
 
 
-class RangError(Exception):
-    """What the alarm raises."""
-
-
-@contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """Let a signal handler raise after so many seconds."""
-
-    def ring(*_: Any) -> None:
-        raise RangError
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.ranks(min=2)
 def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm) -> None:
     """Ctrl-C is one; afterwards the strategy says what happened."""
@@ -309,7 +289,7 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
     memory = [weakref.ref(value) for value in vars(rounds).values() if isinstance(value, np.ndarray)]
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
-            agreement.join("reduce", 0, dict)
+            agreement.join(Joining("reduce", 0, dict))
     comm.Barrier()
     del agreement, rounds
     gc.collect()

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from record import commit_of, parse_size
+from record import parse_size
 
 from contest.work import check_ends, check_pattern, write_number, write_pattern
 
@@ -53,21 +53,13 @@ class _Mpi(_Job):
     """Raw mpi4py, and mpidist."""
 
     def __init__(self) -> None:
-        import mpi4py
         from mpi4py import MPI
 
-        import mpidist
+        from contest.mpi_versions import mpi_versions
 
         self._comm, self._mpi = MPI.COMM_WORLD, MPI
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        name, version = MPI.get_vendor()
-        self.versions = {
-            "mpi": f"{name} {'.'.join(map(str, version))}",
-            "mpi4py": mpi4py.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "commit": commit_of(Path(mpidist.__file__).parent.parent),
-        }
+        self.versions = mpi_versions()
 
     def ways(self) -> Iterator[tuple[str, Call]]:
         from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, get_replica_context

@@ -11,7 +11,7 @@ from record import text_of
 
 from contest.targets import MPIS, Verdict
 
-__all__ = ["Link", "Timing", "lines_of_timings", "lines_of_verdicts", "row_of", "verdicts"]
+__all__ = ["Link", "Timing", "lines_of_timings", "row_of", "verdicts"]
 
 _HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
 
@@ -149,19 +149,6 @@ def _verdicts(ours: Timing, timings: Sequence[Timing], link: Link) -> Iterator[V
 
 def _at_most(text: str, rounds: Rounds, most: float) -> Verdict:
     return Verdict(text, f"<= {most}", _spread(rounds), bool(np.median(rounds) <= most))
-
-
-def lines_of_verdicts(found: Sequence[Verdict]) -> list[str]:
-    """Make the table of what is asked and got."""
-    if not found:
-        return []
-    asked = [one for one in found if one.is_met is not None]
-    width = max(len(one.text) for one in found)
-    lines = ["", f"asked and got: {sum(bool(one.is_met) for one in asked)} of {len(asked)} are met"]
-    for one in found:
-        mark = {True: "yes", False: "NO", None: ""}[one.is_met]
-        lines.append(f"{mark:>3} | {one.text:<{width}} | {one.asked:>7} | {one.got}")
-    return lines
 
 
 def row_of(timing: Timing, timings: Sequence[Timing], link: Link) -> dict[str, str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mpi4py
 import numpy as np
 from mpi4py import MPI
-from record import commit_of
 
 import mpidist
+from contest.mpi_versions import mpi_versions
 from contest.way import Library, Way
 
 if TYPE_CHECKING:
@@ -31,14 +28,7 @@ class Mpi(Library):
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        name, version = MPI.get_vendor()
-        self.versions = {
-            "mpi": f"{name} {'.'.join(map(str, version))}",
-            "mpi4py": mpi4py.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "commit": commit_of(Path(mpidist.__file__).parent.parent),
-        }
+        self.versions = mpi_versions()
         self._strategy: mpidist.Strategy | None = None
 
     def ways(self, work: Work) -> dict[str, Way]:

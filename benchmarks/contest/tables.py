@@ -89,13 +89,13 @@ def lines_of_roofline(roofline: Roofline, timings: Sequence[Timing]) -> list[str
     return lines
 
 
-def lines_of_verdicts(found: Sequence[Verdict]) -> list[str]:
-    """Make the table of what is asked and got; what is missed comes first."""
+def lines_of_verdicts(found: Sequence[Verdict], what: str = "asked and got, theirs / ours") -> list[str]:
+    """Make the table of what is asked and got, in the order given, with a head that says what."""
     if not found:
         return []
     asked = [one for one in found if one.is_met is not None]
     width = max(len(one.text) for one in found)
-    lines = ["", f"asked and got, theirs / ours: {sum(bool(one.is_met) for one in asked)} of {len(asked)} are met"]
+    lines = ["", f"{what}: {sum(bool(one.is_met) for one in asked)} of {len(asked)} are met"]
     for one in found:
         mark = {True: "yes", False: "NO", None: ""}[one.is_met]
         lines.append(f"{mark:>3} | {one.text:<{width}} | {one.asked:>11} | {one.got}")

@@ -16,7 +16,7 @@ from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport.agreement import fingerprint_of
+from mpidist.transport.agreement import Joining, fingerprint_of
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
@@ -153,7 +153,7 @@ class BatchReducer:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
         try:
-            return self._finish(call, self._group.agree(*self._arguments(call)))
+            return self._finish(call, self._group.agree(self._joining(call)))
         except BaseException as error:
             self._group.break_off(error)
             raise
@@ -170,7 +170,7 @@ class BatchReducer:
         def steps(pending: Pending) -> Steps:
             call = self._prepare(request, values, outs, error)
             with self._group.moving():
-                arrival = self._group.arrive(*self._arguments(call))
+                arrival = self._group.arrive(self._joining(call))
                 while not (pending.is_waited_for or self._group.have_all_arrived()):
                     yield 0
                 is_same = self._group.conclude(arrival)
@@ -208,9 +208,8 @@ class BatchReducer:
             if call.placement.is_private and group.is_node_barrier:
                 call.begun = shape.streams.begin(operands.arrays)
 
-    def _arguments(self, call: _Call) -> tuple[Any, ...]:
-        """What `SyncGroup.agree` asks for."""
-        return (
+    def _joining(self, call: _Call) -> Joining:
+        return Joining(
             call.request.call,
             call.shape.fingerprint ^ call.together,
             partial(_describe, call, self._configuration),

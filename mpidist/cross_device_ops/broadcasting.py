@@ -9,6 +9,7 @@ from mpidist.cross_device_ops.destinations import ranks_of, send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
+from mpidist.transport.agreement import Joining
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["broadcast"]
@@ -55,7 +56,7 @@ def broadcast(
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     with group.moving():
-        group.agree(call, fingerprint, describe, options.timeout_seconds, error)
+        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error))
         results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
         for array, result in zip(operands.arrays, results, strict=True):
             _send(group, array, result, ranks)

@@ -25,7 +25,7 @@ from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import MpiRounds, Rounds
 from mpidist.transport.waiting import poll
 
-__all__ = ["LEAVE", "Agreement", "Arrival", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
+__all__ = ["LEAVE", "Agreement", "Arrival", "Joining", "MpiAgreement", "SoloAgreement", "fingerprint_of"]
 
 LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its program
 _MASK: Final = (1 << 63) - 1
@@ -41,8 +41,31 @@ def fingerprint_of(signature: Any) -> int:
 
 
 @final
+class Joining(NamedTuple):
+    """A call that a rank makes, and what it passes.
+
+    Attributes:
+        call: The name of the call, for people.
+        fingerprint: A digest of everything that must be equal on all ranks.
+        describe: What the fingerprint stands for, as name and text; asked only when ranks differ.
+        timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
+        error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the others
+            learn of it.
+        placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
+            ranks, or on none.
+    """
+
+    call: str
+    fingerprint: int
+    describe: Callable[[], Mapping[str, str]]
+    timeout_seconds: float | None = None
+    error: Exception | None = None
+    placement: int = 0
+
+
+@final
 class Arrival(NamedTuple):
-    """A rank's joining of a round."""
+    """A rank's place in a round that it has joined."""
 
     call: str
     describe: Callable[[], Mapping[str, str]]
@@ -55,15 +78,7 @@ class Agreement(ABC):
     """The rule that all ranks of a group make the same calls in the same order."""
 
     @abstractmethod
-    def arrive(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> Arrival:
+    def arrive(self, joining: Joining) -> Arrival:
         """Join a round with this call, without waiting: `join` is this and `conclude`. One round at a time.
 
         Raises:
@@ -79,26 +94,8 @@ class Agreement(ABC):
         """Wait for all ranks to join the round, and compare. Returns and raises what `join` does."""
 
     @final
-    def join(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> bool:
+    def join(self, joining: Joining) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective.
-
-        Args:
-            call: The name of the call, for people.
-            fingerprint: A digest of everything that must be equal on all ranks.
-            describe: What the fingerprint stands for, as name and text; asked only when ranks differ.
-            timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
-            error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the
-                others learn of it.
-            placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in.
-                0 on all ranks, or on none.
 
         Returns:
             Whether all ranks have the same `placement`.
@@ -109,7 +106,7 @@ class Agreement(ABC):
             DeadlineExceededError: If not all ranks came in time.
             Exception: `error`, if every rank has the same one.
         """
-        return self.conclude(self.arrive(call, fingerprint, describe, timeout_seconds, error, placement))
+        return self.conclude(self.arrive(joining))
 
     @abstractmethod
     def any_of(self, flags: int) -> int:
@@ -154,16 +151,8 @@ class Agreement(ABC):
 class SoloAgreement(Agreement):
     """The agreement of one rank with itself."""
 
-    def arrive(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> Arrival:
-        return Arrival(call, describe, None, error)
+    def arrive(self, joining: Joining) -> Arrival:
+        return Arrival(joining.call, joining.describe, None, joining.error)
 
     def have_all_arrived(self) -> bool:
         return True
@@ -216,15 +205,8 @@ class MpiAgreement(Agreement):
         self._broken: Exception | None = None
         self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
 
-    def arrive(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> Arrival:
+    def arrive(self, joining: Joining) -> Arrival:
+        call, fingerprint, describe, timeout_seconds, error, placement = joining
         if self._broken is not None:
             raise self._again(self._broken)
         self._sequence += 1

@@ -69,7 +69,6 @@ class StreamReducer:
         self._traffic = traffic
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
         self.one_round = lru_cache(_SCHEDULES)(self._one_round)
-        self._whole_schedule = lru_cache(_SCHEDULES)(self._cut_once)
 
     def _schedule(self, lengths: tuple[int, ...], itemsize: int) -> Schedule:
         """Cut pieces of these lengths into chunks."""
@@ -78,10 +77,6 @@ class StreamReducer:
     def _one_round(self, count: int, dtype: np.dtype[Any]) -> OneRound:
         """Prepare for small streams of a length."""
         return OneRound(self.slots, count, dtype)
-
-    def _cut_once(self, lengths: tuple[int, ...]) -> Schedule:
-        """Cut pieces into one chunk: for arrays that are read and written where they are."""
-        return stream_schedule(lengths, self.lanes, max(1, sum(lengths)))
 
     def count(self, nbytes: int) -> None:
         """Count an all-reduce of some bytes within the node; what goes across nodes is counted there."""
@@ -99,9 +94,7 @@ class StreamReducer:
         schedule: Schedule | None = None,
     ) -> Transfer:
         """Prepare an all-reduce. Local; all ranks do it alike."""
-        if stream.peers is not None and stream.shared is not None and not self.spans_nodes:
-            schedule = self._whole_schedule(tuple(array.size for array in stream.sources))
-        elif schedule is None:
+        if schedule is None:
             schedule = self.schedule(tuple(array.size for array in stream.sources), stream.dtype.itemsize)
         return Transfer(
             self.slots,

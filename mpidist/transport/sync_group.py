@@ -19,7 +19,7 @@ import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import on_error
-from mpidist.transport.agreement import LEAVE, Agreement, Arrival, MpiAgreement, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, MpiAgreement, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
@@ -125,11 +125,6 @@ class SyncGroup:
         """Count the groups of several ranks that this process has made and not closed."""
         return len(_open_groups)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
-
     def require_open(self, call: str) -> None:
         """Refuse a call of a group that was closed, or that belongs to another process.
 
@@ -164,33 +159,17 @@ class SyncGroup:
             known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
         return known
 
-    def agree(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> bool:
+    def agree(self, joining: Joining) -> bool:
         """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
-        self.require_open(call)
+        self.require_open(joining.call)
         if self.calls:
             self.calls.finish()
-        return self._agreement.join(call, fingerprint, describe, timeout_seconds, error, placement)
+        return self._agreement.join(joining)
 
-    def arrive(
-        self,
-        call: str,
-        fingerprint: int,
-        describe: Callable[[], Mapping[str, str]],
-        timeout_seconds: float | None = None,
-        error: Exception | None = None,
-        placement: int = 0,
-    ) -> Arrival:
+    def arrive(self, joining: Joining) -> Arrival:
         """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
-        self.require_open(call)
-        return self._agreement.arrive(call, fingerprint, describe, timeout_seconds, error, placement)
+        self.require_open(joining.call)
+        return self._agreement.arrive(joining)
 
     def have_all_arrived(self) -> bool:
         """Whether all ranks have joined the round of `arrive`. Local."""
@@ -262,7 +241,7 @@ class SyncGroup:
             _open_groups.remove(self)
         if self._agreement.broken is None:
             with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
-                self._agreement.join(LEAVE, 0, dict)
+                self._agreement.join(Joining(LEAVE, 0, dict))
         if self._agreement.broken is not None:
             return  # ranks that do not come cannot free together
         self.shared.free()
