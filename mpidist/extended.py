@@ -97,6 +97,7 @@ class StrategyExtended:
             error = problem
         try:
             group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
+            group.end()
         except Exception:  # on all ranks
             group.close()
             raise
@@ -268,6 +269,7 @@ class StrategyExtended:
         timeout_seconds = self._options.timeout_seconds
         fingerprint = fingerprint_of((call, sorted(fields.items())))
         self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error))
+        self._group.end()
 
     def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""

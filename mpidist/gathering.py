@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
+from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
@@ -60,8 +61,9 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         fingerprint = group.fingerprint(call, (axis, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
+    details = specs_text(operands.specs)
     with group.moving():
-        are_even = group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, word))
+        are_even = group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, word, details))
         everyone = np.empty((group.topology.size, len(lengths)), np.int64)
         if are_even:
             everyone[:] = lengths

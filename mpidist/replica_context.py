@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport import open_groups
 from mpidist.values import Mirrored, PerReplica, local
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ReplicaContext:
     def _require_current(self, call: str) -> None:
         here = contexts.get_replica_context()
         if here is self:
-            if contexts.current() is None and SyncGroup.num_open():
+            if contexts.current() is None and open_groups.num_open():
                 logger.warning(
                     "ReplicaContext.%s was called outside of strategy.run(), where the default strategy, of this "
                     "process alone, is current: nothing was combined with other ranks",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
+from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
@@ -64,8 +65,9 @@ def reduce_scatter(
         fingerprint = group.fingerprint(call, (op, axis, structure, options.reproducible, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
+    details = specs_text(operands.specs)
     with group.moving():
-        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error))
+        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
         results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
     return nest.rebuild(value, operands.restore(results))
 

@@ -1,7 +1,11 @@
 """Hooks of the run at several numbers of ranks (see mpi_session), and fixtures for all tests."""
 
+import os
+
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
 from placements import placement
 from transports import pytest_generate_tests, transport
+
+os.environ.setdefault("MPIDIST_FLIGHT_DIR", "off")  # of the calls that fail on purpose, no files
 
 __all__ = ["comm", "placement", "pytest_addoption", "pytest_configure", "pytest_generate_tests", "transport"]

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from agreements import make_agreement
 from everywhere import raises_everywhere
 
 import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, TopologyError
-from mpidist.transport.agreement import Joining, MpiAgreement, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement import Joining, SoloAgreement, fingerprint_of
+from mpidist.transport.mpi_agreement import MpiAgreement
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -33,7 +35,7 @@ def strategy(comm: Intracomm) -> Iterator[Strategy]:
 
 @pytest.fixture
 def agreement(comm: Intracomm) -> Iterator[MpiAgreement]:
-    made = MpiAgreement(comm.Dup(), check=True, timeout_seconds=None)
+    made = make_agreement(comm)
     yield made
     made.free()
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.cross_device_ops.describing import bytes_text, specs_text
 from mpidist.cross_device_ops.destinations import send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
@@ -60,6 +61,7 @@ class _Shape:
     fingerprint: int
     parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
     streams: StreamCalls | None = None  # who runs such calls, if they go in streams
+    details: str = ""  # for the flight recorder
     known_outs: dict[int, KnownOuts] = field(default_factory=dict)
 
     def know(self, outs: Sequence[Any], operands: Operands, shared: SharedArrays) -> KnownOuts:
@@ -153,7 +155,9 @@ class BatchReducer:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
         try:
-            return self._finish(call, self._group.agree(self._joining(call)))
+            results = self._finish(call, self._group.agree(self._joining(call)))
+            self._group.end()
+            return results
         except BaseException as error:
             self._group.break_off(error)
             raise
@@ -180,6 +184,7 @@ class BatchReducer:
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
 
+        self._group.require_this_thread(request.call)
         return self._group.calls.start(steps)
 
     def _prepare(
@@ -216,6 +221,7 @@ class BatchReducer:
             call.request.options.timeout_seconds,
             call.error,
             call.placement.word,
+            call.shape.details,
         )
 
     def _finish(self, call: _Call, is_same: bool) -> list[Any]:
@@ -326,7 +332,8 @@ class BatchReducer:
         calls = None
         if len(parts) == 1:
             calls = self._stream_calls(request.options, *parts[0])
-        return _Shape(fingerprint, tuple(parts), calls)
+        details = f"{request.op} of {specs_text(specs)}, {self._algorithm(request.options)}"
+        return _Shape(fingerprint, tuple(parts), calls, details + _packs_text([plan for _, _, plan in parts], calls))
 
     def _stream_calls(
         self, options: CommunicationOptions, ranks: tuple[int, ...] | None, _: tuple[int, ...], plan: Plan
@@ -354,7 +361,7 @@ class BatchReducer:
             len(plan.specs),
             plan.num_packs,
             len(plan.chunks),
-            _bytes_text(sum(chunk.nbytes for chunk in plan.chunks)),
+            bytes_text(sum(chunk.nbytes for chunk in plan.chunks)),
             topology.size,
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
@@ -380,9 +387,6 @@ def _describe(call: _Call, configuration: tuple[Any, ...]) -> Mapping[str, str]:
     return fields
 
 
-def _bytes_text(nbytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
+def _packs_text(plans: Sequence[Plan], streams: StreamCalls | None) -> str:
+    packs = sum(plan.num_packs for plan in plans)
+    return ", in a stream" if streams is not None else f", {packs} pack{'' if packs == 1 else 's'}"

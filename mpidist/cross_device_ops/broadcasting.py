@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist import nest
+from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.destinations import ranks_of, send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.options import CommunicationOptions
@@ -55,8 +56,9 @@ def broadcast(
         fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
+    details = specs_text(operands.specs)
     with group.moving():
-        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error))
+        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
         results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
         for array, result in zip(operands.arrays, results, strict=True):
             _send(group, array, result, ranks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -73,6 +73,11 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self._is_over: Callable[[], bool] = lambda: False
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Ask `is_over` while this rank waits for others; it raises when there is no sense in waiting further."""
+        self._is_over = is_over
 
     @abstractmethod
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:

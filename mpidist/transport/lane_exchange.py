@@ -13,6 +13,7 @@ import numpy as np
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.waiting import never_free
 
 __all__ = ["Flight", "LaneExchange"]
 
@@ -76,6 +77,11 @@ class LaneExchange:
             flight.progress()
         while self._flights and self._flights[0].has_landed:
             self._flights.popleft()
+
+    def abandon(self) -> None:
+        """Leave what is under way to MPI, which may still read and write it. Local."""
+        never_free(tuple(self._flights))
+        self._flights.clear()
 
     def _take_off(self, flight: Flight) -> Flight:
         self._flights.append(flight)

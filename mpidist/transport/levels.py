@@ -114,9 +114,16 @@ class Levels:
         return self.within_node.pack_buffer(count, dtype)
 
     def watch(self, is_over: Callable[[], bool]) -> None:
-        """Ask `is_over` while ranks wait for each other in shared memory; it may raise."""
-        for streams in self._all_streams():
-            streams.is_over = is_over
+        """Ask `is_over` while a rank waits for others; it may raise."""
+        for level in (self.world, self.within_node, self.across_nodes):
+            level.watch(is_over)
+        if self.streams is not None:
+            self.streams.is_over = is_over
+
+    def abandon(self) -> None:
+        """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
+        if self.streams is not None:
+            self.streams.abandon()
 
     @cached_property
     def of_device(self) -> Levels:
@@ -144,12 +151,6 @@ class Levels:
             raise problem
         if self.world.rank == 0:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
-
-    def _all_streams(self) -> list[StreamReducer]:
-        streams = [] if self.streams is None else [self.streams]
-        if isinstance(self.within_node, SharedMemoryCommunicator):
-            streams.append(self.within_node.streams)
-        return streams
 
 
 def _streams_across(

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -16,6 +17,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.launch import check_before_init
 from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.waiting import never_free, poll
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,7 +94,6 @@ class MpiCommunicator(Communicator):
         self._in_place = mpi.IN_PLACE
         self._byte = mpi.BYTE
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
-        self._wait_all: Callable[[Any], Any] = mpi.Request.Waitall
         self._test_all: Callable[[Any], Any] = mpi.Request.Testall
         self._max_chunk_bytes = max_chunk_bytes
         self._pack = np.empty(0, np.uint8)
@@ -115,10 +116,10 @@ class MpiCommunicator(Communicator):
         if _mpi_can(buffer.dtype, reduction):
             op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
             if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
-                self._comm.Allreduce(self._in_place, [buffer, mpi_dtype], op)
+                self._wait(self._comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
                 return
             for chunk in self._chunks(buffer):
-                self._comm.Allreduce(self._in_place, [chunk, mpi_dtype], op)
+                self._wait(self._comm.Iallreduce(self._in_place, [chunk, mpi_dtype], op), buffer)
             return
         for chunk in self._chunks(buffer):
             bounds = shard_bounds(chunk.size, self.size)
@@ -147,9 +148,10 @@ class MpiCommunicator(Communicator):
             mpi_dtype = _mpi_dtype(buffer.dtype)
             received = self._scratch_of(own.size, buffer.dtype) if into is None else into
             counts = [stop - start for start, stop in pairwise(bounds)]
-            self._comm.Reduce_scatter(
-                [buffer, mpi_dtype], [received, mpi_dtype], counts, self._ops[reduction.op]
-            )  # MPI's in-place form would leave the shard at the front of the buffer
+            # MPI's in-place form would leave the shard at the front of the buffer
+            op = self._ops[reduction.op]
+            request = self._comm.Ireduce_scatter([buffer, mpi_dtype], [received, mpi_dtype], counts, op)
+            self._wait(request, buffer, received, counts)
             if into is None:
                 shard[...] = received
         else:
@@ -166,7 +168,7 @@ class MpiCommunicator(Communicator):
             return
         for root in range(self.size):
             for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
-                self._comm.Bcast([_bytes(chunk), self._byte], root)
+                self._broadcast(chunk, root)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         if into is not None:
@@ -175,31 +177,31 @@ class MpiCommunicator(Communicator):
             buffer = into
         self.traffic.add("broadcast", buffer.nbytes)
         for chunk in self._chunks(buffer):
-            self._comm.Bcast([_bytes(chunk), self._byte], root)
+            self._broadcast(chunk, root)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         if self.rank != root:
             self.traffic.add("gather", buffer.nbytes)
-            self._wait_all([self._comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)])
+            requests = [self._comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)]
+            self._wait_all(requests, buffer)
             return None
         self.traffic.add("gather", buffer.nbytes * (self.size - 1))
         rows = np.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
-        self._wait_all(
-            [
-                self._comm.Irecv([chunk, self._byte], source)
-                for source in range(self.size)
-                if source != root
-                for chunk in self._byte_chunks(rows[source])
-            ]
-        )
+        requests = [
+            self._comm.Irecv([chunk, self._byte], source)
+            for source in range(self.size)
+            if source != root
+            for chunk in self._byte_chunks(rows[source])
+        ]
+        self._wait_all(requests, rows)
         return rows
 
     def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
         requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
-        self._wait_all(requests)
+        self._wait_all(requests, outgoing, incoming)
 
     def send(self, buffer: Array, to: int, tag: int) -> Request:
         """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
@@ -216,6 +218,24 @@ class MpiCommunicator(Communicator):
     def free(self) -> None:
         self._comm.Free()
         self._pack = self._scratch = np.empty(0, np.uint8)
+
+    def _wait(self, request: Request, *memory: Any) -> None:
+        """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
+        try:
+            poll(request.Test, self._is_over)
+        except BaseException:
+            never_free((request, memory))  # MPI may still write it
+            raise
+
+    def _wait_all(self, requests: list[Request], *memory: Any) -> None:
+        try:
+            poll(partial(self._test_all, requests), self._is_over)
+        except BaseException:
+            never_free((requests, memory))
+            raise
+
+    def _broadcast(self, chunk: Array, root: int) -> None:
+        self._wait(self._comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
 
     def _chunks(self, buffer: Array) -> Iterator[Array]:
         step = max(1, self._max_chunk_bytes // buffer.itemsize)
@@ -241,31 +261,34 @@ class MpiCommunicator(Communicator):
         if _mpi_can(chunk.dtype, reduction):
             spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
             if self.rank == root:
-                self._comm.Reduce(self._in_place, spec, op, root)
+                self._wait(self._comm.Ireduce(self._in_place, spec, op, root), chunk)
             else:
-                self._comm.Reduce(spec, None, op, root)
+                self._wait(self._comm.Ireduce(spec, None, op, root), chunk)
             return
         bounds = shard_bounds(chunk.size, self.size)
         own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
         self._join_shard(chunk, bounds, reduction, own)
         shard = [_bytes(own), self._byte]
         if self.rank == root:
-            self._comm.Gatherv(self._in_place, self._shards(chunk, bounds), root)
+            shards = self._shards(chunk, bounds)
+            self._wait(self._comm.Igatherv(self._in_place, shards, root), shards)
         else:
-            self._comm.Gatherv(shard, None, root)
+            self._wait(self._comm.Igatherv(shard, None, root), shard)
 
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order."""
         count = shard.size
         parts = self._scratch_of(self.size * count, buffer.dtype)
         evenly = [rank * count for rank in range(self.size + 1)]
-        self._comm.Alltoallv(self._shards(buffer, bounds), self._shards(parts, evenly))
+        outgoing, incoming = self._shards(buffer, bounds), self._shards(parts, evenly)
+        self._wait(self._comm.Ialltoallv(outgoing, incoming), outgoing, incoming)
         if count:
             with np.errstate(all="ignore"):
                 reduction.combine(list(parts.reshape(self.size, count)), shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
-        self._comm.Allgatherv(self._in_place, self._shards(buffer, bounds))
+        shards = self._shards(buffer, bounds)
+        self._wait(self._comm.Iallgatherv(self._in_place, shards), shards)
 
     def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
         """Describe shards to MPI, in bytes: MPI knows no bfloat16, and moving needs no type."""

@@ -2,70 +2,136 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Final, NoReturn, final
+from types import FrameType, TracebackType
+from typing import Any, Final, NamedTuple, NoReturn, final
 
-__all__ = ["install", "report", "uninstall"]
+__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "report", "uninstall"]
 
+EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote before it is killed
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
+_FOLLOW_SECONDS: Final = 2.0  # for the rank that failed first to end the job
+_ABORT_SECONDS: Final = 3.0  # for MPI to do so
 
-_installed: list[tuple[Any, Any]] = []  # what was there before
+
+@final
+class Job(NamedTuple):
+    """What ending a job takes.
+
+    Attributes:
+        abort: Ends all ranks with the exit code that it is given: `MPI_Abort`.
+        rank: This rank in the world.
+        hostname: Its host.
+        tell: Tells other ranks that this one has failed, and why.
+        keep: Keeps what the ranks called last; the argument says why.
+        is_concerned: Whether ranks may wait for what this thread does.
+    """
+
+    abort: Callable[[int], None]
+    rank: int
+    hostname: str
+    tell: Callable[[str], None]
+    keep: Callable[[str], str]
+    is_concerned: Callable[[], bool]
+
+    @property
+    def prefix(self) -> str:
+        """What stands before every line of this rank."""
+        return f"[rank {self.rank} on {self.hostname}] "
 
 
-def install(abort: Callable[[int], None], rank: int, hostname: str) -> None:
+_jobs: list[Job] = []
+_before: list[Callable[[], None]] = []  # puts back what was there
+
+
+def install(job: Job) -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
 
-    `sys.exit` with a code other than 0 counts as one, where nobody catches it.
-
-    Args:
-        abort: Ends all ranks with the exit code that it is given, `MPI_Abort`.
-        rank: This rank in the world, for the text.
-        hostname: Its host, for the text.
+    `sys.exit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
+    makes calls which other ranks wait for. SIGUSR1 keeps what the ranks called last, if it had no other meaning.
     """
-    if _installed or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
+    if _before or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
-    _installed.append((sys.excepthook, sys.exit))
+    _jobs[:] = [job]
+    hook, thread_hook, exit_ = sys.excepthook, threading.excepthook, sys.exit
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if getattr(error, "raised_on_all_ranks", False) and rank > 0:
-            # The same text comes from rank 0, which ends this rank too. Only if it does not, speak up.
-            time.sleep(_LOWER_RANK_FIRST_SECONDS)
-        report(kind, error, trace, f"[rank {rank} on {hostname}] ")
-        time.sleep(_FORWARD_SECONDS)
-        abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
+    def put_back() -> None:
+        sys.excepthook, threading.excepthook, sys.exit = hook, thread_hook, exit_
 
-    def leave(exit_: _Exit) -> None:
-        text = f"{exit_.where}SystemExit: {exit_.args[0]}\n"
-        _write(f"Traceback (most recent call last):\n{text}", f"[rank {rank} on {hostname}] ")
-        time.sleep(_FORWARD_SECONDS)
-        abort(exit_.args[0] if isinstance(exit_.args[0], int) else _EXIT_CODE)
-
-    def exit_(code: object = None, /) -> NoReturn:
-        if code in (None, 0):
-            raise SystemExit(code)
-        raise _Exit(code, leave)
-
-    sys.excepthook = hook
-    sys.exit = exit_
+    _before.append(put_back)
+    sys.excepthook = _fail
+    threading.excepthook = lambda arguments: _fail_in_thread(arguments, thread_hook)
+    sys.exit = _exit
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _keep)
+        _before.append(lambda: _default(signal.SIGUSR1))
 
 
 def uninstall() -> None:
     """Let exceptions be those of this process alone again, as in one that was forked from a rank."""
-    while _installed:
-        sys.excepthook, sys.exit = _installed.pop()
+    while _before:
+        _before.pop()()
+
+
+def end_job(reason: str) -> None:
+    """End the job of a program that could end but for other ranks, and say why. Returns only without a job."""
+    if _jobs:
+        job = _jobs[0]
+        _write(f"this job ends with exit code {EXIT_CODE_OF_PARTING}: {reason}\n", job.prefix)
+        _abort(job, EXIT_CODE_OF_PARTING)
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
     """Write a traceback to standard error in one piece, `prefix` before every line."""
     _write("".join(traceback.format_exception(kind, error, trace)), prefix)
+
+
+def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End the job because of an exception that nobody caught."""
+    job = _jobs[0]
+    code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE
+    if getattr(error, "follows_rank", None) is not None:  # that rank says it all, and ends this one
+        _write(f"{kind.__name__}: {str(error).splitlines()[0]}\n", job.prefix)
+        time.sleep(_FOLLOW_SECONDS)
+        _abort(job, code)
+    if not getattr(error, "raised_on_all_ranks", False):
+        job.tell(_text(kind, error))
+        if issubclass(kind, Exception):
+            job.keep(_text(kind, error))
+    _let_lower_rank_speak(job)
+    report(kind, error, trace, job.prefix)
+    _abort(job, code)
+
+
+def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
+    error = arguments.exc_value
+    if error is None or isinstance(error, SystemExit) or not _jobs[0].is_concerned():
+        otherwise(arguments)
+    else:
+        _fail(arguments.exc_type, error, arguments.exc_traceback)
+
+
+def _let_lower_rank_speak(job: Job) -> None:
+    """Wait for a rank that has failed as well, as with a mistake in the program or Ctrl-C, to end this rank."""
+    if job.rank > 0:
+        time.sleep(_LOWER_RANK_FIRST_SECONDS)  # it says the same, and once is enough
+
+
+def _exit(code: object = None, /) -> NoReturn:
+    if code in (None, 0):
+        raise SystemExit(code)
+    raise _Exit(code)
 
 
 @final
@@ -76,16 +142,21 @@ class _Exit(SystemExit):
     a function of Python.
     """
 
-    def __init__(self, code: object, leave: Callable[[_Exit], None]) -> None:
+    def __init__(self, code: object) -> None:
         super().__init__(code)
-        self.where = "".join(traceback.format_stack(sys._getframe(2)))
-        self._leave = leave
+        self._where = "".join(traceback.format_stack(sys._getframe(2)))
 
     @property
     def code(self) -> object:  # type: ignore[override]
-        if _asked_by_the_interpreter():
-            self._leave(self)
+        if _before and _asked_by_the_interpreter():
+            self._leave(_jobs[0])
         return self.args[0]
+
+    def _leave(self, job: Job) -> None:
+        code = self.args[0]
+        job.tell(f"SystemExit: {code}")
+        _write(f"Traceback (most recent call last):\n{self._where}SystemExit: {code}\n", job.prefix)
+        _abort(job, code if isinstance(code, int) else _EXIT_CODE)
 
 
 def _asked_by_the_interpreter() -> bool:
@@ -94,6 +165,28 @@ def _asked_by_the_interpreter() -> bool:
     except ValueError:
         return True
     return False
+
+
+def _keep(number: int, frame: FrameType | None) -> None:
+    where = _jobs[0].keep(signal.Signals(number).name)
+    if where:
+        _write(f"{where}\n", _jobs[0].prefix)
+
+
+def _default(number: signal.Signals) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _abort(job: Job, code: int) -> None:
+    time.sleep(_FORWARD_SECONDS)
+    # MPI's own end may hang, where a launcher is busy with another rank's. This thread needs nothing of Python.
+    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    job.abort(code)
+
+
+def _text(kind: type[BaseException], error: BaseException) -> str:
+    return f"{kind.__name__}: {error}".splitlines()[0]
 
 
 def _write(text: str, prefix: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.transport.agreement import Agreement
 from mpidist.transport.waiting import complete
 
 __all__ = ["Pending", "PendingCalls", "Steps"]
@@ -100,12 +101,12 @@ class PendingCalls:
     Messages mostly wait for the network: there a thread can look after them while the rank computes.
 
     Args:
-        is_over: Asked while a rank waits; see `waiting.complete`.
+        agreement: How long the ranks wait for each other.
         uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads.
     """
 
-    def __init__(self, is_over: Callable[[], bool], uses_thread: bool = False) -> None:
-        self._is_over = is_over
+    def __init__(self, agreement: Agreement, uses_thread: bool = False) -> None:
+        self._agreement = agreement
         self._uses_thread = uses_thread
         self._calls: deque[Pending] = deque()
         self._lock = threading.RLock()
@@ -145,7 +146,8 @@ class PendingCalls:
         with self._lock:
             while self._calls and (last is None or not last.is_done):
                 try:
-                    self._calls[0].finish(self._is_over)
+                    self._agreement.restart_clock()
+                    self._calls[0].finish(self._agreement.require_peers)
                 finally:
                     self._calls.popleft()
 

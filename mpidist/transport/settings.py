@@ -27,6 +27,7 @@ class Settings:
         pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
         check: Whether ranks compare what they call before data moves.
         timeout_seconds: How long a call waits for the others when nobody says; `None` waits for ever.
+        stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
         transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node reach each other.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
@@ -35,6 +36,7 @@ class Settings:
     pretend_nodes: tuple[int, ...] | None = None
     check: bool = True
     timeout_seconds: float | None = None
+    stall_seconds: float = 60.0
     abort_on_error: bool = True
     transport: str = "auto"
     log_level: str | None = None
@@ -49,7 +51,8 @@ class Settings:
         return cls(
             pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),
             check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
-            timeout_seconds=_seconds(environ, "MPIDIST_TIMEOUT_SECONDS"),
+            timeout_seconds=_seconds(environ, "MPIDIST_TIMEOUT_SECONDS", None) or None,
+            stall_seconds=_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0),
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
@@ -90,14 +93,14 @@ def _nodes(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
         ) from None
 
 
-def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
     text = environ.get(name, "").strip()
     if not text:
-        return None
+        return default
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds) or seconds < 0:
         raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of seconds >= 0")
-    return seconds or None
+    return seconds

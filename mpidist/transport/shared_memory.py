@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, final
@@ -46,6 +46,10 @@ class SharedMemoryCommunicator(Communicator):
     def comm(self) -> Intracomm:
         """The mpi4py communicator."""
         return self._mpi.comm
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        self._mpi.watch(is_over)
+        self.streams.is_over = is_over
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._mpi.pack_buffer(count, dtype)

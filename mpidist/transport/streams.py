@@ -116,6 +116,11 @@ class StreamReducer:
         else:
             self.run(self.transfer(Stream(buffer.dtype, [buffer], [buffer]), reduction))
 
+    def abandon(self) -> None:
+        """Leave to MPI what is under way between nodes. Local; the streams cannot be used again."""
+        if self._exchange is not None:
+            self._exchange.abandon()
+
     def synchronize(self) -> None:
         """Pass a barrier of the node. Collective over it."""
         complete(self.slots.synchronize(), self.is_over)

@@ -7,40 +7,40 @@ other ranks.
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, final
 
-import numpy
-
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport import on_error
-from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, MpiAgreement, SoloAgreement, fingerprint_of
+from mpidist.transport import on_error, open_groups
+from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
+from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet
+from mpidist.transport.flight_files import GroupFlight
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
+from mpidist.transport.membership import Membership
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, command_line, load_mpi
+from mpidist.transport.mpi_agreement import MpiAgreement
+from mpidist.transport.open_groups import OpenGroup
 from mpidist.transport.pending import PendingCalls
-from mpidist.transport.ranks import name_ranks
 from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
 from mpidist.transport.symmetric import SharedArrays
+from mpidist.transport.thread_guard import ThreadGuard
 from mpidist.transport.topology import Topology
-from mpidist.transport.tuning import TuningKey, load_cost_model
 from mpidist.transport.waiting import set_crowded
 
 __all__ = ["SyncGroup"]
 
-_open_groups: Final[list[SyncGroup]] = []
 _MAX_FINGERPRINTS: Final = 1024  # remembered
 
 
 @final
-class SyncGroup:
+class SyncGroup(OpenGroup):
     """Ranks that make the same calls in the same order.
 
     Made by `solo` or `from_mpi`; the constructor only stores.
@@ -56,7 +56,7 @@ class SyncGroup:
 
     def __init__(
         self,
-        parent: Intracomm | None,
+        membership: Membership | None,
         topology: Topology,
         settings: Settings,
         max_chunk_bytes: int,
@@ -65,11 +65,13 @@ class SyncGroup:
         self.topology = topology
         self.cost_model = CostModel() if cost_model is None else cost_model
         self.settings = settings
-        self._parent = parent
+        self._membership = membership
+        self._threads = None if membership is None else ThreadGuard.of_group()
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
         self._is_of_parent = False  # whether this process is a fork of the one that made it
         self._fingerprints: dict[Hashable, int] = {}
+        self._sequence = 0  # of the last call before a reset
         self.calls: PendingCalls
         self.levels: Levels
         self._agreement: Agreement
@@ -102,10 +104,11 @@ class SyncGroup:
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
             raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
         check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
+        meet(comm)
         comm = comm.Dup()
         try:
-            settings = _agreed_settings(comm)
-            topology = _discover(comm, settings.pretend_nodes, mpi.COMM_WORLD)
+            settings = agreed_settings(comm)
+            topology = discover(comm, settings.pretend_nodes, mpi.COMM_WORLD)
         except (ValueError, TopologyError) as error:
             vars(error)["raised_on_all_ranks"] = True
             comm.Free()
@@ -113,17 +116,14 @@ class SyncGroup:
         settings.apply_log_level()
         set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
         if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
-            on_error.install(mpi.COMM_WORLD.Abort, mpi.COMM_WORLD.Get_rank(), socket.gethostname())
+            on_error.install(_job(mpi.COMM_WORLD))
+        token, model = agreed_token(comm), agreed_cost_model(comm, topology)
+        membership = Membership(comm, topology, mpi.COMM_WORLD, token, settings.stall_seconds)
         try:
-            return cls(comm, topology, settings, max_chunk_bytes, _agreed_cost_model(comm, topology))
+            return cls(membership, topology, settings, max_chunk_bytes, model)
         except UnavailableError:
-            comm.Free()
+            membership.free()
             raise
-
-    @staticmethod
-    def num_open() -> int:
-        """Count the groups of several ranks that this process has made and not closed."""
-        return len(_open_groups)
 
     def require_open(self, call: str) -> None:
         """Refuse a call of a group that was closed, or that belongs to another process.
@@ -159,9 +159,15 @@ class SyncGroup:
             known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
         return known
 
+    def require_this_thread(self, call: str) -> None:
+        """Refuse a call of a second thread: `ThreadGuard.require_this_thread`. Local."""
+        if self._threads is not None:
+            self._threads.require_this_thread(call)
+
     def agree(self, joining: Joining) -> bool:
         """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
         self.require_open(joining.call)
+        self.require_this_thread(joining.call)
         if self.calls:
             self.calls.finish()
         return self._agreement.join(joining)
@@ -183,6 +189,10 @@ class SyncGroup:
         """Raise if another rank has given up waiting: `Agreement.require_peers`. Local."""
         return self._agreement.require_peers()
 
+    def end(self) -> None:
+        """Note that the call which was joined last is over: `Agreement.end`. Local."""
+        self._agreement.end()
+
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
         if not self._is_closed:
@@ -190,9 +200,10 @@ class SyncGroup:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Break off if the body raises: it joins a call, and does this rank's part of it."""
+        """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over."""
         try:
             yield
+            self.end()
         except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
             raise
         except BaseException as error:
@@ -202,7 +213,7 @@ class SyncGroup:
     def disown(self) -> None:
         """Leave the group to the process that this one was forked from. Local."""
         self._is_of_parent = self._is_closed = True
-        self.calls = PendingCalls(self.require_peers)
+        self.calls = PendingCalls(self._agreement)
 
     def any_of(self, flags: int) -> int:
         """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
@@ -217,11 +228,24 @@ class SyncGroup:
 
         If the group failed on any rank, the old ones are left behind: messages of the call that failed may still be
         under way in them.
+
+        Raises:
+            DeadlineExceededError: If not all ranks come in time.
+            PeerFailedError: If a rank is gone.
         """
         self.require_open("reset()")
+        self.require_this_thread("reset()")
         self.calls.abandon("reset()")
-        if self._parent is not None and not any(self._parent.allgather(self._agreement.broken is not None)):
-            self._free_levels()
+        if self._membership is not None:
+            has_failed = self._agreement.broken is not None
+            flags = self._membership.meet_to_reset(
+                (has_failed, self._agreement.sequence), self.settings.timeout_seconds
+            )
+            self._sequence = max(sequence for _, sequence in flags)
+            if any(failed for failed, _ in flags):
+                self.levels.abandon()
+            else:
+                self._free_levels()
         self._connect()
         self.shared.within_node = self.levels.within_node
 
@@ -237,116 +261,69 @@ class SyncGroup:
             self.calls.finish()
         self.calls.abandon("close()")
         self._is_closed = True
-        if self in _open_groups:
-            _open_groups.remove(self)
         if self._agreement.broken is None:
             with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
                 self._agreement.join(Joining(LEAVE, 0, dict))
-        if self._agreement.broken is not None:
-            return  # ranks that do not come cannot free together
+                self._agreement.end()
+        open_groups.forget(self, has_failed=self._agreement.broken is not None)
+        if self._agreement.broken is not None:  # ranks that do not come cannot free together
+            self.levels.abandon()
+            return
         self.shared.free()
         self._free_levels()
-        if self._parent is not None:
-            self._parent.Free()
+        if self._membership is not None:
+            self._membership.free()
+
+    def part(self) -> str | None:
+        """See `OpenGroup.part`."""
+        return None if self._membership is None else self._membership.part()
+
+    def tell_end(self, text: str) -> None:
+        """See `OpenGroup.tell_end`."""
+        self._agreement.tell_end(text)
+
+    def flights(self) -> Mapping[int, GroupFlight]:
+        """See `OpenGroup.flights`."""
+        return {} if self._membership is None else self._membership.flights()
+
+    @property
+    def folder(self) -> Path | None:
+        """Where flight recorders are kept."""
+        return None if self._membership is None else self._membership.folder
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread makes its calls."""
+        return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
         self._agreement.free()
         self.levels.free()
 
     def _connect(self) -> None:
-        if self._parent is None or self.topology.size == 1:
+        membership, settings = self._membership, self.settings
+        if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
-            self.calls = PendingCalls(self.require_peers)
+            self.calls = PendingCalls(self._agreement)
             return
-        settings = self.settings
-        self.levels = Levels.from_mpi(
-            self._parent, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model
-        )
+        comm = membership.comm
+        self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         streams = self.levels.streams
         rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
-        self._agreement = MpiAgreement(self._parent.Dup(), settings.check, settings.timeout_seconds, rounds)
-        self.levels.watch(self._agreement.require_peers)
+        comm = comm.Dup()
+        watch = membership.make_watch(comm)
+        self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
+        self.levels.watch(watch.look)
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.require_peers, allows_threads and (streams is None or streams.spans_nodes))
-        if self not in _open_groups:
-            _open_groups.append(self)
+        self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
+        open_groups.add(self)
 
 
-def _leave_to_parent() -> None:
-    """Touch nothing of the parent's in a process that was forked from it, also at its end."""
-    on_error.uninstall()
-    while _open_groups:
-        _open_groups.pop().disown()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@atexit.register
-def _leave_all() -> None:
-    """Tell the other ranks that this one's program ends, so that nobody waits for it."""
-    while _open_groups and not load_mpi().Is_finalized():
-        _open_groups[0].close()
-
-
-def _agreed_settings(comm: Intracomm) -> Settings:
-    """Read the environment, and see that all ranks read the same. Collective."""
-    try:
-        settings, error = Settings.from_environment(os.environ), None
-    except ValueError as problem:
-        settings, error = Settings(), str(problem)
-    variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
-    versions = {"Python": sys.version.split()[0], "NumPy": numpy.__version__}
-    everyone = comm.allgather((error, variables, versions))
-    for rank, (its_error, _, _) in enumerate(everyone):
-        if its_error:
-            raise ValueError(f"rank {rank}: {its_error}")
-    for what, reports in (("environment variable", 1), ("version", 2)):
-        for name in sorted({name for report in everyone for name in report[reports]}):
-            values: dict[Any, list[int]] = {}
-            for rank, report in enumerate(everyone):
-                values.setdefault(report[reports].get(name), []).append(rank)
-            if len(values) > 1:
-                who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
-                raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
-    return settings
-
-
-def _agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
-    """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
-    model = load_cost_model(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
-    agreed: CostModel | None = comm.bcast(model, 0)
-    return agreed
-
-
-def _discover(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
-    """Find out which ranks share memory. Collective."""
-    mpi = load_mpi()
-    rank, hostname = comm.Get_rank(), socket.gethostname()
-    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED, rank)
-    first_here = sharing.bcast(rank, root=0)
-    sharing.Free()
-    label: Hashable = first_here
-    if pretend_nodes is not None:
-        if len(pretend_nodes) != world.Get_size():
-            raise TopologyError(
-                f"MPIDIST_PRETEND_NODES names the nodes of {len(pretend_nodes)} ranks, and the world has "
-                f"{world.Get_size()}; give one number per rank, for example 0,0,1,1 for 4 ranks"
-            )
-        label = pretend_nodes[world.Get_rank()]
-    everyone = comm.allgather((label, first_here, hostname))
-    labels = [label for label, _, _ in everyone]
-    for label, ranks in _group(labels).items():
-        if len({everyone[other][1] for other in ranks}) > 1:
-            raise TopologyError(
-                f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
-                "it can split real nodes, not join them"
-            )
-    return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
-
-
-def _group(labels: list[Hashable]) -> dict[Hashable, list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for rank, label in enumerate(labels):
-        groups.setdefault(label, []).append(rank)
-    return groups
+def _job(world: Intracomm) -> on_error.Job:
+    return on_error.Job(
+        world.Abort,
+        world.Get_rank(),
+        socket.gethostname(),
+        open_groups.tell_end,
+        open_groups.keep_flights,
+        open_groups.is_thread_of_a_group,
+    )

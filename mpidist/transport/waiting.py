@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Generator
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
-__all__ = ["complete", "poll", "set_crowded"]
+__all__ = ["complete", "never_free", "poll", "set_crowded"]
 
 _T = TypeVar("_T")
 
@@ -82,6 +83,14 @@ def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T
     except StopIteration as end:
         result: _T = end.value
         return result
+
+
+def never_free(memory: tuple[Any, ...]) -> None:
+    """Keep a message that nobody waits for any more, with the memory that MPI may still read and write.
+
+    Python would free it before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 def _rest(waited: float) -> None:

@@ -1,0 +1,148 @@
+"""What a rank called last, in memory that its neighbours can read, also when it cannot answer any more."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array
+
+__all__ = ["FLIGHT_BYTES", "MAX_CALLS", "FlightEntry", "FlightRecorder", "entries_in", "last_in"]
+
+MAX_CALLS: Final = 2048
+_NUM_TEXTS: Final = 256
+_TEXT_BYTES: Final = 128
+
+# Words of 8 bytes: how many calls there were; then a ring of calls; then a ring of texts, each after its number.
+_RING: Final = 16
+_WORDS: Final = 5  # of a call: sequence, text, and when it was begun, agreed on, and ended (< 0: with an error)
+_TEXTS: Final = _RING + MAX_CALLS * _WORDS
+FLIGHT_BYTES: Final = 8 * _TEXTS + _NUM_TEXTS * _TEXT_BYTES
+
+_pack_call = struct.Struct("=5q").pack_into
+_now = time.monotonic_ns
+
+
+@final
+class FlightEntry(NamedTuple):
+    """One call of a rank. Times in nanoseconds of the node's monotonic clock; 0 for what has not happened.
+
+    Attributes:
+        sequence: Its number among the calls that all ranks make together; 0 for one that is not among them.
+        call: Its name.
+        details: Operation, arrays, bytes, algorithm and packs, where there are any.
+        begun: When the rank came.
+        agreed: When all ranks had come, and found that they make the same call.
+        ended: When it was over; below zero if it ended with an error.
+    """
+
+    sequence: int
+    call: str
+    details: str
+    begun: int
+    agreed: int
+    ended: int
+
+    @property
+    def state(self) -> str:
+        """`waiting` for ranks that have not come, `moving` data, `done` or `failed`."""
+        if self.ended:
+            return "done" if self.ended > 0 else "failed"
+        return "moving" if self.agreed else "waiting"
+
+
+@final
+class FlightRecorder:
+    """The last calls of one rank, newest over oldest. Recording one takes less than a microsecond.
+
+    Args:
+        memory: [`FLIGHT_BYTES`] bytes, zeros, which only this object writes.
+    """
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
+        self._words = memory[: 8 * _TEXTS].data.cast("q")
+        self._texts: dict[tuple[str, str], int] = {}
+        self._num_texts = 0
+        self._count = 0
+        self._at = _RING
+
+    def begin(self, sequence: int, call: str, details: str = "") -> None:
+        """Note that a call begins."""
+        text = self._texts.get((call, details))
+        if text is None:
+            text = self._keep(call, details)
+        count = self._count
+        self._at = at = _RING + count % MAX_CALLS * _WORDS
+        _pack_call(self._words, 8 * at, sequence, text, _now(), 0, 0)
+        self._words[0] = self._count = count + 1
+
+    def agree(self) -> None:
+        """Note that all ranks have come to it."""
+        self._words[self._at + 3] = _now()
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self._words[self._at + 4] = _now()
+
+    def fail(self) -> None:
+        """Note that it is over, with an error. Keeps the first end of a call."""
+        if not self._words[self._at + 4]:
+            self._words[self._at + 4] = -_now()
+
+    @property
+    def begun(self) -> float:
+        """When the last call was begun, in seconds of the monotonic clock."""
+        return float(self._words[self._at + 2]) / 1e9
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks have come to the last call."""
+        return bool(self._words[self._at + 3])
+
+    def last(self) -> FlightEntry | None:
+        """Return the call that was begun last."""
+        return last_in(self._memory)
+
+    def _keep(self, call: str, details: str) -> int:
+        self._num_texts += 1
+        number = self._num_texts
+        if len(self._texts) >= _NUM_TEXTS:  # the oldest goes, and its calls lose their names
+            self._texts.pop(next(iter(self._texts)))
+        self._texts[call, details] = number
+        text = f"{call}\t{details}".encode()[: _TEXT_BYTES - 8].ljust(_TEXT_BYTES - 8, b"\0")
+        at = 8 * _TEXTS + number % _NUM_TEXTS * _TEXT_BYTES
+        self._memory[at : at + _TEXT_BYTES] = np.frombuffer(struct.pack("=q", number) + text, np.uint8)
+        return number
+
+
+def entries_in(memory: Array) -> list[FlightEntry]:
+    """Read the calls that a recorder of any rank of the node keeps, oldest first."""
+    memory = memory.copy()  # its owner may go on
+    count = _word(memory, 0)
+    return [_entry(memory, number) for number in range(max(0, count - MAX_CALLS), count)]
+
+
+def last_in(memory: Array) -> FlightEntry | None:
+    """Read the call that was begun last, or nothing if there was none."""
+    count = _word(memory, 0)
+    return _entry(memory, count - 1) if count else None
+
+
+def _entry(memory: Array, number: int) -> FlightEntry:
+    at = 8 * (_RING + number % MAX_CALLS * _WORDS)
+    sequence, text, begun, agreed, ended = struct.unpack_from("=5q", memory, at)
+    at = 8 * _TEXTS + text % _NUM_TEXTS * _TEXT_BYTES
+    call, details = "a call", ""
+    if _word(memory, at // 8) == text:
+        raw: bytes = memory[at + 8 : at + _TEXT_BYTES].tobytes()
+        call, _, details = raw.rstrip(b"\0").decode(errors="replace").partition("\t")
+    return FlightEntry(sequence, call, details, begun, agreed, ended)
+
+
+def _word(memory: Array, index: int) -> int:
+    (word,) = struct.unpack_from("=q", memory, 8 * index)
+    return int(word)

@@ -1,0 +1,65 @@
+"""Who keeps the others waiting, and what people are told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, final
+
+from mpidist.transport.node_board import Status
+from mpidist.transport.processes import GONE
+from mpidist.transport.ranks import name_ranks
+
+__all__ = ["Lateness"]
+
+_MAX_LINES: Final = 8
+
+
+@final
+class Lateness(NamedTuple):
+    """The ranks that a call waits for.
+
+    Attributes:
+        known: What those ranks were doing of which somebody knows.
+        unheard: The ranks that nobody knows anything of: those of nodes that did not answer.
+        hostnames: The host of each rank.
+    """
+
+    known: Mapping[int, Status]
+    unheard: Sequence[int]
+    hostnames: Sequence[str]
+
+    @classmethod
+    def of(cls, sequence: int, statuses: Mapping[int, Status], hostnames: Sequence[str]) -> Lateness:
+        """Pick the ranks that have not come to a call, or cannot do their part in it.
+
+        Args:
+            sequence: The number of the call.
+            statuses: What is known, of any ranks.
+            hostnames: The host of each rank.
+        """
+        known = {rank: status for rank, status in statuses.items() if not status.has_joined(sequence)}
+        return cls(known, [rank for rank in range(len(hostnames)) if rank not in statuses], hostnames)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All of them, in order."""
+        return sorted([*self.known, *self.unheard])
+
+    @property
+    def gone(self) -> list[int]:
+        """Those whose processes are gone."""
+        return sorted(rank for rank, status in self.known.items() if status.process == GONE)
+
+    def lines(self) -> list[str]:
+        """Say of each rank what it did last; of many, only the first ones."""
+        lines = [f"rank {rank}: {self.known[rank]}" for rank in sorted(self.known)[:_MAX_LINES]]
+        if len(self.known) > _MAX_LINES:
+            lines.append(f"... and {len(self.known) - _MAX_LINES} ranks more")
+        hosts: dict[str, list[int]] = {}
+        for rank in self.unheard:
+            hosts.setdefault(self.hostnames[rank], []).append(rank)
+        for host, ranks in list(hosts.items())[:_MAX_LINES]:
+            lines.append(f"{name_ranks(ranks)}: nothing was heard from host {host}")
+        if len(hosts) > _MAX_LINES:
+            lines.append(f"... and nothing from {len(hosts) - _MAX_LINES} hosts more")
+        return lines

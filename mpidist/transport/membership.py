@@ -1,0 +1,123 @@
+"""What a rank keeps of its group for as long as it is in it, whatever calls and communicators come and go."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, cast, final
+
+import numpy as np
+
+from mpidist.transport import open_groups
+from mpidist.transport.flight_files import GroupFlight, flight_folder
+from mpidist.transport.lateness import Lateness
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.node_board import NodeBoard
+from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.watch import Watch
+
+__all__ = ["Membership"]
+
+_RESET: Final = 1 << 40  # the number of a reset: later than all calls before it
+_PART_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
+_LOST_SECONDS: Final = 1.0  # where a rank is known not to come
+
+
+@final
+class Membership:
+    """One rank's place among the ranks of a group. Making it is collective.
+
+    Args:
+        comm: The ranks. This object owns it and frees it.
+        topology: Their placement.
+        world: All ranks of the job.
+        token: A name of the group, the same on all ranks.
+        stall_seconds: When to warn of a wait without a deadline; 0 for never.
+
+    Attributes:
+        comm: The ranks.
+        folder: Where flight recorders are kept; `None` if they are not.
+    """
+
+    def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, stall_seconds: float) -> None:
+        self.comm = comm
+        self.folder: Path | None = flight_folder(os.environ, token)
+        self._topology = topology
+        self._stall_seconds = stall_seconds
+        self._token = token
+        self._world_ranks = comm.Get_group().Translate_ranks(list(range(comm.size)), world.Get_group())
+        node = cast("Intracomm", comm.Split(topology.node, topology.rank))
+        self._board = NodeBoard(node if node.size > 1 else None, topology.nodes[topology.node])
+        node.Free()
+        self._resets = self._make_watch(comm, "End the job, and start it again")
+
+    def make_watch(self, comm: Intracomm) -> Watch:
+        """Make the watch over calls in a communicator of the same ranks. Local."""
+        return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
+
+    def meet_to_reset(self, flags: tuple[int, int], timeout: float | None) -> list[tuple[int, int]]:
+        """Wait until all ranks come to reset, and show them two numbers of each. Collective.
+
+        Raises:
+            DeadlineExceededError: If not all come in time.
+            PeerFailedError: If a rank is gone.
+        """
+        self._resets.begin(_RESET, "reset()", "", timeout)
+        self._resets.require_no_notes()
+        mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
+        request = self.comm.Iallgather(mine, all_of_them)
+        self._poll(request, self._resets.look, mine, all_of_them)
+        self._board.recorder.end()
+        return [(first, second) for first, second in all_of_them.tolist()]
+
+    def part(self) -> str | None:
+        """See `OpenGroup.part`."""
+        request, start = self.comm.Ibarrier(), time.monotonic()
+
+        def is_over() -> bool:
+            waited = time.monotonic() - start
+            return waited > _PART_SECONDS or (waited > _LOST_SECONDS and bool(self._lost().known))
+
+        if poll(request.Test, is_over):
+            return None
+        never_free((request,))
+        lost = self._lost()
+        if lost.known:
+            return f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}"
+        return f"a call failed before, and other ranks did not come to their end within {_PART_SECONDS:g} s"
+
+    def flights(self) -> dict[int, GroupFlight]:
+        """See `OpenGroup.flights`."""
+        board, size = self._board, self._topology.size
+        own = board.status(board.rank)
+        at = 0 if own.last is None else own.last.sequence
+        statuses = board.statuses()
+        joined = [rank for rank, its in statuses.items() if its.has_joined(at)]
+        behind = Lateness.of(at, statuses, self._topology.hostnames).known if board.rank == min(joined) else {}
+        return {
+            self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
+            for rank in sorted({board.rank, *behind})
+        }
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self.comm.Free()
+
+    def _make_watch(self, comm: Intracomm, remedy: str) -> Watch:
+        hostnames = self._topology.hostnames
+        return Watch(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
+
+    def _lost(self) -> Lateness:
+        """The ranks of this node that can do nothing more."""
+        lost = {rank: its for rank, its in self._board.statuses().items() if not its.has_joined(0)}
+        return Lateness(lost, (), self._topology.hostnames)
+
+    def _poll(self, request: Any, is_over: Callable[[], bool], *memory: Any) -> None:
+        try:
+            poll(request.Test, is_over)
+        except BaseException:
+            never_free((request, memory))
+            raise

@@ -1,0 +1,206 @@
+"""The agreement of MPI ranks: one round of comparison per call, and one more when a deadline is set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fingerprint_of
+from mpidist.transport.disagreement import peer_left, table_of
+from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.notes import BROKE_OFF, ENDED, GAVE_UP
+from mpidist.transport.rounds import MpiRounds, Rounds
+from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.watch import Watch
+
+__all__ = ["MpiAgreement"]
+
+
+@final
+class MpiAgreement(Agreement):
+    """The agreement of MPI ranks.
+
+    Args:
+        comm: A communicator for this object and its watch alone, which it frees.
+        watch: Looks after those that this rank waits for.
+        check: Whether to compare at all. Without it a call with a deadline still waits for all ranks.
+        timeout_seconds: The group's own deadline, or `None`.
+        rounds: How ranks compare; by default over `comm`.
+        sequence: The number of the last call before this object was made.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        watch: Watch,
+        check: bool = True,
+        timeout_seconds: float | None = None,
+        rounds: Rounds | None = None,
+        sequence: int = 0,
+    ) -> None:
+        comm.Set_name("mpidist.agreement")
+        self._comm = comm
+        self._watch = watch
+        self._rounds = MpiRounds(comm) if rounds is None else rounds
+        self._check = check
+        self._timeout_seconds = timeout_seconds
+        self.sequence = sequence
+        self._confirms = False  # whether this call has a second round
+        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
+        self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
+        self._note_agreed = watch.recorder.agree
+        self.end = watch.recorder.end  # type: ignore[method-assign]  # a call less, after every call
+        self.require_peers = watch.look  # type: ignore[method-assign]
+
+    def arrive(self, joining: Joining) -> Arrival:
+        call, fingerprint, describe, timeout_seconds, error, placement, details = joining
+        watch = self._watch
+        if watch.broken is not None:
+            raise self._again(watch.broken)
+        self.sequence += 1
+        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        leaves = call == LEAVE
+        if leaves:
+            timeout = None  # the others may have hours of work of their own left
+        watch.begin(self.sequence, "close()" if leaves else call, details, timeout)
+        meets = self.is_node_barrier or placement != 0  # which is 0 on all ranks, or on none
+        if not self._check and not timeout and not leaves and (error is not None or not meets):
+            return Arrival(call, describe, timeout, error, compares=False)
+        if error is not None:
+            fingerprint = fingerprint_of(("error", call, repr(error)))
+        if timeout or leaves:
+            watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
+        self._found, self._confirms = None, bool(timeout)
+        self._rounds.start(fingerprint ^ bool(timeout), placement)
+        return Arrival(call, describe, timeout, error)
+
+    def have_all_arrived(self) -> bool:
+        if not self._rounds.is_complete():
+            return False
+        if self._found is None:
+            self._found = self._rounds.is_equal()
+            if self._confirms and self._found[0]:
+                # A rank that comes after others gave up completes the first round, but waits in vain in this one.
+                self._rounds.start(0, 0)
+                return self._rounds.is_complete()
+        return True
+
+    def conclude(self, arrival: Arrival) -> bool:
+        call, describe, _, error, compares = arrival
+        if error is not None:
+            self._refused = error
+        if not compares:
+            if error is not None:
+                self._watch.recorder.fail()
+                raise error
+            self._note_agreed()
+            return True
+        have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
+        if not have_arrived():
+            self._wait(have_arrived, lambda: self._rounds.memory, call)
+        equal, same_placement = self._found or self._rounds.is_equal()
+        if not equal and self._check:
+            self._explain(call, describe, bool(arrival.timeout), error)
+        elif not equal and call == LEAVE:
+            self._watch.broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
+        if error is not None:
+            self._watch.recorder.fail()
+            if self._check:
+                vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+            raise error
+        self._note_agreed()
+        return same_placement
+
+    @property
+    def is_node_barrier(self) -> bool:
+        return self._rounds.is_node_barrier
+
+    def break_off(self, error: BaseException) -> None:
+        self._watch.recorder.fail()
+        if self.broken is None and error is not self._refused:
+            self._watch.tell(BROKE_OFF, f"{type(error).__name__}: {error}", is_lost=True)
+            self._watch.broken = RuntimeError(
+                f"call {self.sequence} was broken off on rank {self._comm.rank} by {type(error).__name__}: {error}"
+            )
+
+    def any_of(self, flags: int) -> int:
+        mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
+        request = self._comm.Iallreduce(mine, united, load_mpi().BOR)
+        self._wait(request.Test, lambda: (request, mine, united), "any_of")
+        return int(united[0])
+
+    def exchange(self, item: Any) -> list[Any]:
+        """See `Agreement.exchange`. Polled, as everything here: ranks may be gone for ever."""
+        text = np.frombuffer(pickle.dumps(item), np.uint8)
+        length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
+        request = self._comm.Iallgather(length, lengths)
+        self._wait(request.Test, lambda: (request, length, lengths), "exchange")
+        sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
+        sent[: text.size] = text
+        second = self._comm.Iallgather(sent, received)
+        self._wait(second.Test, lambda: (second, sent, received), "exchange")
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
+
+    def end(self) -> None:
+        self._watch.recorder.end()
+
+    def require_peers(self) -> bool:
+        return self._watch.look()
+
+    def restart_clock(self) -> None:
+        self._watch.restart()
+
+    def tell_end(self, text: str) -> None:
+        if self.broken is None:
+            self._watch.tell(ENDED, text, is_lost=True)
+
+    @property
+    def broken(self) -> Exception | None:
+        return self._watch.broken
+
+    def free(self) -> None:
+        self._comm.Free()
+
+    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
+        """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
+        try:
+            poll(test, self._watch.look)
+        except (DeadlineExceededError, PeerFailedError):
+            never_free(memory())
+            raise
+        except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
+            never_free(memory())
+            self._watch.tell(GAVE_UP, "")
+            self._watch.broken = RuntimeError(
+                f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
+            )
+            raise
+
+    def _explain(
+        self, call: str, describe: Callable[[], Mapping[str, str]], has_timeout: bool, error: Exception | None
+    ) -> None:
+        fields = {"call": call, "timeout": "set" if has_timeout else "none"}
+        if error is not None:
+            fields["error"] = f"{type(error).__name__}: {error}"
+        elif call != LEAVE:
+            fields.update(describe())
+        everyone = self.exchange(fields)
+        leavers = [rank for rank, its in enumerate(everyone) if its["call"] == LEAVE]
+        if leavers and len(leavers) < len(everyone):
+            self._watch.broken = peer_left(everyone, leavers, self.sequence)
+            if call == LEAVE:
+                return
+            raise self._watch.broken
+        if call == LEAVE:
+            return
+        self._watch.recorder.fail()
+        self._refused = problem = InvalidArgumentError(table_of(everyone, self.sequence))
+        problem.raised_on_all_ranks = True
+        raise problem
+
+    def _again(self, first: Exception) -> Exception:
+        return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")

@@ -1,0 +1,75 @@
+"""Notes that ranks leave for each other, read by whoever waits. No rank is waited for to read or write one."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.node_board import Status
+from mpidist.transport.waiting import never_free
+
+__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "STALLED", "Note", "Notes"]
+
+GAVE_UP: Final = 1  # tags: the writer waits no more
+BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
+ENDED: Final = 3  # its program has failed
+FOLLOWS: Final = 4  # it does so because others have
+STALLED: Final = 5  # it waits on, and wonders
+
+
+@final
+class Note(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `FOLLOWS` or `STALLED`.
+        sequence: The number of the call that it was in.
+        text: What happened, for people.
+        is_lost: Whether it knows of a rank that will never come.
+        statuses: What it and those of its node were doing that it waited for.
+    """
+
+    tag: int
+    sequence: int
+    text: str
+    is_lost: bool
+    statuses: tuple[Status, ...]
+
+
+@final
+class Notes:
+    """The notes of a communicator's ranks: one small message each.
+
+    Args:
+        comm: The ranks. Its messages from rank to rank are all notes.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm
+        self._anybody = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
+        self._probe = comm.Iprobe
+
+    def have_come(self) -> bool:
+        """Whether there is one to read. Local."""
+        return self._probe(*self._anybody)
+
+    def read(self) -> dict[int, Note]:
+        """Read what has come, the latest note of each rank. Local."""
+        mpi, found = load_mpi(), {}
+        status = mpi.Status()
+        while (message := self._comm.Improbe(*self._anybody, status)) is not None:
+            text = np.empty(status.Get_count(mpi.BYTE), np.uint8)
+            message.Recv([text, mpi.BYTE])
+            found[status.Get_source()] = pickle.loads(text.tobytes())
+        return found
+
+    def send(self, note: Note, ranks: Iterable[int]) -> None:
+        """Leave a note for other ranks. Local: nobody waits for it to be read."""
+        text = np.frombuffer(pickle.dumps(note), np.uint8)
+        for rank in ranks:
+            if rank != self._comm.rank:
+                never_free((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))

@@ -1,0 +1,143 @@
+"""The groups that this process is in, and what becomes of them when it ends, fails or is forked."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from mpidist.transport import on_error
+from mpidist.transport.flight_files import GroupFlight, write_flight
+from mpidist.transport.mpi import load_mpi
+
+__all__ = ["OpenGroup", "add", "forget", "is_thread_of_a_group", "keep_flights", "num_open", "tell_end"]
+
+
+class OpenGroup(ABC):
+    """A group of several ranks that this process is in."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave it, with all ranks."""
+
+    @abstractmethod
+    def part(self) -> str | None:
+        """Wait a while for all ranks of a group that failed, so that MPI can be ended with them.
+
+        Returns:
+            Who does not come, for people; nothing if all came.
+        """
+
+    @abstractmethod
+    def disown(self) -> None:
+        """Leave it to the process that this one was forked from. Local."""
+
+    @abstractmethod
+    def tell_end(self, text: str) -> None:
+        """Tell the other ranks that this one's program has failed. Local."""
+
+    @abstractmethod
+    def flights(self) -> Mapping[int, GroupFlight]:
+        """Read the flight recorders of this rank and of those of its node that cannot do so, by rank of the world."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """Where flight recorders are kept."""
+
+    @abstractmethod
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread makes its calls."""
+
+
+_open: Final[list[OpenGroup]] = []
+_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together
+
+
+def add(group: OpenGroup) -> None:
+    """Remember a group until it is closed."""
+    if group not in _open:
+        _open.append(group)
+    if group in _failed:
+        _failed.remove(group)
+
+
+def forget(group: OpenGroup, has_failed: bool) -> None:
+    """Remember a group no more; or only that it failed, and its ranks have not parted."""
+    if group in _open:
+        _open.remove(group)
+    if has_failed and group not in _failed:
+        _failed.append(group)
+
+
+def num_open() -> int:
+    """Count the groups of several ranks that this process has made and not closed."""
+    return len(_open)
+
+
+def is_thread_of_a_group() -> bool:
+    """Whether ranks may wait for what this thread does."""
+    return any(group.is_of_this_thread() for group in _open)
+
+
+def tell_end(text: str) -> None:
+    """Tell the other ranks of all groups that this one's program has failed. Local."""
+    for group in _open:
+        group.tell_end(text)
+
+
+def keep_flights(reason: str) -> str:
+    """Write the flight recorders of this rank, and of neighbours that cannot, to files. Local.
+
+    Args:
+        reason: Why, for people.
+
+    Returns:
+        Where they are and how to read them, for people; nothing if they are not wanted, or cannot be written.
+    """
+    folders = [group.folder for group in _open if group.folder is not None]
+    if not folders:
+        return ""
+    flights: dict[int, list[GroupFlight]] = {}
+    for group in _open:
+        for rank, flight in group.flights().items():
+            flights.setdefault(rank, []).append(flight)
+    own = load_mpi().COMM_WORLD.Get_rank()
+    try:
+        for rank, its in flights.items():
+            write_flight(folders[0], rank, reason.splitlines()[0], its, own)
+    except OSError as error:
+        return f"the last calls could not be written to {folders[0]}: {error.strerror}"
+    return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
+
+
+def _leave_to_parent() -> None:
+    """Touch nothing of the parent's in a process that was forked from it, also at its end."""
+    on_error.uninstall()
+    _failed.clear()
+    while _open:
+        _open.pop().disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell the other ranks that this one's program ends, so that nobody waits for it, and MPI can be ended.
+
+    After a call that failed, other ranks may never come to end MPI, which would wait for them for ever.
+    """
+    while _open and not load_mpi().Is_finalized():
+        group = _open[0]
+        with suppress(Exception):  # it is said already, by the call that failed
+            group.close()
+        forget(group, has_failed=False)
+    while _failed and not load_mpi().Is_finalized():
+        lacking = _failed.pop().part()
+        if lacking is not None:
+            on_error.end_job(lacking)

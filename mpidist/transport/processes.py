@@ -1,0 +1,63 @@
+"""Is another process of this machine alive? Asked of the kernel, because MPI does not say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+__all__ = ["GONE", "RUNNING", "STOPPED", "UNKNOWN", "Process"]
+
+RUNNING: Final = "running"
+STOPPED: Final = "stopped"
+GONE: Final = "gone"
+UNKNOWN: Final = "unknown"
+
+_STATES: Final = {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "x": GONE}
+
+
+@final
+class Process(NamedTuple):
+    """A process, told apart from a later one that got its number.
+
+    Attributes:
+        pid: Its number, in `namespace`.
+        begun: When it began, in ticks since the machine was started.
+        namespace: Where the number holds: containers have numbers of their own. 0 where this is not known.
+    """
+
+    pid: int
+    begun: int
+    namespace: int
+
+    @classmethod
+    def own(cls) -> Process:
+        """Describe the calling process."""
+        pid = os.getpid()
+        try:
+            return cls(pid, _stat(pid)[1], os.stat("/proc/self/ns/pid").st_ino)
+        except OSError:  # no /proc, or not all of it
+            return cls(pid, 0, 0)
+
+    def state(self, seen_from: Process) -> str:
+        """Say whether it is `RUNNING` (or asleep), `STOPPED` by a signal or a debugger, or `GONE`.
+
+        Args:
+            seen_from: The calling process; what another namespace is in is `UNKNOWN`.
+        """
+        if not self.namespace or self.namespace != seen_from.namespace:
+            return UNKNOWN
+        try:
+            state, begun = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return GONE
+        except OSError:
+            return UNKNOWN
+        return _STATES.get(state, RUNNING) if begun == self.begun else GONE
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return the state of a process, and when it began."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+    return fields[0], int(fields[19])

@@ -1,0 +1,246 @@
+"""What a rank looks after while it waits for others: the clock, their notes, and their processes.
+
+Whoever waits asks `look` now and then. It raises when there is no sense in waiting further: time is up, another rank
+has given up or ended, or its process is gone. MPI itself notices none of these.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, NoReturn, final
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.lateness import Lateness
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.node_board import NodeBoard, Status, name_call
+from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, STALLED, Note, Notes
+from mpidist.transport.ranks import name_ranks
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("mpidist.transport")
+
+_LOOK_SECONDS: Final = 0.1  # between two looks at processes
+_ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
+_FRESH: Final = -1.0
+_ASKS: Final = "?"
+
+
+@final
+class Watch:
+    """One rank's watch over the calls of its group, one call at a time.
+
+    Args:
+        comm: The ranks. Messages from rank to rank in it are this object's alone.
+        board: What the ranks of this node are doing.
+        hostnames: The host of each rank.
+        stall_seconds: When to warn of a wait without a deadline; 0 for never.
+        remedy: What people can do after a failure, as a sentence without its full stop.
+        on_failure: Called with the text of a failure, for what has to be kept of it; returns what to tell people.
+
+    Attributes:
+        broken: What made the group unusable, or `None`.
+        recorder: This rank's flight recorder.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        board: NodeBoard,
+        hostnames: tuple[str, ...],
+        stall_seconds: float = 0.0,
+        remedy: str = "",
+        on_failure: Callable[[str], str] = lambda text: "",
+    ) -> None:
+        self.broken: Exception | None = None
+        self.recorder = board.recorder
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._notes = Notes(comm)
+        self._board = board
+        self._hostnames = hostnames
+        self._stall_seconds = stall_seconds
+        self._remedy = remedy
+        self._on_failure = on_failure
+        self._heard: dict[int, Note] = {}
+        self._stalled: dict[int, Note] = {}
+        self._sequence = 0
+        self._call = ""
+        self._timeout: float | None = None
+        self._since = 0.0
+        self._next_look = _FRESH
+        self._warn_at = math.inf
+        self._gone: tuple[int, ...] = ()
+
+    def begin(self, sequence: int, call: str, details: str, timeout: float | None) -> None:
+        """Note that this rank comes to a call. Local.
+
+        Args:
+            sequence: Its number.
+            call: Its name.
+            details: What the flight recorder shall say of it.
+            timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
+        """
+        self._sequence, self._call, self._timeout, self._next_look = sequence, call, timeout, _FRESH
+        self.recorder.begin(sequence, call, details)
+
+    def restart(self) -> None:
+        """Count the time that this rank is kept waiting from now on: it did other work since the call began."""
+        self._since, self._next_look = time.monotonic(), 0.0
+
+    def require_no_notes(self) -> None:
+        """Raise if another rank has given up or ended. Local."""
+        if self._notes.have_come():
+            self._hear(is_waiting=False)
+
+    def look(self) -> bool:
+        """Raise if there is no sense in waiting further. Local.
+
+        Returns:
+            False: it is not over.
+
+        Raises:
+            DeadlineExceededError: If time is up, here or on another rank.
+            PeerFailedError: If a rank broke off, ended, or is gone.
+        """
+        if self._notes.have_come():
+            self._hear(is_waiting=True)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._check(now)
+        return False
+
+    def tell(self, tag: int, text: str, is_lost: bool = False, to: Iterable[int] | None = None) -> None:
+        """Leave a note for other ranks, so that none of them waits for this one. Local.
+
+        Args:
+            tag: Which kind of `Note`.
+            text: What happened, for people.
+            is_lost: Whether a rank will never come: this one, for example.
+            to: The ranks; by default all others.
+        """
+        late = [status for status in self._board.statuses().values() if not status.has_joined(self._sequence)]
+        own = self._board.status(self._rank)
+        note = Note(tag, self._sequence, text, is_lost, (own, *(its for its in late if its.rank != self._rank)))
+        self._notes.send(note, range(self._size) if to is None else to)
+
+    def _check(self, now: float) -> None:
+        if self._next_look == _FRESH:
+            self._since, self._warn_at, self._gone = self.recorder.begun, math.inf, ()
+        waited = now - self._since
+        if self._timeout and waited >= self._timeout:
+            self._give_up()
+        gone = self._board.gone()
+        if gone and gone == self._gone:  # seen twice, with a look between at whether what we wait for has come
+            self._give_up()
+        self._gone = gone
+        if self._stall_seconds and not self._timeout:
+            self._wonder(now, waited)
+        self._next_look = now + _LOOK_SECONDS
+        if self._timeout:
+            self._next_look = min(self._next_look, self._since + self._timeout)
+
+    def _hear(self, is_waiting: bool) -> None:
+        self._read()
+        if not self._heard:
+            return
+        for tag, what in ((ENDED, "ended"), (BROKE_OFF, "broke off in the middle of a call, with an error")):
+            ranks = [rank for rank, note in self._heard.items() if note.tag == tag]
+            if ranks:
+                texts = "; ".join(dict.fromkeys(self._heard[rank].text for rank in ranks))
+                self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False)
+        ranks = [rank for rank, note in self._heard.items() if note.tag == GAVE_UP] or list(self._heard)
+        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call"
+        self._follow(reason, min(ranks), is_waiting)
+
+    def _read(self) -> None:
+        for rank, note in self._notes.read().items():
+            if note.tag != STALLED:
+                self._heard[rank] = note
+            elif note.text == _ASKS:
+                if self.broken is None:
+                    self.tell(STALLED, "", to=[rank])
+            else:
+                self._stalled[rank] = note
+
+    def _follow(self, reason: str, first: int, is_waiting: bool) -> NoReturn:
+        """Fail because others have."""
+        self.tell(FOLLOWS, "")
+        late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
+        if late.ranks:
+            reason += f", and {name_ranks(late.ranks)} of {self._size} ranks did not join it"
+        is_lost = bool(late.gone) or any(note.is_lost for note in self._heard.values())
+        self._fail(PeerFailedError if is_lost else DeadlineExceededError, f"cannot complete: {reason}", late, first)
+
+    def _give_up(self) -> NoReturn:
+        """Fail because time is up, or a process is gone."""
+        self.tell(GAVE_UP, "", bool(self._board.gone()))
+        late = self._late()
+        first = min((rank for rank, note in self._heard.items() if note.tag == GAVE_UP), default=self._rank)
+        follows = first if first < self._rank else None  # that rank has found it out, too
+        waited = f"waited {self._timeout:g} s" if self._timeout else "waits in vain"
+        who = f"{name_ranks(late.ranks)} of {self._size} ranks"
+        if late.gone:
+            what = "process is" if len(late.gone) == 1 else "processes are"
+            self._fail(PeerFailedError, f"cannot complete: the {what} gone of {name_ranks(late.gone)}", late, follows)
+        if not late.ranks:
+            reason = f"{waited}, and all {self._size} ranks joined it, but not all get on with it"
+        elif self.recorder.is_agreed:
+            reason = f"{waited} in the middle of it, and {who} do not get on"
+        else:
+            reason = f"{waited}, and {who} did not join it. Every rank must make the same calls in the same order"
+        self._fail(DeadlineExceededError, reason, late, follows)
+
+    def _fail(self, kind: type[Exception], reason: str, late: Lateness, follows: int | None) -> NoReturn:
+        self.recorder.fail()
+        head = f"{self._name} on rank {self._rank} {reason}. {self._remedy}"
+        lines = late.lines()
+        kept = self._on_failure(head)
+        if kept:
+            lines.append(kept)
+        self.broken = error = kind("\n  ".join([head, *lines]))
+        if follows is not None:
+            vars(error)["follows_rank"] = follows  # which says it all
+        raise error
+
+    def _late(self) -> Lateness:
+        """Find out which ranks keep the others waiting. Takes a moment if other nodes do not answer."""
+        until = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            self._read()
+            known = self._known(self._heard)
+            if len(known) == self._size or time.monotonic() > until:
+                return Lateness.of(self._sequence, known, self._hostnames)
+            time.sleep(_ANSWER_SECONDS / 100)
+
+    def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
+        """What this node's board and notes tell of the ranks."""
+        known = {status.rank: status for note in notes.values() for status in note.statuses}
+        return known | self._board.statuses()
+
+    def _wonder(self, now: float, waited: float) -> None:
+        """Warn, once in a call and on one rank of a node, that this wait is long."""
+        if self._warn_at == math.inf:
+            if waited >= self._stall_seconds and self._speaks():
+                self._stalled.clear()
+                self.tell(STALLED, _ASKS)
+                self._warn_at = now + _ANSWER_SECONDS
+        elif now >= self._warn_at > 0:
+            self._warn_at = -math.inf  # said once
+            self._read()
+            late = Lateness.of(self._sequence, self._known(self._stalled), self._hostnames)
+            reason = f"{name_ranks(late.ranks)} of {self._size} ranks did not join it: {'; '.join(late.lines())}"
+            if not late.ranks:
+                reason = f"all {self._size} ranks joined it, but not all get on with it"
+            logger.warning("%s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason)
+
+    @property
+    def _name(self) -> str:
+        return name_call(self._call, self._sequence)
+
+    def _speaks(self) -> bool:
+        """Whether this rank is the first of those of its node that wait."""
+        joined = [its.rank for its in self._board.statuses().values() if its.has_joined(self._sequence)]
+        return not joined or self._rank == min(joined)
