@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.raise_together import raise_together
 from mpidist.replica_context import ReplicaContext
 from mpidist.scattering import reduce_scatter
 from mpidist.transport.agreement import Joining, fingerprint_of
@@ -270,6 +271,10 @@ class StrategyExtended:
         fingerprint = fingerprint_of((call, sorted(fields.items())))
         self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error))
         self._group.end()
+
+    def raise_together(self, what: str) -> AbstractContextManager[None]:
+        """Let an exception of one rank be everybody's: `Strategy.raise_together`. Collective."""
+        return raise_together(self._group, what, self._options.timeout_seconds)
 
     def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""

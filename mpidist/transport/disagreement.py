@@ -25,6 +25,8 @@ def table_of(everyone: list[dict[str, str]], sequence: int) -> str:
     names = list(dict.fromkeys(name for fields in everyone for name in fields))
     if "error" in names:  # then that is what differs; a rank that has one says nothing else
         names = ["call", "error"]
+    elif len(calls) > 1:  # what different calls pass says nothing; but a rank may say why it makes another one
+        names = ["call", "exception"]
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [head + "the ranks did not pass the same arguments, so nothing was sent"]
     for name in names:

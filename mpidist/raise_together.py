@@ -1,0 +1,79 @@
+"""One rank's exception becomes everybody's, where ranks do work of their own between two calls."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.agreement import Joining
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.sync_group import SyncGroup
+
+__all__ = ["raise_together"]
+
+_OF_ALL = (DeadlineExceededError, PeerFailedError)
+
+
+@final
+class _Report(NamedTuple):
+    """What a rank tells of its exception."""
+
+    error: bytes | None  # pickled, if it comes out of that as it went in
+    text: str
+    trace: str
+
+
+@contextmanager
+def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> Iterator[None]:
+    """See `Strategy.raise_together`."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, _OF_ALL) or getattr(problem, "raised_on_all_ranks", False):
+            raise  # the others have it too, or cannot be told any more
+        error = problem
+
+    def describe() -> dict[str, str]:
+        return {"what": what, "exception": "none" if error is None else f"{type(error).__name__}: {error}"}
+
+    fingerprint = group.fingerprint("raise_together", what, lambda: {"what": what})
+    group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
+    reports: list[_Report | None] = []
+    if group.any_of(error is not None):
+        reports = group.exchange(None if error is None else _report(error))
+    group.end()
+    failed = [rank for rank, its in enumerate(reports) if its is not None]
+    if failed:
+        first = reports[failed[0]]
+        assert first is not None
+        _raise(error if failed[0] == group.topology.rank else None, first, failed, group.topology.hostnames)
+
+
+def _raise(own: Exception | None, first: _Report, failed: list[int], hostnames: tuple[str, ...]) -> None:
+    error, rank = own, failed[0]
+    if error is None:
+        others = f"; also {name_ranks(failed[1:])} failed" if len(failed) > 1 else ""
+        cause = PeerFailedError(f"on rank {rank} ({hostnames[rank]}){others}:\n{first.trace}")
+        error = PeerFailedError(f"rank {rank}: {first.text}") if first.error is None else pickle.loads(first.error)
+        error.__cause__ = cause
+    vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+    raise error
+
+
+def _report(error: Exception) -> _Report:
+    text = f"{type(error).__name__}: {error}"
+    return _Report(_pickled(error), text, "".join(traceback.format_exception(error)))
+
+
+def _pickled(error: Exception) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        again: Any = pickle.loads(pickled)
+    except Exception:  # whatever a class of somebody else's raises when it is copied
+        return None
+    return pickled if type(again) is type(error) and str(again) == str(error) else None

@@ -1,0 +1,120 @@
+"""One rank's exception is everybody's, where the program wants it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def fail(error: Exception, if_: bool) -> None:
+    """Raise an error on some ranks."""
+    if if_:
+        raise error
+
+
+class Awkward(Exception):
+    """An exception that does not come out of a copy as it went in."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@pytest.fixture
+def strategy(comm: Intracomm) -> Iterator[Strategy]:
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+def test_without_an_exception_nothing_happens(strategy: Strategy) -> None:
+    with strategy.raise_together("reading"):
+        value = strategy.topology.rank
+    assert strategy.reduce("SUM", value) == sum(range(strategy.topology.size))
+
+
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_all_raise_what_one_raised(strategy: Strategy, number: int) -> None:
+    """Of the same type, so that all handle it alike; and go on."""
+    size, rank = strategy.topology.size, strategy.topology.rank
+    odd = number % size
+    with pytest.raises(FileNotFoundError, match=rf"no shard {odd}") as caught, strategy.raise_together("reading"):
+        fail(FileNotFoundError(f"no shard {odd}"), rank == odd)
+    if rank != odd:
+        cause = str(caught.value.__cause__)
+        assert isinstance(caught.value.__cause__, PeerFailedError)
+        assert cause.startswith(f"on rank {odd} (")
+        assert "test_raise_together.py" in cause  # where it was raised
+    assert strategy.reduce("SUM", 1.0) == size
+
+
+@pytest.mark.ranks(min=2)
+def test_the_lowest_rank_is_heard(strategy: Strategy) -> None:
+    size = strategy.topology.size
+    with pytest.raises(OSError, match=r"^mine is rank 1$") as caught, strategy.raise_together():
+        fail(OSError(f"mine is rank {strategy.topology.rank}"), strategy.topology.rank > 0)
+    if strategy.topology.rank == 0 and size > 2:
+        assert "; also rank" in str(caught.value.__cause__)
+
+
+@pytest.mark.ranks(min=2)
+def test_an_exception_that_cannot_be_copied_is_told(strategy: Strategy) -> None:
+    error = Awkward("this", "that")
+    with pytest.raises(TypeError):
+        pickle.loads(pickle.dumps(error))
+    kind = Awkward if strategy.topology.rank == 1 else PeerFailedError
+    pattern = r"^this and that$" if strategy.topology.rank == 1 else r"^rank 1: Awkward: this and that$"
+    with pytest.raises(kind, match=pattern), strategy.raise_together():
+        fail(error, strategy.topology.rank == 1)
+
+
+@pytest.mark.ranks(min=2)
+def test_calls_inside_the_block_are_told_of_the_exception(strategy: Strategy) -> None:
+    """The others wait in another call: that is no hang either."""
+
+    def train() -> None:
+        with strategy.raise_together("training"):
+            fail(KeyError("mine"), strategy.topology.rank == 1)
+            strategy.reduce("SUM", 1.0)
+            pytest.fail("the others go on")
+
+    pattern = r"call: ranks? [^:]+: reduce; rank 1: raise_together\n  exception: .*rank 1: KeyError: 'mine'"
+    with pytest.raises(InvalidArgumentError, match=pattern) as caught:
+        train()
+    if strategy.topology.rank == 1:
+        assert isinstance(caught.value.__context__, KeyError)
+
+
+@pytest.mark.ranks(min=2)
+def test_blocks_of_different_names_are_refused(strategy: Strategy) -> None:
+    block = strategy.raise_together("b" if strategy.topology.rank else "a")
+    with pytest.raises(InvalidArgumentError, match=r"what: rank 0: a; ranks? 1.*: b"), block:
+        pass
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_stays_in_the_block_is_late(comm: Intracomm) -> None:
+    strategy = Strategy(None, CommunicationOptions(timeout_seconds=0.2), comm=comm)
+    if comm.rank:
+        with pytest.raises(DeadlineExceededError, match=r"raise_together .* rank 0 of"), strategy.raise_together():
+            pass
+    comm.Barrier()
+    strategy.reset()
+    strategy.close()
+
+
+def test_interruptions_are_each_ranks_own(strategy: Strategy) -> None:
+    """Ctrl-C ends the program; nobody has to be asked."""
+    with pytest.raises(KeyboardInterrupt), strategy.raise_together():
+        raise KeyboardInterrupt
+    assert strategy.reduce("SUM", 1.0) == strategy.topology.size
