@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.cli import tune
+from mpidist.cli import flight, tune
 
 __all__ = ["main"]
 
-_COMMANDS = (tune,)
+_COMMANDS = (tune, flight)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
