@@ -70,6 +70,7 @@ class StrategyExtended:
         device: Device,
         options: CommunicationOptions | None = None,
         per_node_variables: bool = False,
+        error: Exception | None = None,
     ) -> StrategyExtended:
         """Tie the parts of a strategy to its ranks. Collective.
 
@@ -80,13 +81,14 @@ class StrategyExtended:
             device: This rank's device, which becomes the current one.
             options: The defaults of all calls.
             per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
+            error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
 
         Raises:
             InvalidArgumentError: If the ranks chose other parts. On every rank.
             TypeError: If `cross_device_ops` is something else.
             UnavailableError: If `options` cannot be followed on this machine.
         """
-        bound, error = cross_device_ops, None
+        bound = cross_device_ops
         fields = {"strategy": name, "per_node_variables": str(per_node_variables)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
@@ -95,7 +97,7 @@ class StrategyExtended:
             device.use()
             fields["cross_device_ops and options"] = str(bound.configuration)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
-            error = problem
+            error = error or problem
         try:
             group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
             group.end()
@@ -267,6 +269,7 @@ class StrategyExtended:
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
         """Wait until all ranks make this call, and compare what they pass. Collective."""
+        self._group.enter(call)
         timeout_seconds = self._options.timeout_seconds
         fingerprint = fingerprint_of((call, sorted(fields.items())))
         self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error))
@@ -278,18 +281,21 @@ class StrategyExtended:
 
     def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
-        return all_gather(self._group, call, open_nest(value), axis, self._options.merge(options))
+        merged, error = self._merge(options)
+        return all_gather(self._group, call, value, axis, merged, error)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
         """Reduce, and give each rank its part: `ReplicaContext.reduce_scatter`. Collective."""
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
-        merged = self._options.merge(options)
-        return reduce_scatter(self._group, "reduce_scatter", reduce_op, open_nest(value), axis, merged)
+        merged, error = self._merge(options)
+        return reduce_scatter(self._group, "reduce_scatter", reduce_op, value, axis, merged, error)
+
+    def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
+        """Join a call's options to the strategy's; what is wrong with them, all ranks must learn."""
+        if options is None or isinstance(options, CommunicationOptions):
+            return self._options.merge(options), None
+        return self._options, TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
         """Refuse a call from inside `run`, from another strategy's scope, or after `close`.

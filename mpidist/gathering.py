@@ -15,11 +15,19 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
 from mpidist.transport.sync_group import SyncGroup
+from mpidist.values import open_nest
 
 __all__ = ["all_gather"]
 
 
-def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: CommunicationOptions) -> Any:
+def all_gather(
+    group: SyncGroup,
+    call: str,
+    value: Any,
+    axis: int,
+    options: CommunicationOptions,
+    error: Exception | None = None,
+) -> Any:
     """Concatenate every rank's arrays along an axis. Collective.
 
     One all-gather per array: S - s bytes in, for a result of S bytes of which this rank contributes s; before them one
@@ -31,6 +39,7 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         value: An array, or a nest of them, of at least one dimension.
         axis: The axis; negative counts from the end.
         options: `timeout_seconds` counts.
+        error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
 
     Returns:
         A nest like `value`.
@@ -38,8 +47,7 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
     Raises:
         InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
     """
-    leaves, structure = nest.flatten(value)
-    operands, error, fingerprint = Operands([]), None, 0
+    operands, structure, fingerprint = Operands([]), None, 0
     axes: list[int] = []
     lengths: tuple[int, ...] = ()
     word = 1
@@ -52,6 +60,8 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         return fields
 
     try:
+        value = open_nest(value)
+        leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for array in operands.arrays:
@@ -60,8 +70,9 @@ def all_gather(group: SyncGroup, call: str, value: Any, axis: int, options: Comm
         word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
         fingerprint = group.fingerprint(call, (axis, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
-        error = problem
+        error = error or problem
     details = specs_text(operands.specs)
+    group.enter(call)
     with group.moving():
         are_even = group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, word, details))
         everyone = np.empty((group.topology.size, len(lengths)), np.int64)

@@ -30,6 +30,7 @@ class _Report(NamedTuple):
 @contextmanager
 def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> Iterator[None]:
     """See `Strategy.raise_together`."""
+    group.enter("raise_together")
     error: Exception | None = None
     try:
         yield

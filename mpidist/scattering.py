@@ -20,12 +20,19 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.transport.topology import Topology
+from mpidist.values import open_nest
 
 __all__ = ["reduce_scatter"]
 
 
 def reduce_scatter(
-    group: SyncGroup, call: str, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions
+    group: SyncGroup,
+    call: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int,
+    options: CommunicationOptions,
+    error: Exception | None = None,
 ) -> Any:
     """Reduce arrays over all ranks, and give each rank its part of the result along an axis. Collective.
 
@@ -39,6 +46,7 @@ def reduce_scatter(
         value: An array, or a nest of them, of at least one dimension.
         axis: The axis; negative counts from the end.
         options: `timeout_seconds` and `reproducible` count.
+        error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
 
     Returns:
         A nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones first.
@@ -46,8 +54,7 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
     """
-    leaves, structure = nest.flatten(value)
-    operands, error, fingerprint = Operands([]), None, 0
+    operands, structure, fingerprint = Operands([]), None, 0
     axes: list[int] = []
     op = ReduceOp.SUM
 
@@ -58,14 +65,17 @@ def reduce_scatter(
 
     try:
         op = ReduceOp(reduce_op)
+        value = open_nest(value)
+        leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
         fingerprint = group.fingerprint(call, (op, axis, structure, options.reproducible, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
-        error = problem
+        error = error or problem
     details = specs_text(operands.specs)
+    group.enter(call)
     with group.moving():
         group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
         results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]

@@ -265,7 +265,6 @@ class Strategy(ABC):
             InvalidArgumentError: If other ranks make another call meanwhile.
             DeadlineExceededError: If not all ranks come to the end within the strategy's `timeout_seconds`.
         """
-        self._extended.group.require_open("raise_together")
         return self._extended.raise_together(what)
 
     def reset(self) -> None:

@@ -60,9 +60,9 @@ Job = Callable[..., Ended]
 def job(tmp_path: Path) -> Job:
     """Run a program on 3 ranks of the MPI library that these tests run with."""
 
-    def run(body: str, ranks: int = 3, **variables: str) -> Ended:
+    def run(body: str, ranks: int = 3, head: str = HEAD, **variables: str) -> Ended:
         script = tmp_path / "program.py"
-        script.write_text(HEAD + body)
+        script.write_text(head + body)
         command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(script)]
         return end_of(command, **variables)
 

@@ -151,6 +151,7 @@ class BatchReducer:
         Raises:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
         """
+        self._group.enter(request.call)
         if self._group.calls:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
@@ -184,7 +185,7 @@ class BatchReducer:
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
 
-        self._group.require_this_thread(request.call)
+        self._group.enter(request.call)
         return self._group.calls.start(steps)
 
     def _prepare(

@@ -57,6 +57,7 @@ def broadcast(
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)
+    group.enter(call)
     with group.moving():
         group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
         results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])

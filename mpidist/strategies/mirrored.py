@@ -46,17 +46,16 @@ class MirroredStrategy(Strategy):
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
     ) -> None:
-        if devices is not None and not isinstance(devices, Sequence):
-            raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
         group = SyncGroup.from_mpi(comm)
+        device, error = Device("cpu"), None
         try:
             _require_one_node(group)
             device = _device_of(group, devices)
-        except (TopologyError, ValueError):
-            group.close()
-            raise
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device, None, per_node_variables))
+        name = type(self).__name__
+        super().__init__(StrategyExtended.assemble(name, group, ops, device, None, per_node_variables, error))
 
 
 def _require_one_node(group: SyncGroup) -> None:
@@ -67,7 +66,6 @@ def _require_one_node(group: SyncGroup) -> None:
             f"MirroredStrategy is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
             "use MultiWorkerMirroredStrategy"
         )
-        vars(error)["raised_on_all_ranks"] = True  # printing it once will do
         raise error
 
 
@@ -75,6 +73,8 @@ def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
     topology = group.topology
     if devices is None:
         return choose_device(topology)
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
     if isinstance(devices, str):
         return Device.parse(devices)
     if len(devices) != topology.size:

@@ -48,15 +48,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
     ) -> None:
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            raise TypeError(f"cluster_resolver must be a ClusterResolver, got {type(cluster_resolver).__name__}")
-        if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
-            raise TypeError(
-                f"communication_options must be CommunicationOptions, got {type(communication_options).__name__}"
-            )
         group = SyncGroup.from_mpi(comm)
-        if cluster_resolver is not None:
-            _check(cluster_resolver, group)
+        error: Exception | None = None
+        if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
+            kind, communication_options = type(communication_options).__name__, None
+            error = TypeError(f"communication_options must be CommunicationOptions, got {kind}")
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            kind, cluster_resolver = type(cluster_resolver).__name__, None
+            error = TypeError(f"cluster_resolver must be a ClusterResolver, got {kind}")
+        _check(cluster_resolver, group)
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
         extended = StrategyExtended.assemble(
@@ -66,15 +66,17 @@ class MultiWorkerMirroredStrategy(Strategy):
             choose_device(group.topology),
             communication_options,
             per_node_variables,
+            error,
         )
         super().__init__(extended, cluster_resolver)
 
 
-def _check(cluster_resolver: ClusterResolver, group: SyncGroup) -> None:
+def _check(cluster_resolver: ClusterResolver | None, group: SyncGroup) -> None:
     """Hold a resolver against MPI, on all ranks: one that is contradicted on one rank is refused on all."""
     problem = None
     try:
-        cluster_resolver.check(group.topology.size, group.topology.rank)
+        if cluster_resolver is not None:
+            cluster_resolver.check(group.topology.size, group.topology.rank)
     except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
         problem = f"{type(error).__name__}: {error}"
     problems = group.exchange(problem)

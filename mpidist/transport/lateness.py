@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from mpidist.transport.node_board import Status
-from mpidist.transport.processes import GONE
+from mpidist.transport.processes import GONE, STOPPED
 from mpidist.transport.ranks import name_ranks
 
 __all__ = ["Lateness"]
@@ -49,6 +49,33 @@ class Lateness(NamedTuple):
     def gone(self) -> list[int]:
         """Those whose processes are gone."""
         return sorted(rank for rank, status in self.known.items() if status.process == GONE)
+
+    @property
+    def stopped(self) -> list[int]:
+        """Those whose processes are stopped."""
+        return sorted(rank for rank, status in self.known.items() if status.process == STOPPED)
+
+    def sentence(self, is_agreed: bool) -> str:
+        """Say which ranks these are, and what they do not do.
+
+        Args:
+            is_agreed: Whether all ranks have come to the call, and some do not go on.
+        """
+        size = len(self.hostnames)
+        if self.gone:
+            what, is_ = ("process", "is") if len(self.gone) == 1 else ("processes", "are")
+            return f"the {what} of {name_ranks(self.gone)} of {size} ranks {is_} gone"
+        if not self.ranks:
+            return f"all {size} ranks joined it, but not all get on with it"
+        absent = sorted({*self.ranks} - {*self.stopped})
+        texts = [f"{name_ranks(absent)} of {size} ranks {'do not get on' if is_agreed else 'did not join it'}"] * bool(
+            absent
+        )
+        if self.stopped:
+            texts.append(
+                f"{name_ranks(self.stopped)} of {size} ranks {'is' if len(self.stopped) == 1 else 'are'} stopped"
+            )
+        return ", and ".join(texts)
 
     def lines(self) -> list[str]:
         """Say of each rank what it did last; of many, only the first ones."""

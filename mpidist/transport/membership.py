@@ -103,8 +103,9 @@ class Membership:
         }
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
+        """Free the communicator and the board. Collective."""
         self.comm.Free()
+        self._board.free()
 
     def _make_watch(self, comm: Intracomm, remedy: str) -> Watch:
         hostnames = self._topology.hostnames

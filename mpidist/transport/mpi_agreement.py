@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -12,7 +13,7 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.disagreement import peer_left, table_of
 from mpidist.transport.mpi import Intracomm, load_mpi
-from mpidist.transport.notes import BROKE_OFF, ENDED, GAVE_UP
+from mpidist.transport.notes import BROKE_OFF, ENDED
 from mpidist.transport.rounds import MpiRounds, Rounds
 from mpidist.transport.waiting import never_free, poll
 from mpidist.transport.watch import Watch
@@ -122,9 +123,9 @@ class MpiAgreement(Agreement):
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
         if self.broken is None and error is not self._refused:
-            self._watch.tell(BROKE_OFF, f"{type(error).__name__}: {error}", is_lost=True)
+            self._watch.tell(BROKE_OFF, _text(error), is_lost=True)
             self._watch.broken = RuntimeError(
-                f"call {self.sequence} was broken off on rank {self._comm.rank} by {type(error).__name__}: {error}"
+                f"call {self.sequence} was broken off on rank {self._comm.rank} by {_text(error)}"
             )
 
     def any_of(self, flags: int) -> int:
@@ -174,7 +175,7 @@ class MpiAgreement(Agreement):
             raise
         except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
             never_free(memory())
-            self._watch.tell(GAVE_UP, "")
+            self._watch.tell(BROKE_OFF, _text(error), is_lost=True)
             self._watch.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
             )
@@ -204,3 +205,7 @@ class MpiAgreement(Agreement):
 
     def _again(self, first: Exception) -> Exception:
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -92,14 +92,19 @@ class NodeBoard:
         own = 0 if comm is None else comm.Get_rank()
         self.ranks = tuple(ranks)
         try:
-            self._parts: list[Array] = SharedWindow(comm, FLIGHT_BYTES).parts
+            self._window = SharedWindow(comm, FLIGHT_BYTES)
         except UnavailableError:
             self.ranks = (ranks[own],)
-            self._parts, own = SharedWindow(None, FLIGHT_BYTES).parts, 0
+            self._window, own = SharedWindow(None, FLIGHT_BYTES), 0
+        self._parts: list[Array] = self._window.parts
         self.rank = self.ranks[own]
         self._process = Process.own()
         self._parts[own][_PROCESS_AT : _PROCESS_AT + 24] = np.frombuffer(struct.pack("=3q", *self._process), np.uint8)
         self.recorder = FlightRecorder(self._parts[own])
+
+    def free(self) -> None:
+        """Give back the memory. Local; no rank may look at the board any more."""
+        self._window.discard()
 
     def gone(self) -> tuple[int, ...]:
         """List the ranks of this node whose processes are gone. Local."""

@@ -57,14 +57,14 @@ class Notes:
         """Whether there is one to read. Local."""
         return self._probe(*self._anybody)
 
-    def read(self) -> dict[int, Note]:
-        """Read what has come, the latest note of each rank. Local."""
-        mpi, found = load_mpi(), {}
+    def read(self) -> list[tuple[int, Note]]:
+        """Read what has come, with the ranks that wrote it. Local."""
+        mpi, found = load_mpi(), []
         status = mpi.Status()
         while (message := self._comm.Improbe(*self._anybody, status)) is not None:
             text = np.empty(status.Get_count(mpi.BYTE), np.uint8)
             message.Recv([text, mpi.BYTE])
-            found[status.Get_source()] = pickle.loads(text.tobytes())
+            found.append((status.Get_source(), pickle.loads(text.tobytes())))
         return found
 
     def send(self, note: Note, ranks: Iterable[int]) -> None:

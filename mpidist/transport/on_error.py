@@ -13,9 +13,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, final
 
+from mpidist import errors
+
 __all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "report", "uninstall"]
 
 EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
+_PACKAGE: Final = os.path.dirname(errors.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote before it is killed
@@ -93,8 +96,16 @@ def end_job(reason: str) -> None:
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
-    """Write a traceback to standard error in one piece, `prefix` before every line."""
-    _write("".join(traceback.format_exception(kind, error, trace)), prefix)
+    """Write a traceback to standard error in one piece, `prefix` before every line.
+
+    Of an error that this package tells on purpose its own inner frames say nothing: the program's are shown.
+    """
+    if kind.__module__ == errors.__name__ or kind is KeyboardInterrupt:
+        frames = [frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)]
+        limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
+        _write("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
+    else:
+        _write("".join(traceback.format_exception(kind, error, trace)), prefix)
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -27,19 +27,19 @@ class Settings:
         pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
         check: Whether ranks compare what they call before data moves.
         timeout_seconds: How long a call waits for the others when nobody says; `None` waits for ever.
-        stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
         transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node reach each other.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
+        stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
     check: bool = True
     timeout_seconds: float | None = None
-    stall_seconds: float = 60.0
     abort_on_error: bool = True
     transport: str = "auto"
     log_level: str | None = None
+    stall_seconds: float = 60.0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:

@@ -159,15 +159,18 @@ class SyncGroup(OpenGroup):
             known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
         return known
 
-    def require_this_thread(self, call: str) -> None:
-        """Refuse a call of a second thread: `ThreadGuard.require_this_thread`. Local."""
+    def enter(self, call: str) -> None:
+        """Refuse a call that this rank alone cannot make: of a closed group, or in a second thread. Local.
+
+        Raises:
+            RuntimeError: If it is one. The others are not told, so it comes before `agree`.
+        """
+        self.require_open(call)
         if self._threads is not None:
             self._threads.require_this_thread(call)
 
     def agree(self, joining: Joining) -> bool:
-        """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective."""
-        self.require_open(joining.call)
-        self.require_this_thread(joining.call)
+        """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective, after `enter`."""
         if self.calls:
             self.calls.finish()
         return self._agreement.join(joining)
@@ -233,8 +236,7 @@ class SyncGroup(OpenGroup):
             DeadlineExceededError: If not all ranks come in time.
             PeerFailedError: If a rank is gone.
         """
-        self.require_open("reset()")
-        self.require_this_thread("reset()")
+        self.enter("reset()")
         self.calls.abandon("reset()")
         if self._membership is not None:
             has_failed = self._agreement.broken is not None

@@ -16,7 +16,7 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 class ThreadGuard:
     """Refuses calls of a second thread, while the first lives.
 
-    The thread that builds a strategy may hand it to another one, once. Where MPI does not allow calls from several
+    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI does not allow calls from several
     threads at a time, one thread makes the calls of all groups.
     """
 
@@ -63,7 +63,7 @@ class ThreadGuard:
                 f"{share}, because calls of two threads come in another order on every rank. Build one strategy for "
                 "each thread, in the same order on all ranks"
             )
-        self._may_be_handed_on = False
+        self._may_be_handed_on = not self._owner.is_alive()
         self._owner, self._ident = new, threading.get_ident()
 
 

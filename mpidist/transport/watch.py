@@ -25,6 +25,7 @@ logger = logging.getLogger("mpidist.transport")
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
+_PROBES: Final = 20
 _FRESH: Final = -1.0
 _ASKS: Final = "?"
 
@@ -131,6 +132,7 @@ class Watch:
             self._since, self._warn_at, self._gone = self.recorder.begun, math.inf, ()
         waited = now - self._since
         if self._timeout and waited >= self._timeout:
+            self._look_for_notes()
             self._give_up()
         gone = self._board.gone()
         if gone and gone == self._gone:  # seen twice, with a look between at whether what we wait for has come
@@ -141,6 +143,12 @@ class Watch:
         self._next_look = now + _LOOK_SECONDS
         if self._timeout:
             self._next_look = min(self._next_look, self._since + self._timeout)
+
+    def _look_for_notes(self) -> None:
+        """Hear what others said before: MPI may need several calls to find a message, after work without any."""
+        for _ in range(_PROBES):
+            if self._notes.have_come():
+                self._hear(is_waiting=True)
 
     def _hear(self, is_waiting: bool) -> None:
         self._read()
@@ -156,7 +164,7 @@ class Watch:
         self._follow(reason, min(ranks), is_waiting)
 
     def _read(self) -> None:
-        for rank, note in self._notes.read().items():
+        for rank, note in self._notes.read():
             if note.tag != STALLED:
                 self._heard[rank] = note
             elif note.text == _ASKS:
@@ -170,7 +178,7 @@ class Watch:
         self.tell(FOLLOWS, "")
         late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
         if late.ranks:
-            reason += f", and {name_ranks(late.ranks)} of {self._size} ranks did not join it"
+            reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
         is_lost = bool(late.gone) or any(note.is_lost for note in self._heard.values())
         self._fail(PeerFailedError if is_lost else DeadlineExceededError, f"cannot complete: {reason}", late, first)
 
@@ -180,18 +188,11 @@ class Watch:
         late = self._late()
         first = min((rank for rank, note in self._heard.items() if note.tag == GAVE_UP), default=self._rank)
         follows = first if first < self._rank else None  # that rank has found it out, too
-        waited = f"waited {self._timeout:g} s" if self._timeout else "waits in vain"
-        who = f"{name_ranks(late.ranks)} of {self._size} ranks"
+        sentence = late.sentence(self.recorder.is_agreed)
         if late.gone:
-            what = "process is" if len(late.gone) == 1 else "processes are"
-            self._fail(PeerFailedError, f"cannot complete: the {what} gone of {name_ranks(late.gone)}", late, follows)
-        if not late.ranks:
-            reason = f"{waited}, and all {self._size} ranks joined it, but not all get on with it"
-        elif self.recorder.is_agreed:
-            reason = f"{waited} in the middle of it, and {who} do not get on"
-        else:
-            reason = f"{waited}, and {who} did not join it. Every rank must make the same calls in the same order"
-        self._fail(DeadlineExceededError, reason, late, follows)
+            self._fail(PeerFailedError, f"cannot complete: {sentence}", late, follows)
+        rule = ". Every rank must make the same calls in the same order" if "did not join" in sentence else ""
+        self._fail(DeadlineExceededError, f"waited {self._timeout or 0:g} s, and {sentence}{rule}", late, follows)
 
     def _fail(self, kind: type[Exception], reason: str, late: Lateness, follows: int | None) -> NoReturn:
         self.recorder.fail()
@@ -231,9 +232,7 @@ class Watch:
             self._warn_at = -math.inf  # said once
             self._read()
             late = Lateness.of(self._sequence, self._known(self._stalled), self._hostnames)
-            reason = f"{name_ranks(late.ranks)} of {self._size} ranks did not join it: {'; '.join(late.lines())}"
-            if not late.ranks:
-                reason = f"all {self._size} ranks joined it, but not all get on with it"
+            reason = "; ".join([late.sentence(self.recorder.is_agreed), *late.lines()])
             logger.warning("%s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason)
 
     @property

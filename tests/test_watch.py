@@ -1,0 +1,158 @@
+"""What ranks notice while they wait: long waits, calls that do not get on, resets that not all make."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from test_deadlines import options, taking
+from test_results import all_reduce
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.slots import Slots
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what this rank was warned of."""
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@several
+def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
+    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """X: the missing ranks are named with what they did last, on all nodes where ranks wait."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    topology, last = strategy.topology, comm.size - 1
+    comm.Barrier()
+    if comm.rank == last:
+        time.sleep(1.2)
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    told = warnings_of(caplog)
+    speakers = {ranks[0] for ranks in topology.nodes if ranks != (last,)}
+    assert len(told) == (comm.rank in speakers)
+    known = "finished" if any(last in ranks and len(ranks) > 1 for ranks in topology.nodes) else "nothing was heard"
+    for line in told:
+        start = rf"reduce \(call 2\) on rank {comm.rank} has waited for [01] s, and rank {last} of {comm.size} ranks "
+        assert re.match(rf"{start}did not join it; rank {last}: {known}", line)
+        assert "\n" not in line
+    caplog.clear()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    assert warnings_of(caplog) == []
+    strategy.close()
+
+
+@several
+def test_no_warning_is_given_where_none_is_wanted(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0")
+    with Strategy(comm=comm) as strategy:
+        if comm.rank == 0:
+            time.sleep(0.5)
+        strategy.reduce("SUM", 1.0)
+    assert warnings_of(caplog) == []
+
+
+@several
+def test_building_a_strategy_waits_for_all_but_not_in_silence(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    if comm.rank:
+        time.sleep(0.6)
+    Strategy(comm=comm).close()
+    told = [line for line in warnings_of(caplog) if line.startswith("building a strategy on rank 0 has waited 0 s")]
+    assert len(told) == (comm.rank == 0)
+
+
+def slow_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank fall asleep before it sends its part."""
+    really = MpiCommunicator.all_reduce
+
+    def all_reduce(self: MpiCommunicator, *args: Any) -> None:
+        time.sleep(1)
+        really(self, *args)
+
+    monkeypatch.setattr(MpiCommunicator, "all_reduce", all_reduce)
+
+
+def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank fall asleep before a barrier of shared memory."""
+    really = Slots.synchronize
+
+    def synchronize(slots: Slots) -> Any:
+        time.sleep(1)
+        return really(slots)
+
+    monkeypatch.setattr(Slots, "synchronize", synchronize)
+
+
+@several
+@pytest.mark.parametrize(("transport", "slow"), [("mpi", slow_messages), ("shared_memory", slow_memory)])
+def test_a_deadline_holds_while_data_move(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, slow: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """All ranks have come, and one of them stops in the middle."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
+    strategy = Strategy(None, options(0.3), comm=comm)
+    value = np.ones(1_000_000)
+    all_reduce(strategy, "SUM", value)
+    comm.Barrier()
+    pattern = rf"(waited 0\.3 s, and all {comm.size} ranks joined it, but not all get on with it|had given up waiting)"
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            slow(patch)
+            with pytest.raises(DeadlineExceededError, match="had given up waiting"):
+                for _ in range(2):  # the first one, if the others' parts have not all come before
+                    all_reduce(strategy, "SUM", value)
+        else:
+            with taking(0.25, 0.8), pytest.raises(DeadlineExceededError, match=pattern):
+                all_reduce(strategy, "SUM", value)
+    comm.Barrier()
+    strategy.reset()
+    assert (all_reduce(strategy, "SUM", value) == comm.size).all()
+    strategy.close()
+
+
+@several
+def test_calls_keep_their_numbers_over_a_reset(comm: Intracomm) -> None:
+    """Logs of before and after do not mix."""
+    strategy = Strategy(comm=comm)
+    with pytest.raises(ValueError, match=r"reduce \(call 2\)"):
+        strategy.reduce("SUM", np.ones(1 + (comm.rank == 0)))
+    strategy.reset()
+    with pytest.raises(ValueError, match=r"reduce \(call 3\)"):
+        strategy.reduce("SUM", np.ones(1 + (comm.rank == 0)))
+    strategy.close()
+
+
+@several
+def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        pattern = rf"^reset\(\) on rank 0 waited 0\.2 s, and {name_ranks(range(1, comm.size))} of .* did not join it"
+        with taking(0.2, 0.7), pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reset()
+    comm.Barrier()
+    if comm.rank:
+        with taking(0, 0.5), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
+            strategy.reset()
+    comm.Barrier()
