@@ -169,7 +169,7 @@ def test_an_exception_in_another_thread_is_that_threads_own(job: Job) -> None:
 thread = threading.Thread(target=lambda: {}["mine"])
 thread.start()
 thread.join()
-print(strategy.reduce("SUM", 1.0), flush=True)
+print(f"{strategy.reduce('SUM', 1.0)}\\n", end="", flush=True)
 strategy.close()
 """
     ended = job(program)

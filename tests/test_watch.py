@@ -156,3 +156,19 @@ def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeyp
         with taking(0, 0.5), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
             strategy.reset()
     comm.Barrier()
+
+
+@several
+def test_a_strategy_with_late_notes_closes_and_resets(
+    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI frees no communicator with messages left in it: those of long waits that ended well are taken before."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
+    strategy = Strategy(comm=comm)
+    for number in range(6):
+        if comm.rank == number % comm.size:
+            time.sleep(0.06)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        if number == 3:
+            strategy.reset()
+    strategy.close()

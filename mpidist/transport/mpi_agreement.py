@@ -164,6 +164,9 @@ class MpiAgreement(Agreement):
         return self._watch.broken
 
     def free(self) -> None:
+        notes = self._watch.settle()
+        if self.any_of(any(notes.sent)):  # long waits that ended well
+            notes.take(self.exchange(notes.sent), self._watch.look)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.node_board import Status
-from mpidist.transport.waiting import never_free
+from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "STALLED", "Note", "Notes"]
 
@@ -46,12 +46,17 @@ class Notes:
 
     Args:
         comm: The ranks. Its messages from rank to rank are all notes.
+
+    Attributes:
+        sent: How many notes this rank has left for each rank.
     """
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
         self._anybody = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
         self._probe = comm.Iprobe
+        self.sent = [0] * comm.size
+        self._received = [0] * comm.size
 
     def have_come(self) -> bool:
         """Whether there is one to read. Local."""
@@ -64,8 +69,24 @@ class Notes:
         while (message := self._comm.Improbe(*self._anybody, status)) is not None:
             text = np.empty(status.Get_count(mpi.BYTE), np.uint8)
             message.Recv([text, mpi.BYTE])
+            self._received[status.Get_source()] += 1
             found.append((status.Get_source(), pickle.loads(text.tobytes())))
         return found
+
+    def take(self, sent: Sequence[Sequence[int]], is_over: Callable[[], bool]) -> None:
+        """Wait until all notes are here that were ever sent: MPI frees no communicator with messages left in it.
+
+        Args:
+            sent: [ranks], what each rank has `sent`; none of them sends any more.
+            is_over: As in `waiting.poll`.
+        """
+        wanted = [its[self._comm.rank] for its in sent]
+
+        def has_all() -> bool:
+            self.read()
+            return self._received == wanted
+
+        poll(has_all, is_over)
 
     def send(self, note: Note, ranks: Iterable[int]) -> None:
         """Leave a note for other ranks. Local: nobody waits for it to be read."""
@@ -73,3 +94,4 @@ class Notes:
         for rank in ranks:
             if rank != self._comm.rank:
                 never_free((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
+                self.sent[rank] += 1

@@ -170,7 +170,7 @@ class SyncGroup(OpenGroup):
             self._threads.require_this_thread(call)
 
     def agree(self, joining: Joining) -> bool:
-        """Wait until all ranks make this call, and compare what they pass: `Agreement.join`. Collective, after `enter`."""
+        """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
         if self.calls:
             self.calls.finish()
         return self._agreement.join(joining)

@@ -16,8 +16,8 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 class ThreadGuard:
     """Refuses calls of a second thread, while the first lives.
 
-    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI does not allow calls from several
-    threads at a time, one thread makes the calls of all groups.
+    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI
+    does not allow calls from several threads at a time, one thread makes the calls of all groups.
     """
 
     _of_process: ThreadGuard | None = None

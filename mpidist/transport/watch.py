@@ -74,6 +74,7 @@ class Watch:
         self._next_look = _FRESH
         self._warn_at = math.inf
         self._gone: tuple[int, ...] = ()
+        self._answers = True
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None) -> None:
         """Note that this rank comes to a call. Local.
@@ -113,6 +114,11 @@ class Watch:
             self._check(now)
         return False
 
+    def settle(self) -> Notes:
+        """Write no more notes; return those of all calls, to be taken before the communicator is freed. Local."""
+        self._answers = False
+        return self._notes
+
     def tell(self, tag: int, text: str, is_lost: bool = False, to: Iterable[int] | None = None) -> None:
         """Leave a note for other ranks, so that none of them waits for this one. Local.
 
@@ -129,15 +135,15 @@ class Watch:
 
     def _check(self, now: float) -> None:
         if self._next_look == _FRESH:
-            self._since, self._warn_at, self._gone = self.recorder.begun, math.inf, ()
+            self._since, self._warn_at, self._gone = self.recorder.begun or now, math.inf, ()
+            self._next_look = now
         waited = now - self._since
-        if self._timeout and waited >= self._timeout:
+        gone = self._board.gone()
+        is_gone = bool(gone) and gone == self._gone  # seen twice, with a look between at whether what we want has come
+        self._gone = gone
+        if is_gone or (self._timeout and waited >= self._timeout):
             self._look_for_notes()
             self._give_up()
-        gone = self._board.gone()
-        if gone and gone == self._gone:  # seen twice, with a look between at whether what we wait for has come
-            self._give_up()
-        self._gone = gone
         if self._stall_seconds and not self._timeout:
             self._wonder(now, waited)
         self._next_look = now + _LOOK_SECONDS
@@ -168,7 +174,7 @@ class Watch:
             if note.tag != STALLED:
                 self._heard[rank] = note
             elif note.text == _ASKS:
-                if self.broken is None:
+                if self._answers and self.broken is None:
                     self.tell(STALLED, "", to=[rank])
             else:
                 self._stalled[rank] = note
