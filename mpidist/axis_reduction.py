@@ -45,12 +45,13 @@ def reduce_along_axis(
         InvalidArgumentError: If the ranks' arguments differ, or a value has no such axis. On every rank.
         ValueError: If a mirrored value of several ranks is to be summed.
     """
-    leaves, _ = nest.flatten(value)
+    leaves: list[Any] = []
     parts: list[Any] = []
     error: Exception | None = None
     op = ReduceOp.SUM
     try:
         op = ReduceOp(reduce_op)
+        leaves, _ = nest.flatten(value)
         if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
             raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
         parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]

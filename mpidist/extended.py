@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -239,20 +240,25 @@ class StrategyExtended:
 
     def next_variable_name(self) -> str:
         """Return a name for a variable that was given none: the same on every rank."""
-        self._num_variables += 1
-        return "variable" if self._num_variables == 1 else f"variable_{self._num_variables - 1}"
+        return f"variable_{self._num_variables}" if self._num_variables else "variable"
 
-    def symmetric_empty(self, specs: Sequence[tuple[Any, Any]], per_node: bool) -> list[Any]:
+    def agree_on_variable(self, fields: Mapping[str, str], takes_name: bool, error: Exception | None) -> None:
+        """Agree on a new variable; only then is the next name used up, or ranks would differ for ever. Collective."""
+        self.agree("Variable", fields, error)
+        self._num_variables += takes_name
+
+    def symmetric_empty(
+        self, specs: Sequence[tuple[Any, Any]], per_node: bool, error: Exception | None = None
+    ) -> list[Any]:
         """Allocate arrays, of a shape and a dtype each, that all ranks of a node can reach. Collective.
 
         They lie in one window. See `Strategy.symmetric_empty`.
         """
         native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-        error = None
         try:
             native = [_shared_spec(shape, dtype) for shape, dtype in specs]
         except Exception as problem:  # whatever it is, the other ranks must learn of it
-            error = problem
+            error = error or problem
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
         self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
         return list(self._group.shared.empty(native, per_node))
@@ -335,6 +341,6 @@ class StrategyExtended:
 def _shared_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
     native = np.dtype(dtype)
-    if any(length < 0 for length in dims) or native.hasobject:
+    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
         raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
     return dims, native

@@ -47,7 +47,8 @@ def all_gather(
     Raises:
         InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
     """
-    operands, structure, fingerprint = Operands([]), None, 0
+    structure: nest.Structure = nest.LEAF
+    operands, fingerprint = Operands([]), 0
     axes: list[int] = []
     lengths: tuple[int, ...] = ()
     word = 1
@@ -68,7 +69,7 @@ def all_gather(
             _movable(array.dtype)
         lengths = tuple(array.shape[at] for array, at in zip(operands.arrays, axes, strict=True))
         word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
-        fingerprint = group.fingerprint(call, (axis, structure, operands.key), describe)
+        fingerprint = group.fingerprint(call, (repr(axis), structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)
@@ -117,5 +118,5 @@ def _axis_of(shape: tuple[int, ...], axis: int) -> int:
 
 
 def _movable(dtype: np.dtype[Any]) -> None:
-    if dtype.hasobject or dtype.kind in "USM" or dtype.kind == "m":
+    if dtype.hasobject or dtype.names is not None or dtype.kind in "USM" or dtype.kind == "m":
         raise InvalidArgumentError(f"cannot gather an array of dtype {dtype.name}; needed numbers or booleans")

@@ -170,9 +170,15 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        self._strategy.extended.agree("merge_call", {"function": name})
-        wrapped = [nest.map_structure(_per_replica, value) for value in args]
-        named = {key: nest.map_structure(_per_replica, value) for key, value in (kwargs or {}).items()}
+        wrapped: list[Any] = []
+        named: dict[str, Any] = {}
+        error = None
+        try:
+            wrapped = [nest.map_structure(_per_replica, value) for value in args]
+            named = {key: nest.map_structure(_per_replica, value) for key, value in (kwargs or {}).items()}
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        self._strategy.extended.agree("merge_call", {"function": name}, error)
         with contexts.entered(contexts.Entry(self._strategy)):
             result = merge_fn(self._strategy, *wrapped, **named)
         return nest.map_structure(local, result)

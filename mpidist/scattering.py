@@ -54,7 +54,8 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
     """
-    operands, structure, fingerprint = Operands([]), None, 0
+    structure: nest.Structure = nest.LEAF
+    operands, fingerprint = Operands([]), 0
     axes: list[int] = []
     op = ReduceOp.SUM
 
@@ -71,7 +72,7 @@ def reduce_scatter(
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
-        fingerprint = group.fingerprint(call, (op, axis, structure, options.reproducible, operands.key), describe)
+        fingerprint = group.fingerprint(call, (op, repr(axis), structure, options.reproducible, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)

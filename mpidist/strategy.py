@@ -243,10 +243,16 @@ class Strategy(ABC):
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective."""
-        leaves, _ = nest.flatten(open_nest(value))
-        likes = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
-        specs = [(like.shape, like.dtype.newbyteorder("=")) for like in likes]
-        return nest.rebuild(open_nest(value), self._extended.symmetric_empty(specs, per_node))
+        specs: list[tuple[Any, Any]] = []
+        error = None
+        try:
+            leaves, _ = nest.flatten(open_nest(value))
+            likes = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
+            specs = [(like.shape, like.dtype.newbyteorder("=")) for like in likes]
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        made = self._extended.symmetric_empty(specs, per_node, error)
+        return nest.rebuild(open_nest(value), made)
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:
         """Let an exception of one rank be everybody's, in a block of work that ranks do by themselves. Collective.

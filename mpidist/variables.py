@@ -104,7 +104,7 @@ class Variable(NDArrayOperatorsMixin, ABC):
             }
         except Exception as problem:  # the initialiser's own, too: the other ranks must learn of it
             error = problem
-        strategy.extended.agree("Variable", fields, error)
+        strategy.extended.agree_on_variable(fields, name is None, error)
         value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._value = self._place(value)
         self._trainable = self._default_trainable() if trainable is None else trainable

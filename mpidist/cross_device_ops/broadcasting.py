@@ -8,6 +8,7 @@ from mpidist import nest
 from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.destinations import ranks_of, send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
+from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -42,7 +43,7 @@ def broadcast(
     Raises:
         InvalidArgumentError: If the ranks' arguments differ. On every rank.
     """
-    leaves, structure = nest.flatten(tensor)
+    structure: nest.Structure = nest.LEAF
     operands, fingerprint = Operands([]), 0
     ranks: tuple[int, ...] = (0,)
 
@@ -52,7 +53,10 @@ def broadcast(
 
     try:
         ranks = ranks_of(destinations, group.topology.size, tensor)
+        leaves, structure = nest.flatten(tensor)
         operands = Operands(leaves)
+        if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in operands.specs):
+            raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
         fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem

@@ -246,13 +246,15 @@ class CrossDeviceOps(ABC):
         out: Any,
         error: Exception | None,
     ) -> tuple[Request, list[Any], list[Any] | None, Exception | None]:
-        leaves, structure = nest.flatten(value)
+        leaves: list[Any] = []
+        structure: nest.Structure = nest.LEAF
         outs = None
         op = ReduceOp.SUM
         merged = self._options
         try:
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp(reduce_op)
             merged = self._merge(options)
+            leaves, structure = nest.flatten(value)
             if out is not None:
                 outs, out_structure = nest.flatten(out)
                 if out_structure != structure:

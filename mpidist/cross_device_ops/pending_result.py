@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, final
 
 from mpidist import nest
@@ -21,7 +22,9 @@ class PendingResult:
 
     def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:
         self._calls, self._call = calls, call
-        self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
+        self._form = None
+        with suppress(Exception):  # then the call was refused, which `wait` raises
+            self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
         self._out = out
 
     def is_done(self) -> bool:
