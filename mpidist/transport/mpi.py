@@ -30,6 +30,11 @@ __all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "comman
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
 
+_DIRECT_BYTES: Final = 256 << 10
+_DIRECT_RANKS: Final = 16  # with more, each gets many small parts
+_SHORT_SECONDS: Final = 0.002
+_SLOW_BYTES_PER_SECOND: Final = 50e6
+
 _OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 
 
@@ -96,6 +101,7 @@ class MpiCommunicator(Communicator):
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
         self._test_all: Callable[[Any], Any] = mpi.Request.Testall
         self._max_chunk_bytes = max_chunk_bytes
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         self._pack = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
 
@@ -113,7 +119,7 @@ class MpiCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         nbytes = buffer.nbytes
         self.traffic.add("all_reduce", 2 * nbytes * (self.size - 1) // self.size)
-        if _mpi_can(buffer.dtype, reduction):
+        if _mpi_can(buffer.dtype, reduction) and not self._goes_directly(nbytes):
             op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
             if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
                 self._wait(self._comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
@@ -222,17 +228,21 @@ class MpiCommunicator(Communicator):
     def _wait(self, request: Request, *memory: Any) -> None:
         """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
         try:
-            poll(request.Test, self._is_over)
+            poll(request.Test, self._is_over, _busy_seconds(memory))
         except BaseException:
             never_free((request, memory))  # MPI may still write it
             raise
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
         try:
-            poll(partial(self._test_all, requests), self._is_over)
+            poll(partial(self._test_all, requests), self._is_over, _busy_seconds(memory))
         except BaseException:
             never_free((requests, memory))
             raise
+
+    def _goes_directly(self, nbytes: int) -> bool:
+        """Whether an all-reduce is faster as messages from rank to rank than as MPI's own, when it is polled."""
+        return nbytes >= _DIRECT_BYTES and self.size <= _DIRECT_RANKS
 
     def _broadcast(self, chunk: Array, root: int) -> None:
         self._wait(self._comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
@@ -271,24 +281,27 @@ class MpiCommunicator(Communicator):
         shard = [_bytes(own), self._byte]
         if self.rank == root:
             shards = self._shards(chunk, bounds)
-            self._wait(self._comm.Igatherv(self._in_place, shards, root), shards)
+            self._wait(self._comm.Igatherv(self._in_place, shards, root), chunk, shards)
         else:
             self._wait(self._comm.Igatherv(shard, None, root), shard)
 
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order."""
-        count = shard.size
-        parts = self._scratch_of(self.size * count, buffer.dtype)
-        evenly = [rank * count for rank in range(self.size + 1)]
-        outgoing, incoming = self._shards(buffer, bounds), self._shards(parts, evenly)
-        self._wait(self._comm.Ialltoallv(outgoing, incoming), outgoing, incoming)
-        if count:
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        rows = self._scratch_of(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
+        requests = [self.receive(rows[rank], rank, 0) for rank in self._others]
+        requests += [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, 0) for rank in self._others]
+        self._wait_all(requests, buffer, rows)
+        if own.size:
+            parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
             with np.errstate(all="ignore"):
-                reduction.combine(list(parts.reshape(self.size, count)), shard)
+                reduction.combine(parts, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
-        shards = self._shards(buffer, bounds)
-        self._wait(self._comm.Iallgatherv(self._in_place, shards), shards)
+        parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        requests = [self.receive(parts[rank], rank, 1) for rank in self._others]
+        requests += [self.send(parts[self.rank], rank, 1) for rank in self._others]
+        self._wait_all(requests, buffer)
 
     def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
         """Describe shards to MPI, in bytes: MPI knows no bfloat16, and moving needs no type."""
@@ -303,6 +316,11 @@ def _mpi_can(dtype: np.dtype[Any], reduction: Reduction) -> bool:
         return False
     # MPI's MIN and MAX may drop a NaN, and then not on every rank.
     return dtype.kind in "iu" or reduction.op in ("sum", "prod")
+
+
+def _busy_seconds(memory: tuple[Any, ...]) -> float:
+    """How long a message may take, in seconds, until this rank naps between two looks at it."""
+    return _SHORT_SECONDS + sum(getattr(part, "nbytes", 0) for part in memory) / _SLOW_BYTES_PER_SECOND
 
 
 def _bytes(buffer: Array) -> Array:

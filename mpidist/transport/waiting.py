@@ -31,13 +31,14 @@ def set_crowded(num_ranks: int) -> None:
     _Habit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
 
 
-def poll(test: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
+def poll(test: Callable[[], bool], is_over: Callable[[], bool], busy_seconds: float = _YIELD_SECONDS) -> bool:
     """Test until something has come.
 
     Args:
         test: Says whether it has.
         is_over: Asked now and then, from when the wait is long on: whether there is no sense in waiting further.
             May raise.
+        busy_seconds: How long to test without a nap between: messages get on by being tested.
 
     Returns:
         Whether it has come.
@@ -50,7 +51,7 @@ def poll(test: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
         waited = time.monotonic() - start
         if waited > _LOOK_SECONDS and is_over():
             return test()
-        _rest(waited)
+        _rest(waited, busy_seconds)
     return True
 
 
@@ -93,8 +94,8 @@ def never_free(memory: tuple[Any, ...]) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
-def _rest(waited: float) -> None:
-    if waited < _YIELD_SECONDS:
+def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS) -> None:
+    if waited < busy_seconds:
         os.sched_yield()
     else:
         time.sleep(_NAP_SECONDS if waited < _LONG_WAIT_SECONDS else _LONG_NAP_SECONDS)
