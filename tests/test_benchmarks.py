@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi_session import clean_environment
+from mpi_session.launch import Launcher
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -147,3 +148,19 @@ def test_faster_raw_way_is_what_counts() -> None:
 
 def test_every_library_has_a_place_to_be_looked_for() -> None:
     assert all(peer.folder.startswith(".venv") for peer in PEERS)
+
+
+def test_watching_is_measured(tmp_path: Path) -> None:
+    options = ["--rounds", "2", "--seconds", "0.02", "--late", "2", "--sizes", "64,1M", "--out", str(tmp_path)]
+    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS / "watching.py"), *options]
+    environment = {**clean_environment(), "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [path.name for path in sorted(tmp_path.iterdir())]
+    assert [name.split("-", 2)[2] for name in found] == ["2-ranks-2-times.csv", "2-ranks-2.csv"]
+    with (tmp_path / found[0]).open(newline="") as file:
+        recorder, late = csv.DictReader(file)
+    assert 0 < float(recorder["us"]) < 50
+    assert 0 <= float(late["ms_low"]) <= float(late["ms"]) < 500
+    with (tmp_path / found[1]).open(newline="") as file:
+        assert [row["case"] for row in csv.DictReader(file)][:3] == ["no check", "check", "check, deadline"]
