@@ -26,7 +26,7 @@ class InvalidArgumentError(ValueError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """A collective call was not joined by all ranks within its `timeout_seconds`."""
+    """A collective call was not joined by all ranks, or did not come to its end, within its `timeout_seconds`."""
 
 
 class PeerFailedError(ConnectionError):

@@ -96,7 +96,7 @@ def test_uncaught_exception_on_one_rank_ends_all_of_them(job: Job, others: str) 
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyError: 'mine'"
     assert ended.err.count("Traceback") == 1
-    follows = r"PeerFailedError: reduce \(call \d+\) on rank . cannot complete: rank 1 ended: KeyError: 'mine'\. .*"
+    follows = r"PeerFailedError: reduce \(call \d+\) on rank . cannot complete: rank 1 ended: KeyError: 'mine'"
     for rank in (0, 2):
         said = ended.lines_of(rank)
         assert len(said) == (others == "others reduce")
@@ -154,7 +154,7 @@ except mpidist.errors.PeerFailedError as error:
         assert re.search(rf"rank {rank} learns: rank 1 closed the strategy or ended the program", ended.out)
         assert f"rank {rank} goes on" in ended.out or not IS_MPICH  # Open MPI's launcher ends them at once
     assert ended.err.count("KeyError: 'mine'") == 1
-    assert ended.lines_of(1) == []
+    assert all("waits up to 30 s for other ranks to end" in line for line in ended.lines_of(1))
     assert ended.status != 0
 
 

@@ -116,13 +116,24 @@ def test_late_rank_is_named_by_all_that_waited_and_learns_it(sessions: Sessions,
 
 @in_session
 @again_if_slow
-@pytest.mark.parametrize("what", ["missing call", "early reset"])
-def test_rank_that_leaves_a_call_out_is_named(sessions: Sessions, placement: Placement, what: str) -> None:
-    """Whether it computes meanwhile, or waits for the others in `reset`."""
+def test_rank_that_leaves_a_call_out_is_named(sessions: Sessions, placement: Placement) -> None:
     ended = sessions.run(placement)
     named = late(placement.faulty, size=placement.size)
-    require_deadline(of_others(ended, what, placement), rf"^reduce \(call \d\) on rank \d .*(: |, and ){named}")
-    require_right(ended, what, placement)
+    others = of_others(ended, "missing call", placement)
+    require_deadline(others, rf"^reduce \(call \d\) on rank \d .*(: |, and ){named}")
+    require_right(ended, "missing call", placement)
+
+
+@in_session
+def test_rank_that_resets_too_early_is_named_at_once(sessions: Sessions, placement: Placement) -> None:
+    """It waits for the others, and they would wait for it: nobody has to wait for a deadline."""
+    ended, rank = sessions.run(placement), placement.faulty
+    instead = rf"rank {rank} called reset\(\) instead, after call \d"
+    for note in of_others(ended, "early reset", placement):
+        assert note.kind == "PeerFailedError", note
+        assert re.search(rf"{instead}|rank {rank} of \d ranks did not join it, and .* had given up", note.text), note
+        soon(note.seconds, AT_ONCE_SECONDS)
+    require_right(ended, "early reset", placement)
 
 
 DIFFERENCES = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -134,7 +135,7 @@ def _title(strategy: StrategyFlight) -> str:
 def _reasons(job: JobFlight) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, file in job.files.items():
-        ranks.setdefault(file.reason, []).append(rank)
+        ranks.setdefault(re.sub(r" on rank \d+", "", file.reason), []).append(rank)
     often = sorted(ranks.items(), key=lambda its: (-len(its[1]), its[1]))
     texts = [f"{name_ranks(its)}: {reason or 'not said'}" for reason, its in often]
     lines = ["Why the files were written:"]

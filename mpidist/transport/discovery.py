@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
+from mpidist.transport import open_groups
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.ranks import name_ranks
@@ -23,19 +24,23 @@ from mpidist.transport.topology import Topology
 from mpidist.transport.tuning import TuningKey, load_cost_model
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["agreed_cost_model", "agreed_settings", "agreed_token", "discover", "meet"]
+__all__ = ["agreed_cost_model", "agreed_settings", "agreed_token", "discover", "meet", "own_settings"]
 
 logger = logging.getLogger("mpidist.transport")
 
 
-def meet(comm: Intracomm) -> None:
+def meet(comm: Intracomm, settings: Settings) -> None:
     """Wait until all ranks have come to build a group. Collective.
+
+    Args:
+        comm: The ranks.
+        settings: This rank's own.
 
     Raises:
         DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
     """
-    timeout, stall = _patience()
-    request, start = comm.Ibarrier(), time.monotonic()
+    timeout, stall = settings.timeout_seconds, settings.stall_seconds
+    start = time.monotonic()
     warn_at = start + stall if stall else math.inf
 
     def look() -> bool:
@@ -43,6 +48,7 @@ def meet(comm: Intracomm) -> None:
         now = time.monotonic()
         text = f"building a strategy on rank {comm.rank} has waited {now - start:.0f} s, and not all {comm.size} ranks"
         if timeout and now - start >= timeout:
+            open_groups.note_unbuilt("not all ranks came to build a strategy")
             raise DeadlineExceededError(
                 f"{text} came to build it. Every rank must build the same strategies in the same order; see which "
                 "rank's program has ended, or does not come this far"
@@ -50,22 +56,24 @@ def meet(comm: Intracomm) -> None:
         if now >= warn_at:
             warn_at = math.inf
             if comm.rank == 0:
-                logger.warning("%s have come to build it", text)
+                logger.warning("mpidist: %s have come to build it", text)
         return False
 
-    try:
-        poll(request.Test, look)
-    except BaseException:
-        never_free((request,))
-        raise
+    for _ in range(2 if timeout else 1):  # one that comes after others gave up completes the first, not the second
+        request = comm.Ibarrier()
+        try:
+            poll(request.Test, look)
+        except BaseException:
+            never_free((request,))
+            raise
 
 
-def _patience() -> tuple[float, float]:
+def own_settings() -> Settings:
+    """Read what this rank's environment says, before all ranks agree on it; what is wrong is said then. Local."""
     try:
-        settings = Settings.from_environment(os.environ)
-    except ValueError:  # said a little later, on all ranks
-        settings = Settings()
-    return settings.timeout_seconds or 0.0, settings.stall_seconds
+        return Settings.from_environment(os.environ)
+    except ValueError:
+        return Settings()
 
 
 def agreed_token(comm: Intracomm) -> str:

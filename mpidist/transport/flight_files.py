@@ -16,6 +16,7 @@ from mpidist.transport.processes import RUNNING
 __all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
 
 FILE_VERSION: Final = 1
+_MOMENT_SECONDS: Final = 10.0
 _FOLDER: Final = "mpidist-flight"
 
 
@@ -75,9 +76,20 @@ def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[Gr
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"
+    if written_by != world_rank and _has_just_written(path, world_rank):
+        return  # it knows more of itself than a neighbour does
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(told))
     partial.replace(path)  # nobody reads half of it
+
+
+def _has_just_written(path: Path, rank: int) -> bool:
+    """Whether a rank has written its file itself, a moment ago."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(told["written_by"] == rank and time.time() - told["time"] < _MOMENT_SECONDS)
 
 
 def _group(flight: GroupFlight, wall: float) -> dict[str, Any]:

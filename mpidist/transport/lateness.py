@@ -66,15 +66,13 @@ class Lateness(NamedTuple):
             what, is_ = ("process", "is") if len(self.gone) == 1 else ("processes", "are")
             return f"the {what} of {name_ranks(self.gone)} of {size} ranks {is_} gone"
         if not self.ranks:
-            return f"all {size} ranks joined it, but not all get on with it"
-        absent = sorted({*self.ranks} - {*self.stopped})
-        texts = [f"{name_ranks(absent)} of {size} ranks {'do not get on' if is_agreed else 'did not join it'}"] * bool(
-            absent
-        )
+            return f"all {size} ranks joined it, but its data did not come in time"
+        texts, absent = [], sorted({*self.ranks} - {*self.stopped})
+        if absent:
+            lack = _verb(absent, "does not get on", "do not get on") if is_agreed else "did not join it"
+            texts.append(f"{name_ranks(absent)} of {size} ranks {lack}")
         if self.stopped:
-            texts.append(
-                f"{name_ranks(self.stopped)} of {size} ranks {'is' if len(self.stopped) == 1 else 'are'} stopped"
-            )
+            texts.append(f"{name_ranks(self.stopped)} of {size} ranks {_verb(self.stopped, 'is', 'are')} stopped")
         return ", and ".join(texts)
 
     def lines(self) -> list[str]:
@@ -90,3 +88,7 @@ class Lateness(NamedTuple):
         if len(hosts) > _MAX_LINES:
             lines.append(f"... and nothing from {len(hosts) - _MAX_LINES} hosts more")
         return lines
+
+
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several

@@ -10,18 +10,17 @@ from typing import Any, Final, cast, final
 
 import numpy as np
 
-from mpidist.transport import open_groups
+from mpidist.transport import on_error, open_groups
 from mpidist.transport.flight_files import GroupFlight, flight_folder
 from mpidist.transport.lateness import Lateness
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.node_board import NodeBoard
+from mpidist.transport.node_board import RESET, NodeBoard
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import never_free, poll
 from mpidist.transport.watch import Watch
 
 __all__ = ["Membership"]
 
-_RESET: Final = 1 << 40  # the number of a reset: later than all calls before it
 _PART_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
 _LOST_SECONDS: Final = 1.0  # where a rank is known not to come
 
@@ -65,7 +64,7 @@ class Membership:
             DeadlineExceededError: If not all come in time.
             PeerFailedError: If a rank is gone.
         """
-        self._resets.begin(_RESET, "reset()", "", timeout)
+        self._resets.begin(RESET, "reset()", "", timeout)
         self._resets.require_no_notes()
         mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         request = self.comm.Iallgather(mine, all_of_them)
@@ -75,10 +74,14 @@ class Membership:
 
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
-        request, start = self.comm.Ibarrier(), time.monotonic()
+        request, start, has_told = self.comm.Ibarrier(), time.monotonic(), False
 
         def is_over() -> bool:
+            nonlocal has_told
             waited = time.monotonic() - start
+            if waited > _LOST_SECONDS and not has_told:
+                has_told = True
+                on_error.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
             return waited > _PART_SECONDS or (waited > _LOST_SECONDS and bool(self._lost().known))
 
         if poll(request.Test, is_over):
@@ -113,7 +116,7 @@ class Membership:
 
     def _lost(self) -> Lateness:
         """The ranks of this node that can do nothing more."""
-        lost = {rank: its for rank, its in self._board.statuses().items() if not its.has_joined(0)}
+        lost = {rank: its for rank, its in self._board.statuses().items() if not its.is_able}
         return Lateness(lost, (), self._topology.hostnames)
 
     def _poll(self, request: Any, is_over: Callable[[], bool], *memory: Any) -> None:

@@ -16,15 +16,15 @@ from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory import SharedWindow
 from mpidist.transport.processes import GONE, STOPPED, UNKNOWN, Process
 
-__all__ = ["NodeBoard", "Status", "name_call"]
+__all__ = ["RESET", "NodeBoard", "Status", "name_call"]
 
-_NUMBERED: Final = 1 << 40
+RESET: Final = 1 << 40  # the number of a reset: later than all calls before it
 _PROCESS_AT: Final = 8  # after the recorder's count: pid, begin and namespace of the process
 
 
 def name_call(call: str, sequence: int) -> str:
     """Name a call with its number, if it is one of those that are numbered."""
-    return f"{call} (call {sequence})" if 0 < sequence < _NUMBERED else call
+    return f"{call} (call {sequence})" if 0 < sequence < RESET else call
 
 
 @final
@@ -45,10 +45,20 @@ class Status(NamedTuple):
     process: str
     pid: int
 
+    @property
+    def is_able(self) -> bool:
+        """Whether its process can do anything."""
+        return self.process not in (GONE, STOPPED)
+
+    @property
+    def is_resetting(self) -> bool:
+        """Whether its last call is a reset."""
+        return self.last is not None and self.last.sequence >= RESET
+
     def has_joined(self, sequence: int) -> bool:
-        """Whether it has come to a call, and can still do its part."""
+        """Whether it has come to a call, or to a reset, and can still do its part."""
         at = 0 if self.last is None else self.last.sequence
-        return at >= sequence and self.process not in (GONE, STOPPED)
+        return self.is_able and at >= sequence and self.is_resetting == (sequence >= RESET)
 
     def __str__(self) -> str:
         last = self.last

@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 from mpidist import errors
 
-__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "report", "uninstall"]
+__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "uninstall"]
 
 EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
@@ -38,6 +39,7 @@ class Job(NamedTuple):
         tell: Tells other ranks that this one has failed, and why.
         keep: Keeps what the ranks called last; the argument says why.
         is_concerned: Whether ranks may wait for what this thread does.
+        is_told_by_lower_rank: Whether a rank before this one has failed, too, and says so.
     """
 
     abort: Callable[[int], None]
@@ -46,6 +48,7 @@ class Job(NamedTuple):
     tell: Callable[[str], None]
     keep: Callable[[str], str]
     is_concerned: Callable[[], bool]
+    is_told_by_lower_rank: Callable[[], bool]
 
     @property
     def prefix(self) -> str:
@@ -53,8 +56,19 @@ class Job(NamedTuple):
         return f"[rank {self.rank} on {self.hostname}] "
 
 
-_jobs: list[Job] = []
+_jobs: list[Job] = []  # at most one
 _before: list[Callable[[], None]] = []  # puts back what was there
+
+
+def know(job: Job) -> None:
+    """Remember what ending the job takes, for a program that could end but for other ranks."""
+    _jobs[:] = [job]
+
+
+def tell(text: str) -> None:
+    """Write a line for people, with this rank's name in front."""
+    if _jobs:
+        _write(f"{text}\n", _jobs[0].prefix)
 
 
 def install(job: Job) -> None:
@@ -63,9 +77,9 @@ def install(job: Job) -> None:
     `sys.exit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
     makes calls which other ranks wait for. SIGUSR1 keeps what the ranks called last, if it had no other meaning.
     """
+    know(job)
     if _before or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
-    _jobs[:] = [job]
     hook, thread_hook, exit_ = sys.excepthook, threading.excepthook, sys.exit
 
     def put_back() -> None:
@@ -83,6 +97,7 @@ def install(job: Job) -> None:
 
 def uninstall() -> None:
     """Let exceptions be those of this process alone again, as in one that was forked from a rank."""
+    _jobs.clear()
     while _before:
         _before.pop()()
 
@@ -90,9 +105,8 @@ def uninstall() -> None:
 def end_job(reason: str) -> None:
     """End the job of a program that could end but for other ranks, and say why. Returns only without a job."""
     if _jobs:
-        job = _jobs[0]
-        _write(f"this job ends with exit code {EXIT_CODE_OF_PARTING}: {reason}\n", job.prefix)
-        _abort(job, EXIT_CODE_OF_PARTING)
+        tell(f"this job ends with exit code {EXIT_CODE_OF_PARTING}: {reason}")
+        _abort(_jobs[0], EXIT_CODE_OF_PARTING)
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
@@ -100,7 +114,8 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
 
     Of an error that this package tells on purpose its own inner frames say nothing: the program's are shown.
     """
-    if kind.__module__ == errors.__name__ or kind is KeyboardInterrupt:
+    is_told = kind.__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
+    if is_told or kind is KeyboardInterrupt:
         frames = [frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)]
         limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
         _write("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
@@ -113,7 +128,7 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     job = _jobs[0]
     code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE
     if getattr(error, "follows_rank", None) is not None:  # that rank says it all, and ends this one
-        _write(f"{kind.__name__}: {str(error).splitlines()[0]}\n", job.prefix)
+        _write(f"{kind.__name__}: {vars(error)['summary']}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
         _abort(job, code)
     if not getattr(error, "raised_on_all_ranks", False):
@@ -137,6 +152,8 @@ def _let_lower_rank_speak(job: Job) -> None:
     """Wait for a rank that has failed as well, as with a mistake in the program or Ctrl-C, to end this rank."""
     if job.rank > 0:
         time.sleep(_LOWER_RANK_FIRST_SECONDS)  # it says the same, and once is enough
+        if job.is_told_by_lower_rank():
+            time.sleep(_FOLLOW_SECONDS)
 
 
 def _exit(code: object = None, /) -> NoReturn:
@@ -192,12 +209,13 @@ def _default(number: signal.Signals) -> None:
 def _abort(job: Job, code: int) -> None:
     time.sleep(_FORWARD_SECONDS)
     # MPI's own end may hang, where a launcher is busy with another rank's. This thread needs nothing of Python.
-    faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with suppress(OSError, RuntimeError):  # out of files, or of memory: then MPI has to do
+        faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
     job.abort(code)
 
 
 def _text(kind: type[BaseException], error: BaseException) -> str:
-    return f"{kind.__name__}: {error}".splitlines()[0]
+    return "".join(traceback.format_exception_only(kind, error)).strip().splitlines()[-1]
 
 
 def _write(text: str, prefix: str) -> None:

@@ -14,7 +14,17 @@ from mpidist.transport import on_error
 from mpidist.transport.flight_files import GroupFlight, write_flight
 from mpidist.transport.mpi import load_mpi
 
-__all__ = ["OpenGroup", "add", "forget", "is_thread_of_a_group", "keep_flights", "num_open", "tell_end"]
+__all__ = [
+    "OpenGroup",
+    "add",
+    "forget",
+    "hear_end_of_a_lower_rank",
+    "is_thread_of_a_group",
+    "keep_flights",
+    "note_unbuilt",
+    "num_open",
+    "tell_end",
+]
 
 
 class OpenGroup(ABC):
@@ -41,6 +51,10 @@ class OpenGroup(ABC):
         """Tell the other ranks that this one's program has failed. Local."""
 
     @abstractmethod
+    def hears_end_of_a_lower_rank(self) -> bool:
+        """Whether a rank before this one has told of the end of its program. Local."""
+
+    @abstractmethod
     def flights(self) -> Mapping[int, GroupFlight]:
         """Read the flight recorders of this rank and of those of its node that cannot do so, by rank of the world."""
 
@@ -56,6 +70,7 @@ class OpenGroup(ABC):
 
 _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together
+_unbuilt: Final[list[str]] = []  # why groups were not built
 
 
 def add(group: OpenGroup) -> None:
@@ -74,6 +89,11 @@ def forget(group: OpenGroup, has_failed: bool) -> None:
         _failed.append(group)
 
 
+def note_unbuilt(reason: str) -> None:
+    """Remember that a group could not be built, for want of ranks: MPI cannot be ended with them either."""
+    _unbuilt.append(reason)
+
+
 def num_open() -> int:
     """Count the groups of several ranks that this process has made and not closed."""
     return len(_open)
@@ -88,6 +108,11 @@ def tell_end(text: str) -> None:
     """Tell the other ranks of all groups that this one's program has failed. Local."""
     for group in _open:
         group.tell_end(text)
+
+
+def hear_end_of_a_lower_rank() -> bool:
+    """Whether a rank before this one, in any group, has told of the end of its program. Local."""
+    return any(group.hears_end_of_a_lower_rank() for group in _open)
 
 
 def keep_flights(reason: str) -> str:
@@ -119,6 +144,7 @@ def _leave_to_parent() -> None:
     """Touch nothing of the parent's in a process that was forked from it, also at its end."""
     on_error.uninstall()
     _failed.clear()
+    _unbuilt.clear()
     while _open:
         _open.pop().disown()
 
@@ -137,6 +163,9 @@ def _leave_all() -> None:
         with suppress(Exception):  # it is said already, by the call that failed
             group.close()
         forget(group, has_failed=False)
+    for reason in _unbuilt[:1]:
+        if not load_mpi().Is_finalized():
+            on_error.end_job(reason)
     while _failed and not load_mpi().Is_finalized():
         lacking = _failed.pop().part()
         if lacking is not None:

@@ -18,7 +18,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableErro
 from mpidist.transport import on_error, open_groups
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
-from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet
+from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
 from mpidist.transport.flight_files import GroupFlight
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
@@ -104,7 +104,9 @@ class SyncGroup(OpenGroup):
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
             raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
         check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
-        meet(comm)
+        settings = own_settings()
+        _prepare_the_end(mpi.COMM_WORLD, settings.abort_on_error)
+        meet(comm, settings)
         comm = comm.Dup()
         try:
             settings = agreed_settings(comm)
@@ -115,8 +117,6 @@ class SyncGroup(OpenGroup):
             raise
         settings.apply_log_level()
         set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
-        if settings.abort_on_error and mpi.COMM_WORLD.Get_size() > 1:
-            on_error.install(_job(mpi.COMM_WORLD))
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, mpi.COMM_WORLD, token, settings.stall_seconds)
         try:
@@ -239,6 +239,7 @@ class SyncGroup(OpenGroup):
         self.enter("reset()")
         self.calls.abandon("reset()")
         if self._membership is not None:
+            self._agreement.tell_reset()
             has_failed = self._agreement.broken is not None
             flags = self._membership.meet_to_reset(
                 (has_failed, self._agreement.sequence), self.settings.timeout_seconds
@@ -284,6 +285,10 @@ class SyncGroup(OpenGroup):
         """See `OpenGroup.tell_end`."""
         self._agreement.tell_end(text)
 
+    def hears_end_of_a_lower_rank(self) -> bool:
+        """See `OpenGroup.hears_end_of_a_lower_rank`."""
+        return self._agreement.hears_end_of_a_lower_rank()
+
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
         return {} if self._membership is None else self._membership.flights()
@@ -320,12 +325,19 @@ class SyncGroup(OpenGroup):
         open_groups.add(self)
 
 
-def _job(world: Intracomm) -> on_error.Job:
-    return on_error.Job(
+def _prepare_the_end(world: Intracomm, aborts: bool) -> None:
+    """See that this rank's failure, from now on, ends the others."""
+    if world.Get_size() == 1:
+        return
+    job = on_error.Job(
         world.Abort,
         world.Get_rank(),
         socket.gethostname(),
         open_groups.tell_end,
         open_groups.keep_flights,
         open_groups.is_thread_of_a_group,
+        open_groups.hear_end_of_a_lower_rank,
     )
+    on_error.know(job)
+    if aborts:
+        on_error.install(job)

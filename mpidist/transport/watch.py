@@ -16,7 +16,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.lateness import Lateness
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_board import NodeBoard, Status, name_call
-from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, STALLED, Note, Notes
+from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, RESETS, STALLED, Note, Notes
 from mpidist.transport.ranks import name_ranks
 
 __all__ = ["Watch"]
@@ -75,6 +75,7 @@ class Watch:
         self._warn_at = math.inf
         self._gone: tuple[int, ...] = ()
         self._answers = True
+        self._resetting: dict[int, int] = {}  # the last calls of ranks that are in reset()
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None) -> None:
         """Note that this rank comes to a call. Local.
@@ -114,6 +115,11 @@ class Watch:
             self._check(now)
         return False
 
+    def hears_end_of_a_lower_rank(self) -> bool:
+        """Whether a rank before this one has told of the end of its program. Local."""
+        self._read()
+        return any(note.tag == ENDED and rank < self._rank for rank, note in self._heard.items())
+
     def settle(self) -> Notes:
         """Write no more notes; return those of all calls, to be taken before the communicator is freed. Local."""
         self._answers = False
@@ -141,6 +147,11 @@ class Watch:
         gone = self._board.gone()
         is_gone = bool(gone) and gone == self._gone  # seen twice, with a look between at whether what we want has come
         self._gone = gone
+        for rank, last in self._resetting.items():
+            if last < self._sequence:
+                self.tell(GAVE_UP, "", is_lost=True)
+                reason = f"cannot complete: rank {rank} called reset() instead, after call {last}"
+                self._fail(PeerFailedError, reason, Lateness({}, (), self._hostnames), None)
         if is_gone or (self._timeout and waited >= self._timeout):
             self._look_for_notes()
             self._give_up()
@@ -171,7 +182,9 @@ class Watch:
 
     def _read(self) -> None:
         for rank, note in self._notes.read():
-            if note.tag != STALLED:
+            if note.tag == RESETS:
+                self._resetting[rank] = note.sequence
+            elif note.tag != STALLED:
                 self._heard[rank] = note
             elif note.text == _ASKS:
                 if self._answers and self.broken is None:
@@ -202,14 +215,15 @@ class Watch:
 
     def _fail(self, kind: type[Exception], reason: str, late: Lateness, follows: int | None) -> NoReturn:
         self.recorder.fail()
-        head = f"{self._name} on rank {self._rank} {reason}. {self._remedy}"
+        summary = f"{self._name} on rank {self._rank} {reason}"
+        head = f"{summary}. {self._remedy}"
         lines = late.lines()
         kept = self._on_failure(head)
         if kept:
             lines.append(kept)
         self.broken = error = kind("\n  ".join([head, *lines]))
         if follows is not None:
-            vars(error)["follows_rank"] = follows  # which says it all
+            vars(error).update(follows_rank=follows, summary=summary)  # that rank says it all
         raise error
 
     def _late(self) -> Lateness:
@@ -218,14 +232,17 @@ class Watch:
         while True:
             self._read()
             known = self._known(self._heard)
-            if len(known) == self._size or time.monotonic() > until:
+            is_all = len(known) == self._size
+            # A rank that is in a reset already has left a note of where it was before.
+            if (is_all and not any(its.is_resetting for its in known.values())) or time.monotonic() > until:
                 return Lateness.of(self._sequence, known, self._hostnames)
             time.sleep(_ANSWER_SECONDS / 100)
 
     def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
         """What this node's board and notes tell of the ranks."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
-        return known | self._board.statuses()
+        # What a rank wrote itself tells where it waited; meanwhile it may have gone on, to a reset.
+        return known | self._board.statuses() | {rank: note.statuses[0] for rank, note in notes.items()}
 
     def _wonder(self, now: float, waited: float) -> None:
         """Warn, once in a call and on one rank of a node, that this wait is long."""
@@ -239,7 +256,9 @@ class Watch:
             self._read()
             late = Lateness.of(self._sequence, self._known(self._stalled), self._hostnames)
             reason = "; ".join([late.sentence(self.recorder.is_agreed), *late.lines()])
-            logger.warning("%s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason)
+            logger.warning(
+                "mpidist: %s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason
+            )
 
     @property
     def _name(self) -> str:
