@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.errors import PeerFailedError
 from mpidist.transport.agreement import Joining
+from mpidist.transport.on_error import text_of
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["raise_together"]
-
-_OF_ALL = (DeadlineExceededError, PeerFailedError)
 
 
 @final
@@ -31,23 +30,27 @@ class _Report(NamedTuple):
 def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> Iterator[None]:
     """See `Strategy.raise_together`."""
     group.enter("raise_together")
-    error: Exception | None = None
+    error, own = None, None
     try:
         yield
     except Exception as problem:
-        if isinstance(problem, _OF_ALL) or getattr(problem, "raised_on_all_ranks", False):
-            raise  # the others have it too, or cannot be told any more
-        error = problem
+        if group.has_raised(problem):
+            raise
+        error, own = problem, _report(problem)
+    try:
+        group.enter("raise_together")
+    except RuntimeError as closed:  # in the block
+        raise closed from error
 
     def describe() -> dict[str, str]:
-        return {"what": what, "exception": "none" if error is None else f"{type(error).__name__}: {error}"}
+        return {"what": what, "exception": "none" if own is None else own.text}
 
     fingerprint = group.fingerprint("raise_together", what, lambda: {"what": what})
-    group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
     reports: list[_Report | None] = []
-    if group.any_of(error is not None):
-        reports = group.exchange(None if error is None else _report(error))
-    group.end()
+    with group.moving():
+        group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
+        if group.any_of(own is not None):
+            reports = group.exchange(own)
     failed = [rank for rank, its in enumerate(reports) if its is not None]
     if failed:
         first = reports[failed[0]]
@@ -60,21 +63,30 @@ def _raise(own: Exception | None, first: _Report, failed: list[int], hostnames: 
     if error is None:
         others = f"; also {name_ranks(failed[1:])} failed" if len(failed) > 1 else ""
         cause = PeerFailedError(f"on rank {rank} ({hostnames[rank]}){others}:\n{first.trace}")
-        error = PeerFailedError(f"rank {rank}: {first.text}") if first.error is None else pickle.loads(first.error)
+        error = _unpickled(first.error) or PeerFailedError(f"rank {rank}: {first.text}")
         error.__cause__ = cause
     vars(error)["raised_on_all_ranks"] = True  # printing it once will do
     raise error
 
 
 def _report(error: Exception) -> _Report:
-    text = f"{type(error).__name__}: {error}"
-    return _Report(_pickled(error), text, "".join(traceback.format_exception(error)))
+    return _Report(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
 
 
 def _pickled(error: Exception) -> bytes | None:
     try:
         pickled = pickle.dumps(error)
         again: Any = pickle.loads(pickled)
-    except Exception:  # whatever a class of somebody else's raises when it is copied
+        return pickled if type(again) is type(error) and str(again) == str(error) else None
+    except Exception:  # whatever a class of somebody else's raises when it is copied, or read
         return None
-    return pickled if type(again) is type(error) and str(again) == str(error) else None
+
+
+def _unpickled(error: bytes | None) -> Exception | None:
+    if error is None:
+        return None
+    try:
+        again: Exception = pickle.loads(error)
+    except Exception:  # of a class that this rank does not have, for example
+        return None
+    return again

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from mpidist import CommunicationOptions
@@ -73,7 +74,7 @@ def test_an_exception_that_cannot_be_copied_is_told(strategy: Strategy) -> None:
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(error))
     kind = Awkward if strategy.topology.rank == 1 else PeerFailedError
-    pattern = r"^this and that$" if strategy.topology.rank == 1 else r"^rank 1: Awkward: this and that$"
+    pattern = r"^this and that$" if strategy.topology.rank == 1 else r"^rank 1: [\w.]*Awkward: this and that$"
     with pytest.raises(kind, match=pattern), strategy.raise_together():
         fail(error, strategy.topology.rank == 1)
 
@@ -118,3 +119,56 @@ def test_interruptions_are_each_ranks_own(strategy: Strategy) -> None:
     with pytest.raises(KeyboardInterrupt), strategy.raise_together():
         raise KeyboardInterrupt
     assert strategy.reduce("SUM", 1.0) == strategy.topology.size
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Odd(Exception):
+    """An exception that only one rank knows."""
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", [Mute, Odd])
+def test_strange_exceptions_are_told_too(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Nobody is left waiting for a report that could not be made, or read."""
+    error = kind()
+    if strategy.topology.rank != 1:
+        monkeypatch.delattr(f"{__name__}.{kind.__name__}")
+    with pytest.raises(kind if strategy.topology.rank == 1 else PeerFailedError), strategy.raise_together():
+        fail(error, strategy.topology.rank == 1)
+    assert strategy.reduce("SUM", 1.0) == strategy.topology.size
+
+
+@pytest.mark.ranks(min=3)
+def test_an_error_that_all_ranks_of_a_part_have_is_not_everybodys(comm: Intracomm) -> None:
+    part = comm.Split(comm.rank < 2, comm.rank)
+    with Strategy(comm=comm) as strategy, Strategy(comm=part) as of_part:  # type: ignore[arg-type]
+
+        def work() -> None:
+            with strategy.raise_together():
+                of_part.reduce("SUM", np.ones(1 + (comm.rank == 1)))
+
+        with pytest.raises(InvalidArgumentError, match="array 0"):
+            work()
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    part.Free()
+
+
+def test_a_strategy_that_is_closed_in_the_block_keeps_the_exception(comm: Intracomm) -> None:
+    strategy = Strategy(comm=comm)
+
+    def work() -> None:
+        with strategy.raise_together():
+            strategy.close()
+            raise OSError("mine")
+
+    with pytest.raises(RuntimeError, match="raise_together on a closed strategy") as caught:
+        work()
+    assert isinstance(caught.value.__cause__, OSError)

@@ -13,11 +13,15 @@ import pytest
 from test_deadlines import options, taking
 from test_results import all_reduce
 
+import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.errors import DeadlineExceededError
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.node_board import NodeBoard
+from mpidist.transport.notes import GAVE_UP
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.slots import Slots
+from mpidist.transport.watch import Watch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -164,6 +168,53 @@ def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeyp
         with taking(0, 0.5), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
             strategy.reset()
     comm.Barrier()
+    for _ in range(2):  # what was sent for the first one may still be under way
+        with (
+            taking(0, 0.2),
+            pytest.raises(DeadlineExceededError, match=r"an earlier reset\(\) failed.* start it again"),
+        ):
+            strategy.reset()
+    comm.Barrier()
+
+
+@several
+def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
+    """A rank may be at the end of a call still, when the others wait in the next one in vain."""
+    own = comm.Dup()
+    watch = Watch(own, NodeBoard(comm, range(comm.size)), ("here",) * comm.size)
+    if comm.rank:
+        watch.begin(2, "reduce", "", 0.1)
+        watch.tell(GAVE_UP, "")
+    comm.Barrier()
+    if comm.rank == 0:
+        watch.begin(1, "reduce", "", None)
+        for _ in range(50):
+            assert watch.look() is False
+        watch.begin(2, "reduce", "", None)
+        with pytest.raises(DeadlineExceededError, match=r"reduce \(call 2\) on rank 0 cannot complete: .* given up"):
+            watch.look()
+    comm.Barrier()
+
+
+@several
+def test_a_reset_with_calls_under_way_is_told(comm: Intracomm) -> None:
+    """Others may wait for this rank's part of a call that was started."""
+    strategy = Strategy(comm=comm)
+    value = np.ones(500_000)
+
+    def step() -> None:
+        handle = mpidist.get_replica_context().start_all_reduce("SUM", value)
+        if comm.rank:
+            handle.wait()
+
+    if comm.rank:
+        with taking(0, 5), pytest.raises(PeerFailedError, match=r"rank 0 (broke off|called reset)"):
+            strategy.run(step)
+    else:
+        strategy.run(step)
+    strategy.reset()
+    assert (all_reduce(strategy, "SUM", value) == comm.size).all()
+    strategy.close()
 
 
 @several

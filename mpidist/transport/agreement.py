@@ -129,6 +129,10 @@ class Agreement(ABC):
         """
 
     @abstractmethod
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether all ranks have this error, or cannot be told of any more. Local."""
+
+    @abstractmethod
     def end(self) -> None:
         """Note that the call which was joined last is over. Local."""
 
@@ -181,6 +185,9 @@ class SoloAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         pass  # nobody waits for this rank, and its next call is a new one
+
+    def has_raised(self, error: BaseException) -> bool:
+        return False
 
     def end(self) -> None:
         pass  # whoever looks at one rank sees where it is

@@ -22,7 +22,7 @@ from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology
 from mpidist.transport.tuning import TuningKey, load_cost_model
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["agreed_cost_model", "agreed_settings", "agreed_token", "discover", "meet", "own_settings"]
 
@@ -37,8 +37,10 @@ def meet(comm: Intracomm, settings: Settings) -> None:
         settings: This rank's own.
 
     Raises:
+        UnavailableError: If an earlier group could not be built.
         DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
     """
+    open_groups.require_built()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
     start = time.monotonic()
     warn_at = start + stall if stall else math.inf
@@ -61,11 +63,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
 
     for _ in range(2 if timeout else 1):  # one that comes after others gave up completes the first, not the second
         request = comm.Ibarrier()
-        try:
-            poll(request.Test, look)
-        except BaseException:
-            never_free((request,))
-            raise
+        poll_or_keep(request.Test, look, (request,))
 
 
 def own_settings() -> Settings:

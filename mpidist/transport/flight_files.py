@@ -47,7 +47,10 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
         token: A name for jobs that no scheduler named.
     """
     parent = environ.get("MPIDIST_FLIGHT_DIR", "").strip() or _FOLDER
-    return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
+    try:
+        return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
+    except FileNotFoundError:  # the current folder is gone
+        return None
 
 
 def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], written_by: int) -> None:

@@ -55,6 +55,11 @@ class Lateness(NamedTuple):
         """Those whose processes are stopped."""
         return sorted(rank for rank, status in self.known.items() if status.process == STOPPED)
 
+    @property
+    def absent(self) -> list[int]:
+        """Those that run, or that nobody knows of, and do not come."""
+        return sorted({*self.ranks} - {*self.stopped, *self.gone})
+
     def sentence(self, is_agreed: bool) -> str:
         """Say which ranks these are, and what they do not do.
 
@@ -67,10 +72,10 @@ class Lateness(NamedTuple):
             return f"the {what} of {name_ranks(self.gone)} of {size} ranks {is_} gone"
         if not self.ranks:
             return f"all {size} ranks joined it, but its data did not come in time"
-        texts, absent = [], sorted({*self.ranks} - {*self.stopped})
-        if absent:
-            lack = _verb(absent, "does not get on", "do not get on") if is_agreed else "did not join it"
-            texts.append(f"{name_ranks(absent)} of {size} ranks {lack}")
+        texts = []
+        if self.absent:
+            lack = _verb(self.absent, "does not get on", "do not get on") if is_agreed else "did not join it"
+            texts.append(f"{name_ranks(self.absent)} of {size} ranks {lack}")
         if self.stopped:
             texts.append(f"{name_ranks(self.stopped)} of {size} ranks {_verb(self.stopped, 'is', 'are')} stopped")
         return ", and ".join(texts)

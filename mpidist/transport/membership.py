@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Final, cast, final
 
 import numpy as np
 
@@ -16,8 +15,8 @@ from mpidist.transport.lateness import Lateness
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_board import RESET, NodeBoard
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import never_free, poll
-from mpidist.transport.watch import Watch
+from mpidist.transport.waiting import never_free, poll, poll_or_keep
+from mpidist.transport.watch import PROBES, Watch
 
 __all__ = ["Membership"]
 
@@ -51,6 +50,7 @@ class Membership:
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
         self._board = NodeBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
+        self._parting = comm.Dup()  # for one barrier that nothing was given up in before
         self._resets = self._make_watch(comm, "End the job, and start it again")
 
     def make_watch(self, comm: Intracomm) -> Watch:
@@ -64,17 +64,21 @@ class Membership:
             DeadlineExceededError: If not all come in time.
             PeerFailedError: If a rank is gone.
         """
-        self._resets.begin(RESET, "reset()", "", timeout)
-        self._resets.require_no_notes()
+        watch = self._resets
+        if watch.broken is not None:
+            raise type(watch.broken)(f"an earlier reset() failed: {watch.broken}")
+        watch.begin(RESET, "reset()", "", timeout)
+        watch.require_no_notes(PROBES)
         mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
-        request = self.comm.Iallgather(mine, all_of_them)
-        self._poll(request, self._resets.look, mine, all_of_them)
+        for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
+            request = self.comm.Iallgather(mine, all_of_them)
+            poll_or_keep(request.Test, watch.look, (request, mine, all_of_them))
         self._board.recorder.end()
         return [(first, second) for first, second in all_of_them.tolist()]
 
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
-        request, start, has_told = self.comm.Ibarrier(), time.monotonic(), False
+        request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
 
         def is_over() -> bool:
             nonlocal has_told
@@ -99,7 +103,8 @@ class Membership:
         at = 0 if own.last is None else own.last.sequence
         statuses = board.statuses()
         joined = [rank for rank, its in statuses.items() if its.has_joined(at)]
-        behind = Lateness.of(at, statuses, self._topology.hostnames).known if board.rank == min(joined) else {}
+        speaks = board.rank == min(joined, default=board.rank)
+        behind = Lateness.of(at, statuses, self._topology.hostnames).known if speaks else {}
         return {
             self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
             for rank in sorted({board.rank, *behind})
@@ -107,6 +112,7 @@ class Membership:
 
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
+        self._parting.Free()
         self.comm.Free()
         self._board.free()
 
@@ -118,10 +124,3 @@ class Membership:
         """The ranks of this node that can do nothing more."""
         lost = {rank: its for rank, its in self._board.statuses().items() if not its.is_able}
         return Lateness(lost, (), self._topology.hostnames)
-
-    def _poll(self, request: Any, is_over: Callable[[], bool], *memory: Any) -> None:
-        try:
-            poll(request.Test, is_over)
-        except BaseException:
-            never_free((request, memory))
-            raise

@@ -17,7 +17,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.launch import check_before_init
 from mpidist.transport.reduction import Reduction, is_half
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.waiting import poll_or_keep
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -227,18 +227,11 @@ class MpiCommunicator(Communicator):
 
     def _wait(self, request: Request, *memory: Any) -> None:
         """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
-        try:
-            poll(request.Test, self._is_over, _busy_seconds(memory))
-        except BaseException:
-            never_free((request, memory))  # MPI may still write it
-            raise
+        poll_or_keep(request.Test, self._is_over, (request, memory), _busy_seconds(memory))
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
-        try:
-            poll(partial(self._test_all, requests), self._is_over, _busy_seconds(memory))
-        except BaseException:
-            never_free((requests, memory))
-            raise
+        test = partial(self._test_all, requests)
+        poll_or_keep(test, self._is_over, (requests, memory), _busy_seconds(memory))
 
     def _goes_directly(self, nbytes: int) -> bool:
         """Whether an all-reduce is faster as messages from rank to rank than as MPI's own, when it is polled."""

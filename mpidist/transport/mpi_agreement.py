@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -14,6 +13,7 @@ from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fing
 from mpidist.transport.disagreement import peer_left, table_of
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.notes import BROKE_OFF, ENDED, RESETS
+from mpidist.transport.on_error import text_of
 from mpidist.transport.rounds import MpiRounds, Rounds
 from mpidist.transport.waiting import never_free, poll
 from mpidist.transport.watch import Watch
@@ -123,10 +123,13 @@ class MpiAgreement(Agreement):
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
         if self.broken is None and error is not self._refused:
-            self._watch.tell(BROKE_OFF, _text(error), is_lost=True)
+            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watch.broken = RuntimeError(
-                f"call {self.sequence} was broken off on rank {self._comm.rank} by {_text(error)}"
+                f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
             )
+
+    def has_raised(self, error: BaseException) -> bool:
+        return self.broken is not None or error is self._refused
 
     def any_of(self, flags: int) -> int:
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
@@ -180,12 +183,12 @@ class MpiAgreement(Agreement):
         """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
         try:
             poll(test, self._watch.look)
-        except (DeadlineExceededError, PeerFailedError):
+        except BaseException as error:
             never_free(memory())
-            raise
-        except BaseException as error:  # Ctrl-C while waiting: the others may see this call completed
-            never_free(memory())
-            self._watch.tell(BROKE_OFF, _text(error), is_lost=True)
+            if isinstance(error, (DeadlineExceededError, PeerFailedError)):
+                raise
+            # Ctrl-C while waiting: the others may see this call completed
+            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watch.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
             )
@@ -215,7 +218,3 @@ class MpiAgreement(Agreement):
 
     def _again(self, first: Exception) -> Exception:
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
-
-
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()

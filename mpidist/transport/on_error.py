@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, NoReturn, final
 
 from mpidist import errors
 
-__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "uninstall"]
+__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "text_of", "uninstall"]
 
 EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
@@ -57,6 +57,7 @@ class Job(NamedTuple):
 
 
 _jobs: list[Job] = []  # at most one
+_keeping: list[int] = []  # the signal that is looked after
 _before: list[Callable[[], None]] = []  # puts back what was there
 
 
@@ -95,6 +96,11 @@ def install(job: Job) -> None:
         _before.append(lambda: _default(signal.SIGUSR1))
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's name and text in one line, also of one that cannot say what it is."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+
+
 def uninstall() -> None:
     """Let exceptions be those of this process alone again, as in one that was forked from a rank."""
     _jobs.clear()
@@ -126,18 +132,25 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
     job = _jobs[0]
-    code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE
+    try:
+        _say(job, kind, error, trace)
+    except BaseException as problem:  # no memory, for example: the job has to end nevertheless
+        _write(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
+    finally:
+        _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
+
+
+def _say(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if getattr(error, "follows_rank", None) is not None:  # that rank says it all, and ends this one
         _write(f"{kind.__name__}: {vars(error)['summary']}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
-        _abort(job, code)
+        return
     if not getattr(error, "raised_on_all_ranks", False):
-        job.tell(_text(kind, error))
+        job.tell(text_of(error))
         if issubclass(kind, Exception):
-            job.keep(_text(kind, error))
+            job.keep(text_of(error))
     _let_lower_rank_speak(job)
     report(kind, error, trace, job.prefix)
-    _abort(job, code)
 
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
@@ -196,9 +209,15 @@ def _asked_by_the_interpreter() -> bool:
 
 
 def _keep(number: int, frame: FrameType | None) -> None:
-    where = _jobs[0].keep(signal.Signals(number).name)
-    if where:
-        _write(f"{where}\n", _jobs[0].prefix)
+    if _keeping:  # a signal while the last one is still looked after
+        return
+    _keeping.append(number)
+    try:
+        where = _jobs[0].keep(signal.Signals(number).name)
+        if where:
+            _write(f"{where}\n", _jobs[0].prefix)
+    finally:
+        _keeping.clear()
 
 
 def _default(number: signal.Signals) -> None:
@@ -212,10 +231,6 @@ def _abort(job: Job, code: int) -> None:
     with suppress(OSError, RuntimeError):  # out of files, or of memory: then MPI has to do
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
     job.abort(code)
-
-
-def _text(kind: type[BaseException], error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(kind, error)).strip().splitlines()[-1]
 
 
 def _write(text: str, prefix: str) -> None:

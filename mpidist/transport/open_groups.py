@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from mpidist.errors import UnavailableError
 from mpidist.transport import on_error
 from mpidist.transport.flight_files import GroupFlight, write_flight
 from mpidist.transport.mpi import load_mpi
@@ -23,6 +24,7 @@ __all__ = [
     "keep_flights",
     "note_unbuilt",
     "num_open",
+    "require_built",
     "tell_end",
 ]
 
@@ -94,6 +96,16 @@ def note_unbuilt(reason: str) -> None:
     _unbuilt.append(reason)
 
 
+def require_built() -> None:
+    """Refuse to build groups after one that was not built: what its ranks sent for it may still be under way.
+
+    Raises:
+        UnavailableError: If there was one.
+    """
+    if _unbuilt:
+        raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
+
+
 def num_open() -> int:
     """Count the groups of several ranks that this process has made and not closed."""
     return len(_open)
@@ -135,9 +147,9 @@ def keep_flights(reason: str) -> str:
     try:
         for rank, its in flights.items():
             write_flight(folders[0], rank, reason.splitlines()[0], its, own)
+        return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
-    return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
 
 
 def _leave_to_parent() -> None:

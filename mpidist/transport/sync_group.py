@@ -192,6 +192,10 @@ class SyncGroup(OpenGroup):
         """Raise if another rank has given up waiting: `Agreement.require_peers`. Local."""
         return self._agreement.require_peers()
 
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether all ranks have this error, or cannot be told of any more: `Agreement.has_raised`. Local."""
+        return self._agreement.has_raised(error)
+
     def end(self) -> None:
         """Note that the call which was joined last is over: `Agreement.end`. Local."""
         self._agreement.end()
@@ -237,6 +241,8 @@ class SyncGroup(OpenGroup):
             PeerFailedError: If a rank is gone.
         """
         self.enter("reset()")
+        if self.calls:  # of which others may wait for this rank's part
+            self._agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self._membership is not None:
             self._agreement.tell_reset()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Final, TypeVar, final
 
-__all__ = ["complete", "never_free", "poll", "set_crowded"]
+__all__ = ["complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
 
 _T = TypeVar("_T")
 
@@ -84,6 +84,20 @@ def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T
     except StopIteration as end:
         result: _T = end.value
         return result
+
+
+def poll_or_keep(
+    test: Callable[[], bool],
+    is_over: Callable[[], bool],
+    memory: tuple[Any, ...],
+    busy_seconds: float = _YIELD_SECONDS,
+) -> None:
+    """Test until a message is through, as `poll` does; `is_over` raises, and then MPI may still write `memory`."""
+    try:
+        poll(test, is_over, busy_seconds)
+    except BaseException:
+        never_free(memory)
+        raise
 
 
 def never_free(memory: tuple[Any, ...]) -> None:

@@ -19,13 +19,13 @@ from mpidist.transport.node_board import NodeBoard, Status, name_call
 from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, RESETS, STALLED, Note, Notes
 from mpidist.transport.ranks import name_ranks
 
-__all__ = ["Watch"]
+__all__ = ["PROBES", "Watch"]
 
 logger = logging.getLogger("mpidist.transport")
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
-_PROBES: Final = 20
+PROBES: Final = 20
 _FRESH: Final = -1.0
 _ASKS: Final = "?"
 
@@ -93,10 +93,15 @@ class Watch:
         """Count the time that this rank is kept waiting from now on: it did other work since the call began."""
         self._since, self._next_look = time.monotonic(), 0.0
 
-    def require_no_notes(self) -> None:
-        """Raise if another rank has given up or ended. Local."""
-        if self._notes.have_come():
-            self._hear(is_waiting=False)
+    def require_no_notes(self, probes: int = 1) -> None:
+        """Raise if another rank has given up or ended. Local.
+
+        Args:
+            probes: How often to ask MPI, which may need several calls to find a message, after work without any.
+        """
+        for _ in range(probes):
+            if self._heard or self._notes.have_come():
+                self._hear(is_waiting=False)
 
     def look(self) -> bool:
         """Raise if there is no sense in waiting further. Local.
@@ -108,7 +113,7 @@ class Watch:
             DeadlineExceededError: If time is up, here or on another rank.
             PeerFailedError: If a rank broke off, ended, or is gone.
         """
-        if self._notes.have_come():
+        if self._heard or self._notes.have_come():
             self._hear(is_waiting=True)
         now = time.monotonic()
         if now >= self._next_look:
@@ -162,21 +167,23 @@ class Watch:
             self._next_look = min(self._next_look, self._since + self._timeout)
 
     def _look_for_notes(self) -> None:
-        """Hear what others said before: MPI may need several calls to find a message, after work without any."""
-        for _ in range(_PROBES):
+        """Hear what others said before this rank says the same."""
+        for _ in range(PROBES):
             if self._notes.have_come():
                 self._hear(is_waiting=True)
 
     def _hear(self, is_waiting: bool) -> None:
         self._read()
-        if not self._heard:
+        # This rank may still finish a call when others have given up on the next one: that is the next one's affair.
+        heard = {at: its for at, its in self._heard.items() if its.tag == ENDED or its.sequence <= self._sequence}
+        if not heard:
             return
         for tag, what in ((ENDED, "ended"), (BROKE_OFF, "broke off in the middle of a call, with an error")):
-            ranks = [rank for rank, note in self._heard.items() if note.tag == tag]
+            ranks = [rank for rank, note in heard.items() if note.tag == tag]
             if ranks:
-                texts = "; ".join(dict.fromkeys(self._heard[rank].text for rank in ranks))
+                texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
                 self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False)
-        ranks = [rank for rank, note in self._heard.items() if note.tag == GAVE_UP] or list(self._heard)
+        ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
         reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call"
         self._follow(reason, min(ranks), is_waiting)
 
@@ -210,14 +217,15 @@ class Watch:
         sentence = late.sentence(self.recorder.is_agreed)
         if late.gone:
             self._fail(PeerFailedError, f"cannot complete: {sentence}", late, follows)
-        rule = ". Every rank must make the same calls in the same order" if "did not join" in sentence else ""
+        is_absent = bool(late.absent) and not self.recorder.is_agreed
+        rule = ". Every rank must make the same calls in the same order" if is_absent else ""
         self._fail(DeadlineExceededError, f"waited {self._timeout or 0:g} s, and {sentence}{rule}", late, follows)
 
     def _fail(self, kind: type[Exception], reason: str, late: Lateness, follows: int | None) -> NoReturn:
         self.recorder.fail()
         summary = f"{self._name} on rank {self._rank} {reason}"
         head = f"{summary}. {self._remedy}"
-        lines = late.lines()
+        self.broken, lines = kind(head), late.lines()
         kept = self._on_failure(head)
         if kept:
             lines.append(kept)
