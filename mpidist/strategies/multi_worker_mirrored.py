@@ -56,7 +56,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             kind, cluster_resolver = type(cluster_resolver).__name__, None
             error = TypeError(f"cluster_resolver must be a ClusterResolver, got {kind}")
-        _check(cluster_resolver, group)
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
         extended = StrategyExtended.assemble(
@@ -68,6 +67,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             per_node_variables,
             error,
         )
+        _check(cluster_resolver, group)
         super().__init__(extended, cluster_resolver)
 
 
