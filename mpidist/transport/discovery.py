@@ -61,7 +61,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
                 logger.warning("mpidist: %s have come to build it", text)
         return False
 
-    for _ in range(2 if timeout else 1):  # one that comes after others gave up completes the first, not the second
+    for _ in range(2):  # one that comes after others gave up completes the first, not the second
         request = comm.Ibarrier()
         poll_or_keep(request.Test, look, (request,))
 

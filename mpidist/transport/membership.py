@@ -83,10 +83,13 @@ class Membership:
         def is_over() -> bool:
             nonlocal has_told
             waited = time.monotonic() - start
-            if waited > _LOST_SECONDS and not has_told:
+            if waited < _LOST_SECONDS:
+                return False
+            is_lost = bool(self._lost().known)
+            if not is_lost and not has_told:
                 has_told = True
                 on_error.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
-            return waited > _PART_SECONDS or (waited > _LOST_SECONDS and bool(self._lost().known))
+            return is_lost or waited > _PART_SECONDS
 
         if poll(request.Test, is_over):
             return None
