@@ -586,7 +586,7 @@ class Communicator:
             own = source.copy()
             for peer in others:
                 self._post(peer, key, head, own.tobytes())
-            while not all([self._has(peer, key) for peer in others]):
+            while not all(self._has(peer, key) for peer in others):
                 yield
             parts = {peer: self.inbox.pop((peer, key)) for peer in others}
             if any(its != head for its, _ in parts.values()):

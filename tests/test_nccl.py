@@ -261,7 +261,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
         assert time.monotonic() - start < 0.9
         assert standin.log == [("abort", 2)]
         for its in (first, second):
-            with pytest.raises(RuntimeError, match="an earlier call failed .*rank 1 did not come.*reset"):
+            with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
                 its.all_reduce(up(np.ones(5)), Reduction())
     else:
         nccl_handles.abort_all("the others gave up")
@@ -352,6 +352,23 @@ def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, i
     reach = group.levels_of(True).nccl
     one_node = len(set(group.topology.node_of_rank)) == 1
     assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
+
+
+def test_a_call_that_was_started_is_done_in_the_callers_thread(group: SyncGroup, comm: Intracomm) -> None:
+    """Where the current stream and device are."""
+    ops = HierarchicalCopyAllReduce().bound_to(group)
+    started = [ops.start_all_reduce("SUM", up(contribution("sum", comm.rank, 40, dtype))) for dtype in A_FEW]
+    time.sleep(0.05)
+    for call, dtype in zip(started, A_FEW, strict=True):
+        assert (down(call.wait()) == reduction_of("sum", comm.size, 40, dtype)).all()
+
+
+def test_gather_and_reduce_scatter_of_a_group(group: SyncGroup, comm: Intracomm) -> None:
+    levels = group.levels_of(True)
+    numbers = contribution("sum", comm.rank, 3 * comm.size + 1, A_FEW[1])
+    start, stop = shard_bounds(numbers.size, comm.size)[comm.rank :][:2]
+    shard = levels.world.reduce_scatter(up(numbers), Reduction())
+    assert (down(shard) == reduction_of("sum", comm.size, numbers.size, A_FEW[1])[start:stop]).all()
 
 
 def test_reduce_and_broadcast_reach_their_destinations(group: SyncGroup, comm: Intracomm) -> None:
@@ -447,9 +464,13 @@ def test_after_a_failure_reset_makes_new_ones(standin: StandIn, comm: Intracomm)
         assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
         if comm.rank == 0:
             standin.inject(6)
-        with pytest.raises((PeerFailedError, RuntimeError)):  # a rank may be done before the error
-            while True:
+
+        def call_on() -> None:
+            while True:  # a rank may be done before the error
                 ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=2))
+
+        with pytest.raises((PeerFailedError, RuntimeError)):
+            call_on()
         standin.inject(0)
         group.reset()
     assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()

@@ -180,7 +180,11 @@ class BatchReducer:
                     yield 0
                 is_same = self._group.conclude(arrival)
                 if call.shape.streams is None:  # messages that this rank cannot leave alone
-                    while not pending.may_wait and self._group.topology.size > 1:
+                    # A GPU's work follows the stream, on the device, of the thread that the caller is in.
+                    is_caller = any(spec.device for spec in call.operands.specs)
+                    while (
+                        not (pending.is_waited_for if is_caller else pending.may_wait) and self._group.topology.size > 1
+                    ):
                         yield 0
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
