@@ -38,13 +38,17 @@ class DeviceLevels:
         topology: The placement of the ranks.
         cuda: What this process has of CuPy and NCCL.
         agreement: That of the ranks.
+        may_use_nccl: Whether NCCL may be used at all.
     """
 
-    def __init__(self, host: Levels, topology: Topology, cuda: Cuda, agreement: Agreement) -> None:
+    def __init__(
+        self, host: Levels, topology: Topology, cuda: Cuda, agreement: Agreement, may_use_nccl: bool = True
+    ) -> None:
         self._host = host
         self._topology = topology
         self._cuda = cuda
         self._agreement = agreement
+        self._may_use_nccl = may_use_nccl
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device = 0
@@ -121,6 +125,8 @@ class DeviceLevels:
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
             return ""
+        if not self._may_use_nccl:
+            return "MPIDIST_NCCL=0 asks to do without NCCL"
         facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
         self._device = facts.device
         return reason_against_nccl(self._agreement.exchange(facts), groups, self._topology.hostnames)

@@ -60,14 +60,12 @@ class GpuFacts:
         support, device, address = cuda.support, 0, ""
         gpu: Hashable = ""
         reason = support.reason
-        if environ.get("MPIDIST_NCCL") == "0":
-            reason = "MPIDIST_NCCL=0 asks to do without"
         if not reason:
             try:
                 device = int(cuda.cupy.cuda.runtime.getDevice())
                 address = str(cuda.cupy.cuda.Device(device).pci_bus_id)
                 uuid = cuda.cupy.cuda.runtime.getDeviceProperties(device).get("uuid")
-                gpu = bytes(uuid) if uuid else (hostname, address)
+                gpu = (bytes(uuid) if uuid else hostname, address)
             except RuntimeError as error:
                 reason = f"its GPU does not answer: {str(error).splitlines()[0]}"
         return cls(

@@ -324,7 +324,9 @@ class SyncGroup(OpenGroup):
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
-            self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement)
+            self._devices = DeviceLevels(
+                self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl
+            )
             self.calls = PendingCalls(self._agreement)
             return
         comm = membership.comm
@@ -335,7 +337,7 @@ class SyncGroup(OpenGroup):
         watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
-        self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement)
+        self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl)
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
