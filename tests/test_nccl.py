@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda, nccl_handles
 from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
 from mpidist.transport.levels import NcclReach
 from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Handle, Making
@@ -33,6 +36,7 @@ from mpidist.transport.sync_group import SyncGroup
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+HOSTNAME = socket.gethostname()
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
 A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
 OPS = ["sum", "prod", "min", "max"]
@@ -53,26 +57,32 @@ def standin(comm: Intracomm) -> Iterator[StandIn]:
 
 
 @pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def provider(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
-    """CuPy with NCCL: the stand-in, or real ones."""
+def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
+    """CuPy with NCCL: the stand-in, or real ones, which ranks may share."""
     if request.param == "stand-in":
         return request.getfixturevalue("standin").cuda
     found = cuda.current()
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:
         pytest.skip(f"needs a GPU: {reasons[0]}")
-    index = comm.rank % found.support.num_devices
-    found.cupy.cuda.Device(index).use()
-    facts = comm.allgather(cuda_identity(found, index))
-    if len(set(facts)) < comm.size:
-        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
+    if os.environ.get("MPIDIST_TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
+        os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
+    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
     return found
 
 
-def cuda_identity(found: cuda.Cuda, index: int) -> Any:
-    import os
+def can_meet(found: cuda.Cuda, comm: Intracomm) -> bool:
+    """Whether NCCL takes these ranks together."""
+    facts = comm.allgather(GpuFacts.here(found, os.environ, HOSTNAME))
+    return not reason_against_nccl(facts, [range(comm.size)], [HOSTNAME] * comm.size)
 
-    return os.environ.get("NCCL_HOSTID", ""), str(found.cupy.cuda.Device(index).pci_bus_id)
+
+@pytest.fixture
+def provider(gpus: cuda.Cuda, comm: Intracomm) -> cuda.Cuda:
+    """The same, where every rank has a GPU of its own."""
+    if not can_meet(gpus, comm):
+        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
+    return gpus
 
 
 @pytest.fixture
@@ -321,7 +331,7 @@ def test_statuses_that_cupy_has_no_word_for(standin: StandIn, comm: Intracomm) -
 
 
 @pytest.fixture
-def group(standin: StandIn, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
+def group(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
     made = SyncGroup.from_mpi(comm)
     yield made
     made.close()
@@ -335,6 +345,8 @@ def all_ops() -> list[CrossDeviceOps]:
 
 @pytest.mark.parametrize("implementation", ["AUTO", "NCCL", "RING"])
 def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, implementation: str) -> None:
+    if implementation == "NCCL" and not can_meet(cuda.current(), comm):
+        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
     options = CommunicationOptions(implementation=implementation)
     for ops in [its.bound_to(group, options) for its in all_ops()]:
         for dtype in A_FEW:
@@ -347,7 +359,7 @@ def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, i
             mean = ops.all_reduce("MEAN", up(numbers[2]))
             sums = reduction_of("sum", comm.size, 40, np.dtype(np.float64))
             assert np.allclose(down(mean).astype(np.float64), sums / comm.size, rtol=1e-2)
-    if implementation == "RING":
+    if implementation == "RING" or not can_meet(cuda.current(), comm):
         return
     reach = group.levels_of(True).nccl
     one_node = len(set(group.topology.node_of_rank)) == 1
