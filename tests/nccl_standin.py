@@ -128,7 +128,7 @@ class FakeArray:
     """What mpidist uses of `cupy.ndarray`. All work waits for, and comes after, what the current stream holds."""
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = None, **_: Any) -> Any:
-        if method != "__call__" or out is None or not all(isinstance(its, FakeArray) for its in (*inputs, *out)):
+        if method != "__call__" or out is None or any(isinstance(its, np.ndarray) for its in (*inputs, *out)):
             return NotImplemented  # CuPy's arrays and NumPy's do not mix
         return self._world.ufunc(function)(*inputs, out=out[0])
 
@@ -277,7 +277,7 @@ class StandIn:
         return value
 
     def ufunc(self, function: Any) -> Callable[..., FakeArray]:
-        def apply(one: FakeArray, other: FakeArray, out: FakeArray) -> FakeArray:
+        def apply(one: FakeArray, other: Any, out: FakeArray) -> FakeArray:
             with np.errstate(all="ignore"):
                 out._write(function(self.read(one), self.read(other)))
             return out
@@ -458,6 +458,8 @@ def _end(world: StandIn, how: str, communicators: list[Communicator]) -> None:
         time.sleep(0.001)
     for communicator in communicators:
         communicator.has_ended = True
+        if how == "abort" and communicator.aborted.parent.exists():
+            communicator.aborted.touch()
         for stream in world.streams.values():
             for launch in stream.queue:
                 launch.is_done = launch.is_done or launch.comm is communicator
@@ -485,6 +487,7 @@ class Communicator:
         self.members = [int(place.read_text()) for place in places]
         self.rank, self.tag, self.status = rank, int(number), 0
         self.sequence = 0
+        self.aborted = Path(folder) / "aborted"
         self.inbox: dict[tuple[int, Any], Any] = {}
         self.p2p: dict[tuple[int, bool], int] = defaultdict(int)
         self.has_ended = False
@@ -493,6 +496,10 @@ class Communicator:
     def __del__(self) -> None:
         if not self.has_ended:
             self.world.problems.append("garbage collection destroyed a communicator")
+
+    def is_aborted_somewhere(self) -> bool:
+        """Whether a rank has aborted: what the others wait for never comes then."""
+        return self.aborted.exists()
 
     def check_async_error(self) -> None:
         if self.status:
@@ -563,6 +570,8 @@ class Communicator:
         def call() -> Iterator[None]:
             while not self._has(peer, key):
                 yield
+            while self.is_aborted_somewhere():
+                yield
             head, numbers = self.inbox.pop((peer, key))
             if head != (count, code):
                 self.world.problems.append(f"sent {head}, and received {(count, code)}")
@@ -587,6 +596,8 @@ class Communicator:
             for peer in others:
                 self._post(peer, key, head, own.tobytes())
             while not all(self._has(peer, key) for peer in others):
+                yield
+            while self.is_aborted_somewhere():
                 yield
             parts = {peer: self.inbox.pop((peer, key)) for peer in others}
             if any(its != head for its, _ in parts.values()):

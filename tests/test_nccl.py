@@ -23,7 +23,9 @@ from mpidist.cross_device_ops import (
     ReductionToOneDevice,
 )
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
+from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions
+from mpidist.scattering import reduce_scatter
 from mpidist.transport import cuda, nccl_handles
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
@@ -375,12 +377,19 @@ def test_a_call_that_was_started_is_done_in_the_callers_thread(group: SyncGroup,
         assert (down(call.wait()) == reduction_of("sum", comm.size, 40, dtype)).all()
 
 
-def test_gather_and_reduce_scatter_of_a_group(group: SyncGroup, comm: Intracomm) -> None:
-    levels = group.levels_of(True)
-    numbers = contribution("sum", comm.rank, 3 * comm.size + 1, A_FEW[1])
-    start, stop = shard_bounds(numbers.size, comm.size)[comm.rank :][:2]
-    shard = levels.world.reduce_scatter(up(numbers), Reduction())
-    assert (down(shard) == reduction_of("sum", comm.size, numbers.size, A_FEW[1])[start:stop]).all()
+def test_gather_and_reduce_scatter_go_by_levels(group: SyncGroup, comm: Intracomm) -> None:
+    size, rank = comm.size, comm.rank
+    for dtype in A_FEW:
+        for count in (size, 3 * size + 1):
+            numbers = np.stack([contribution("sum", rank, count, dtype)] * 2, axis=1)
+            whole = np.stack([reduction_of("sum", size, count, dtype)] * 2, axis=1)
+            start, stop = shard_bounds(count, size)[rank:][:2]
+            part = reduce_scatter(group, "reduce_scatter", "SUM", up(numbers), 0, CommunicationOptions())
+            assert (down(part) == whole[start:stop]).all(), (dtype, count)
+            mean = reduce_scatter(group, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
+            assert np.allclose(down(mean).astype(float), whole[start:stop].astype(float) / size, rtol=1e-2)
+            everything = all_gather(group, "all_gather", part, 0, CommunicationOptions())
+            assert (down(everything) == whole).all(), (dtype, count)
 
 
 def test_reduce_and_broadcast_reach_their_destinations(group: SyncGroup, comm: Intracomm) -> None:
@@ -504,6 +513,46 @@ def test_a_missing_rank_is_named_and_reset_goes_on(standin: StandIn, comm: Intra
     group.reset()
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
     group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_stops_within_a_call_is_noticed(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes."""
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            run = NcclCommunicator._run
+            patch.setattr(NcclCommunicator, "_run", lambda *args, **more: (time.sleep(1.0), run(*args, **more))[1])
+        start = time.monotonic()
+        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
+            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
+        assert comm.rank == 1 or time.monotonic() - start < 1.0
+    assert standin.log == [("abort", 1)]
+    group.reset()
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
+    """Ctrl-C, while this rank waits for others in NCCL."""
+    its = connect(standin.cuda, comm)
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    its.watch(interrupt)
+    if comm.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            its.all_reduce(up(np.ones(5)), Reduction())
+    else:
+        nccl_handles.abort_all("of a test")
+    nccl_handles.settle()
+    assert standin.log == [("abort", 1)]
 
 
 @pytest.mark.ranks(min=2)

@@ -216,7 +216,5 @@ class Making:
 @atexit.register
 def _keep_from_collection() -> None:
     """Leave what is still there to the end of the process: nothing may be collected, and so destroyed."""
-    for ending in list(_ending):
-        if not ending.join(0.0):
-            ending.give_up()
+    settle()
     never_free(tuple(_open))
