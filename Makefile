@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
 #   make test     every test that needs no GPU
-# Others: make docs, make lint, make bench, make bench-peers, make clean.
+# Others: make docs, make lint, make bench, make bench-peers, make gpu-check, make clean.
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -17,7 +17,7 @@ export MPIR_CVAR_POLLS_BEFORE_YIELD ?= 10
 export MPIR_CVAR_ENABLE_HEAVY_YIELD ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint docs bench bench-peers clean
+.PHONY: train test lint docs bench bench-peers gpu-check clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
@@ -44,6 +44,11 @@ bench: $(MPICH)/.installed $(MPICH)/.installed-dev
 bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
 	$(MPICH)/bin/python benchmarks/peers.py --out results
 	$(MPICH)/bin/python benchmarks/plot_peers.py results
+
+# Needs a GPU, and CuPy and NCCL in the environment of GPU_PYTHON: what there is, and the tests that need one.
+GPU_PYTHON ?= $(MPICH)/bin/python
+gpu-check: $(MPICH)/.installed
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results .pytest_cache .mypy_cache .ruff_cache

@@ -92,7 +92,7 @@ def all_gather(
 def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
     """Gather one array: the axis goes first, so that every rank's part is one run of memory."""
     device = arrays.is_device(array)
-    world = (group.levels.of_device if device else group.levels).world
+    world = group.levels_of(device).world
     moved = array.swapaxes(0, axis)
     row = int(np.prod(moved.shape[1:], dtype=np.int64))
     bounds = [0, *(int(bound) * row for bound in np.cumsum(lengths))]

@@ -55,8 +55,9 @@ class ReduceOp(NamedInAnyCase):
 class CommunicationImplementation(NamedInAnyCase):
     """Who carries a collective: `AUTO` lets the library choose.
 
-    `RING` passes shards round a ring of all ranks over MPI, and never uses NCCL. `NCCL` insists on NCCL, so it
-    needs GPUs: a strategy that cannot have it refuses to be built.
+    `RING` passes shards round a ring of all ranks over MPI, and never uses NCCL. `NCCL` insists on NCCL, between
+    nodes, too, so it needs a GPU for each rank: a strategy refuses to be built where CuPy or NCCL is missing, and its
+    first call of device memory where they cannot be used. Host memory goes the way it always does.
     """
 
     AUTO = "AUTO"

@@ -86,7 +86,7 @@ def reduce_scatter(
 def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
     """Reduce one array: the axis goes first, so that every rank's part is one run of memory."""
     device = arrays.is_device(array)
-    levels = group.levels.of_device if device else group.levels
+    levels = group.levels_of(device)
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     wire, result_dtype = wire_and_result_dtypes(op, native)
     moved = array.swapaxes(0, axis)

@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 40
 GUARDED = ("mpi4py", "cupy")  # may be imported inside functions: importing them starts MPI, or CUDA
 WHERE_GUARDED = {
     "mpi4py": ("mpidist.transport.mpi", "mpidist.transport.shared_memory", "mpidist.cluster_resolver."),
-    "cupy": ("mpidist.transport.arrays",),
+    "cupy": ("mpidist.transport.cuda",),
 }
 EXCEPTIONS = ("Exception", "Error", "Warning")
 

@@ -34,6 +34,9 @@ class Sizes:
     pack_bytes: int = 4 << 20
     streams: StreamReducer | None = None
 
+    def message_bytes(self, device: bool) -> tuple[int, int]:
+        return self.direct_bytes, self.pack_bytes
+
 
 def specs(*shapes: int | tuple[int, ...], dtype: np.dtype[Any] = F32) -> list[Spec]:
     return [Spec((shape,) if isinstance(shape, int) else shape, dtype, False) for shape in shapes]

@@ -43,6 +43,8 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("TRANSPORT", " shared_memory ", "transport", "shared_memory"),
         ("TRANSPORT", "auto", "transport", "auto"),
         ("TRANSPORT", "", "transport", "auto"),
+        ("NCCL", "0", "nccl", False),
+        ("NCCL", "", "nccl", True),
         ("LOG", "INFO", "log_level", "INFO"),
         ("LOG", "debug", "log_level", "DEBUG"),
         ("LOG", "", "log_level", None),

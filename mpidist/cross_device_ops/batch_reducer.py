@@ -16,7 +16,7 @@ from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.transport.agreement import Joining, fingerprint_of
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
@@ -180,7 +180,11 @@ class BatchReducer:
                     yield 0
                 is_same = self._group.conclude(arrival)
                 if call.shape.streams is None:  # messages that this rank cannot leave alone
-                    while not pending.may_wait and self._group.topology.size > 1:
+                    # A GPU's work follows the stream, on the device, of the thread that the caller is in.
+                    is_caller = any(spec.device for spec in call.operands.specs)
+                    while (
+                        not (pending.is_waited_for if is_caller else pending.may_wait) and self._group.topology.size > 1
+                    ):
                         yield 0
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
@@ -278,7 +282,7 @@ class BatchReducer:
         def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
             self._reduce_buffer(request.options, levels, buffer, reduction, None)
 
-        plan.run(arrays, targets, self._levels, reduce)
+        plan.run(arrays, targets, self._levels_for(request), reduce)
 
     def _run_some(
         self, request: Request, destinations: tuple[int, ...], plan: Plan, arrays: list[Any], targets: list[Any]
@@ -289,10 +293,13 @@ class BatchReducer:
             self._reduce_buffer(request.options, levels, buffer, reduction, root)
             send_to(levels.world, buffer, root, destinations)
 
-        plan.run(arrays, targets, self._levels, reduce)
+        plan.run(arrays, targets, self._levels_for(request), reduce)
 
-    def _levels(self, device: bool) -> Levels:
-        return self._group.levels.of_device if device else self._group.levels
+    def _levels_for(self, request: Request) -> Callable[[bool], Levels]:
+        implementation, group = request.options.implementation, self._group
+        if implementation is CommunicationImplementation.RING:  # over MPI, whatever there is
+            return lambda device: group.levels.of_device if device else group.levels
+        return partial(group.levels_of, nccl_everywhere=implementation is CommunicationImplementation.NCCL)
 
     def _shape(self, request: Request, operands: Operands) -> _Shape:
         options = request.options

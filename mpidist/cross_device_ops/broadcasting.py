@@ -71,7 +71,7 @@ def broadcast(
 
 
 def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:
-    levels = group.levels.of_device if arrays.is_device(result) else group.levels
+    levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
         levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))
         return

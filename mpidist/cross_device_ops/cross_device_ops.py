@@ -17,7 +17,7 @@ from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from mpidist.transport import arrays
+from mpidist.transport import cuda
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.reduction import Reduction
@@ -375,9 +375,6 @@ def require_usable(options: CommunicationOptions) -> None:
         UnavailableError: If they insist on NCCL.
     """
     if options.implementation is CommunicationImplementation.NCCL:
-        gpus = arrays.num_visible_gpus()
-        seen = f"CuPy sees {gpus} GPUs" if gpus else "CuPy is not installed or sees no GPU"
-        raise UnavailableError(
-            f'implementation="NCCL" cannot be had: {seen}, and this version of mpidist carries device memory between '
-            'ranks through the host; use implementation="AUTO"'
-        )
+        reason = cuda.current().support.reason
+        if reason:
+            raise UnavailableError(f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"')

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from mpidist.transport.levels import Levels
+from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["NcclAllReduce"]
@@ -16,9 +17,10 @@ __all__ = ["NcclAllReduce"]
 class NcclAllReduce(CrossDeviceOps):
     """Use NCCL where it can be had, and `ReductionToOneDevice` for everything else.
 
-    Host arrays always take the second way, as in tf.distribute. This version has no NCCL transport yet, so device
-    arrays take it too, staged through the host. Cost of that way: that of `ReductionToOneDevice`, S bytes to the
-    root and S bytes back, per rank.
+    Device arrays of the ranks of one node are reduced by one call of NCCL, 2 S (P - 1) / P bytes a rank; those of
+    several nodes too with `implementation="NCCL"`, and else by NCCL within each node, through the host between them,
+    as `HierarchicalCopyAllReduce` does. Host arrays always take the second way, as in tf.distribute, and so do device
+    arrays where there is no NCCL, staged through the host: S bytes to the root and S bytes back, per rank.
 
     Args:
         num_packs: As in `CrossDeviceOps`.
@@ -27,6 +29,12 @@ class NcclAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
         self._fallback = ReductionToOneDevice()
+        self._by_node = HierarchicalCopyAllReduce()
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        self._fallback._all_reduce(levels, buffer, reduction)
+        if levels.nccl is NcclReach.WORLD:
+            levels.world.all_reduce(buffer, reduction)
+        elif levels.nccl is NcclReach.NODE:
+            self._by_node._all_reduce(levels, buffer, reduction)
+        else:
+            self._fallback._all_reduce(levels, buffer, reduction)

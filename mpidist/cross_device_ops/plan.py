@@ -287,7 +287,7 @@ def make_plan(
             direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
         else:
             packs = _packs_by_number(pieces, num_packs)
-            direct_bytes, pack_bytes = sizes.direct_bytes, sizes.pack_bytes
+            direct_bytes, pack_bytes = sizes.message_bytes(device)
         count += len(packs)
         for pack in packs:
             keeps = [dtypes[piece.index][1] == wire for piece in pack]

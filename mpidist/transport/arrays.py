@@ -6,12 +6,13 @@ class; the list at the foot of the file says in which order they are asked.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from typing import Any, Final, final
 
 import numpy as np
+
+from mpidist.transport import cuda
 
 __all__ = [
     "LIBRARIES",
@@ -223,11 +224,8 @@ def share_memory(one: NativeArray, other: NativeArray) -> bool:
 
 
 def num_visible_gpus() -> int:
-    """Count the GPUs that this process may use: 0 without CuPy, without a driver, and without GPUs."""
-    if importlib.util.find_spec("cupy") is None:
-        return 0
-    cupy = _cupy()
-    return int(cupy.cuda.runtime.getDeviceCount()) if cupy.cuda.is_available() else 0
+    """Count the GPUs that this process may use: 0 without CuPy, without a driver, and without GPUs. Found out once."""
+    return cuda.current().support.num_devices
 
 
 def use_gpu(index: int) -> None:
@@ -236,9 +234,7 @@ def use_gpu(index: int) -> None:
 
 
 def _cupy() -> Any:
-    import cupy  # guarded: only where a value or the user asks for device memory
-
-    return cupy
+    return cuda.current().cupy  # only where a value or the user asks for device memory
 
 
 def _kind(value: Any) -> str:

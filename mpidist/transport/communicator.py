@@ -17,6 +17,7 @@ from typing import Any, final
 
 import numpy as np
 
+from mpidist.transport import arrays
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["Array", "Communicator", "SoloCommunicator", "Traffic", "shard_bounds"]
@@ -154,13 +155,19 @@ class Communicator(ABC):
 
 @final
 class SoloCommunicator(Communicator):
-    """The group of one rank: whatever is reduced is there already, but for the division. Moves nothing."""
+    """The group of one rank: whatever is reduced is there already, but for the division. Moves nothing.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: As in `Communicator`.
+        device: Whether it serves device memory.
+    """
+
+    def __init__(self, name: str, device: bool = False) -> None:
         super().__init__(name, rank=0, size=1)
+        self._device = device
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        return np.empty(count, dtype)
+        return arrays.empty((count,), dtype, self._device)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         reduction.finish(buffer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport import arrays
+from mpidist.transport import arrays, cuda
 from mpidist.transport.topology import Topology
 
 __all__ = ["Device", "choose_device", "gpu_index"]
@@ -60,8 +60,8 @@ class Device:
         visible = arrays.num_visible_gpus()
         if self.index >= visible:
             raise UnavailableError(
-                f"{self} was asked for, and this process sees {visible} GPUs. Install CuPy with "
-                "`pip install mpidist[cuda12]` or `[cuda13]`, and look at CUDA_VISIBLE_DEVICES"
+                f"{self} was asked for, and this process sees {visible} GPUs"
+                f"{_because(cuda.current().support.reason)}; look at CUDA_VISIBLE_DEVICES"
             )
         arrays.use_gpu(self.index)
 
@@ -88,3 +88,7 @@ def choose_device(topology: Topology) -> Device:
             topology.hostnames[topology.rank],
         )  # fmt: skip
     return Device("gpu", gpu_index(topology.local_rank, visible))
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""

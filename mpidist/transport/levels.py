@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any, Final, cast, final
 
@@ -21,7 +22,7 @@ from mpidist.transport.slots import Slots
 from mpidist.transport.streams import Across, StreamReducer
 from mpidist.transport.topology import Topology
 
-__all__ = ["Levels"]
+__all__ = ["Levels", "NcclReach"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,20 @@ logger = logging.getLogger(__name__)
 # are several nodes.
 _DIRECT_BYTES: Final = (32 << 10, 1 << 20)
 _PACK_BYTES: Final = (256 << 10, 4 << 20)
+
+
+# For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
+_DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
+_PACK_BYTES_OF_DEVICE: Final = 32 << 20
+
+
+@final
+class NcclReach(Enum):
+    """How far NCCL carries device memory."""
+
+    NOWHERE = 0
+    NODE = 1
+    WORLD = 2
 
 
 @final
@@ -43,6 +58,7 @@ class Levels:
         across_nodes: The ranks with this rank's place on their nodes, in order of nodes.
         is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
         streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
+        nccl: Which of them are NCCL's.
     """
 
     world: Communicator
@@ -50,6 +66,7 @@ class Levels:
     across_nodes: Communicator
     is_even: bool
     streams: StreamReducer | None = None
+    nccl: NcclReach = NcclReach.NOWHERE
 
     @classmethod
     def solo(cls) -> Levels:
@@ -109,6 +126,12 @@ class Levels:
         """Size of the pack buffer that this machine likes best, in bytes."""
         return _PACK_BYTES[self.within_node.size < self.world.size]
 
+    def message_bytes(self, device: bool) -> tuple[int, int]:
+        """Return `direct_bytes` and `pack_bytes`; those for device memory, if `device`."""
+        if device and self.world.size > 1:
+            return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
+        return self.direct_bytes, self.pack_bytes
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Lend memory to pack into: that of the innermost transport."""
         return self.within_node.pack_buffer(count, dtype)
@@ -127,7 +150,7 @@ class Levels:
 
     @cached_property
     def of_device(self) -> Levels:
-        """The same levels for device memory."""
+        """The same levels for device memory, through the host."""
         return Levels(
             HostStagedCommunicator(self.world),
             HostStagedCommunicator(self.within_node),

@@ -122,7 +122,8 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
-        if self.broken is None and error is not self._refused:
+        is_everybodys = vars(error).get("raised_on_all_ranks", False)  # so all ranks go on alike
+        if self.broken is None and error is not self._refused and not is_everybodys:
             self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watch.broken = RuntimeError(
                 f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"

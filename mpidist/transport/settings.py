@@ -30,6 +30,7 @@ class Settings:
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
         transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node reach each other.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
+        nccl: Whether NCCL may carry device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
     """
 
@@ -40,6 +41,7 @@ class Settings:
     transport: str = "auto"
     log_level: str | None = None
     stall_seconds: float = 60.0
+    nccl: bool = True
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -55,6 +57,7 @@ class Settings:
             stall_seconds=_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0),
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
+            nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

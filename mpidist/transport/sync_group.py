@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport import on_error, open_groups
+from mpidist.transport import cuda, on_error, open_groups
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
+from mpidist.transport.device_levels import DeviceLevels
 from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
 from mpidist.transport.flight_files import GroupFlight
 from mpidist.transport.launch import check_launch
@@ -47,7 +48,7 @@ class SyncGroup(OpenGroup):
 
     Attributes:
         topology: The placement of the ranks.
-        levels: The communicators of the topology, for host memory.
+        levels: The communicators of the topology, for host memory; `levels_of` has those for device memory.
         shared: The arrays in memory that all ranks of a node reach.
         settings: What the environment says.
         cost_model: The speeds of the machine.
@@ -74,6 +75,7 @@ class SyncGroup(OpenGroup):
         self._sequence = 0  # of the last call before a reset
         self.calls: PendingCalls
         self.levels: Levels
+        self._devices: DeviceLevels
         self._agreement: Agreement
         self._connect()
         self.shared = SharedArrays(self.levels.within_node)
@@ -138,6 +140,15 @@ class SyncGroup(OpenGroup):
             )
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+
+    def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
+        """Return the communicators for host or device memory. The latter are made at first use: collective.
+
+        Args:
+            device: Whether the memory is a GPU's.
+            nccl_everywhere: Whether NCCL must carry it, also between nodes: `DeviceLevels.levels`.
+        """
+        return self._devices.levels(nccl_everywhere) if device else self.levels
 
     @property
     def is_node_barrier(self) -> bool:
@@ -252,6 +263,7 @@ class SyncGroup(OpenGroup):
             )
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
+                self._devices.abandon()
                 self.levels.abandon()
             else:
                 self._free_levels()
@@ -276,6 +288,7 @@ class SyncGroup(OpenGroup):
                 self._agreement.end()
         open_groups.forget(self, has_failed=self._agreement.broken is not None)
         if self._agreement.broken is not None:  # ranks that do not come cannot free together
+            self._devices.abandon()
             self.levels.abandon()
             return
         self.shared.free()
@@ -309,6 +322,7 @@ class SyncGroup(OpenGroup):
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
+        self._devices.free()
         self._agreement.free()
         self.levels.free()
 
@@ -316,6 +330,9 @@ class SyncGroup(OpenGroup):
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
+            self._devices = DeviceLevels(
+                self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl
+            )
             self.calls = PendingCalls(self._agreement)
             return
         comm = membership.comm
@@ -326,6 +343,7 @@ class SyncGroup(OpenGroup):
         watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
+        self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl)
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)

@@ -10,6 +10,7 @@ import pytest
 MARKS = (
     "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; with several, at those of all",
     "no_mpi: needs no MPI; runs at the first number of ranks of the run only",
+    "gpu: runs on real GPUs, and is skipped where there are none",
     "core: the subset that is run with every MPI library",
 )
 ACCEPTED_SKIPS = ("needs a GPU", "needs a mount namespace")

@@ -1,0 +1,164 @@
+"""Which parts of CuPy and NCCL this process has, and why not the others.
+
+CuPy is imported here alone. Looking has no side effects: nothing is imported before it is asked for,
+and no device is touched before CuPy says that there is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, final
+
+__all__ = ["LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
+
+LEAST_NCCL: Final = 21800  # 2.18: the oldest that CuPy 14 is built with
+_LEAST_CUPY: Final = 14
+
+
+@final
+@dataclass(frozen=True)
+class GpuSupport:
+    """What was found.
+
+    Attributes:
+        cupy_version: Of CuPy; empty without it.
+        num_devices: Number of GPUs that this process may use.
+        nccl_version: As NCCL numbers itself: 22809 is 2.28.9. 0 without it.
+        runtime_version: Of the CUDA runtime that CuPy was built with: 12090 is 12.9. 0 without CuPy.
+        driver_version: The newest CUDA that the driver serves; 0 without a driver.
+        reason: Why NCCL cannot be used, and what to do about it; empty if it can.
+    """
+
+    cupy_version: str = ""
+    num_devices: int = 0
+    nccl_version: int = 0
+    runtime_version: int = 0
+    driver_version: int = 0
+    reason: str = ""
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL can be used."""
+        return not self.reason
+
+
+def _import(name: str) -> Any:
+    if name == "cupy":
+        import cupy  # guarded: `import mpidist` must not start CUDA
+
+        return cupy
+    from cupy.cuda import nccl  # guarded, as above
+
+    return nccl
+
+
+@final
+class Cuda:
+    """CuPy and its binding of NCCL, loaded when they are first asked for.
+
+    Args:
+        load: Imports a module by name.
+        has: Says whether there is such a module, without importing it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Any] = _import,
+        has: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
+    ) -> None:
+        self._load = load
+        self._has = has
+
+    @cached_property
+    def cupy(self) -> Any:
+        """The module `cupy`."""
+        return self._quietly("cupy")
+
+    @cached_property
+    def nccl(self) -> Any:
+        """The module `cupy.cuda.nccl`."""
+        return self._quietly("cupy.cuda.nccl")
+
+    @cached_property
+    def support(self) -> GpuSupport:
+        """What there is, found out in five steps, once; what fails says how to mend it."""
+        if not self._has("cupy"):
+            return GpuSupport(reason="CuPy is not installed; `pip install mpidist[cuda12]` or `[cuda13]` brings it")
+        try:
+            cupy = self.cupy
+        except ImportError as error:
+            return GpuSupport(reason=f"CuPy cannot be imported: {_first_line(error)}")
+        version, runtime = str(cupy.__version__), cupy.cuda.runtime
+        if int(version.partition(".")[0]) < _LEAST_CUPY:
+            return GpuSupport(version, reason=f"CuPy {version} is too old; version {_LEAST_CUPY} or later is needed")
+        built, driver = int(runtime.runtimeGetVersion()), int(runtime.driverGetVersion())
+        if not cupy.cuda.is_available():
+            return GpuSupport(version, 0, 0, built, driver, f"CuPy finds no GPU: {_why_no_device(runtime)}")
+        count = int(runtime.getDeviceCount())
+        number, reason = self._find_nccl(built)
+        return GpuSupport(version, count, number, built, driver, reason)
+
+    def _find_nccl(self, built: int) -> tuple[int, str]:
+        install = f"`pip install nvidia-nccl-cu{built // 1000}` brings it"
+        try:
+            nccl = self.nccl
+        except ImportError as error:
+            return 0, f"CuPy's binding of NCCL cannot be imported: {_first_line(error)}"
+        if not nccl.available:
+            return 0, f"NCCL's library, libnccl.so.2, is not found; {install}"
+        number = int(nccl.get_version())
+        if number < LEAST_NCCL:
+            least = nccl_version_text(LEAST_NCCL)
+            return number, f"NCCL {nccl_version_text(number)} is older than {least}; {install}"
+        return number, ""
+
+    def _quietly(self, name: str) -> Any:
+        with warnings.catch_warnings():  # of what is missing, which `support` says in its own words
+            warnings.simplefilter("ignore")
+            return self._load(name)
+
+
+def nccl_version_text(number: int) -> str:
+    """Write NCCL's version as people do: 22809 as `2.28.9`."""
+    if not number:
+        return "none"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _why_no_device(runtime: Any) -> str:
+    try:
+        count = runtime.getDeviceCount()
+    except RuntimeError as error:
+        return f"{_first_line(error)}. See whether `nvidia-smi` works"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all but {count}"
+    return f"the driver shows {count}. See what `nvidia-smi` lists"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+_providers: Final = [Cuda()]
+
+
+def current() -> Cuda:
+    """Return what serves this process: CuPy itself, but for tests."""
+    return _providers[-1]
+
+
+@contextmanager
+def provided_by(cuda: Cuda) -> Iterator[Cuda]:
+    """Let another object serve this process for a while: a stand-in that needs no GPU."""
+    _providers.append(cuda)
+    try:
+        yield cuda
+    finally:
+        _providers.remove(cuda)

@@ -1,0 +1,204 @@
+"""The levels of the machine for device memory: NCCL where it can be had, through the host elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Final, final
+
+from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport import nccl_handles
+from mpidist.transport.agreement import Agreement
+from mpidist.transport.communicator import Communicator, SoloCommunicator
+from mpidist.transport.cuda import Cuda
+from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+from mpidist.transport.levels import Levels, NcclReach
+from mpidist.transport.nccl import NcclCommunicator
+from mpidist.transport.nccl_handles import Making
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.topology import Topology
+
+__all__ = ["DeviceLevels"]
+
+logger = logging.getLogger("mpidist.transport")
+
+_FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a communicator
+_LAST_NAP: Final = 0.05
+_START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
+
+
+@final
+class DeviceLevels:
+    """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call.
+
+    Args:
+        host: The levels for host memory.
+        topology: The placement of the ranks.
+        cuda: What this process has of CuPy and NCCL.
+        agreement: That of the ranks.
+        may_use_nccl: Whether NCCL may be used at all.
+    """
+
+    def __init__(
+        self, host: Levels, topology: Topology, cuda: Cuda, agreement: Agreement, may_use_nccl: bool = True
+    ) -> None:
+        self._host = host
+        self._topology = topology
+        self._cuda = cuda
+        self._agreement = agreement
+        self._may_use_nccl = may_use_nccl
+        self._levels: dict[bool, Levels] = {}
+        self._own: list[NcclCommunicator] = []
+        self._device = 0
+
+    def levels(self, everywhere: bool = False) -> Levels:
+        """Return the levels. Collective at its first call, and at the first with `everywhere`.
+
+        Args:
+            everywhere: Whether NCCL must be used within nodes and between them; else it is used within nodes, if it
+                can be had.
+
+        Raises:
+            UnavailableError: If it must and cannot be had, or cannot be started. On every rank.
+            TopologyError: If ranks have other versions of NCCL or CUDA. On every rank.
+        """
+        if everywhere not in self._levels:
+            try:
+                self._levels[everywhere] = self._make(everywhere)
+            except (UnavailableError, TopologyError) as error:
+                vars(error)["raised_on_all_ranks"] = True  # every rank knows what all have told
+                raise
+        return self._levels[everywhere]
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL communicators were made."""
+        return bool(self._own)
+
+    def free(self) -> None:
+        """Destroy NCCL's communicators, last made first. Collective."""
+        nccl_handles.settle()
+        while self._own:
+            self._own.pop().free()
+        self._levels.clear()
+
+    def abandon(self) -> None:
+        """Abort NCCL's communicators, after a call that failed. Local."""
+        if self._own:
+            nccl_handles.abort_all("a call of its ranks failed")
+            nccl_handles.settle()
+        self._own.clear()
+        self._levels.clear()
+
+    def _make(self, everywhere: bool) -> Levels:
+        topology, host = self._topology, self._host
+        if topology.size == 1:
+            return _solo()
+        spans_nodes = topology.num_nodes > 1
+        if everywhere and not spans_nodes:
+            levels = self.levels()
+            if levels.nccl is not NcclReach.WORLD:
+                raise UnavailableError(_cannot(self._reason([range(topology.size)])))
+            return levels
+        groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
+        reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
+        if reason:
+            if everywhere:
+                raise UnavailableError(_cannot(reason))
+            if topology.rank == 0:
+                logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
+            return host.of_device
+        if everywhere:
+            within = self.levels().within_node
+            world = self._connect("world", [range(topology.size)])
+            lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
+            return Levels(world, within, self._connect("across_nodes", lanes), host.is_even, nccl=NcclReach.WORLD)
+        within = self._connect("within_node", topology.nodes)
+        if not spans_nodes:
+            alone = SoloCommunicator("across_nodes", device=True)
+            return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD)
+        staged = host.of_device
+        return Levels(staged.world, within, staged.across_nodes, host.is_even, nccl=NcclReach.NODE)
+
+    def _reason(self, groups: Sequence[Sequence[int]]) -> str:
+        if not groups:
+            return ""
+        if not self._may_use_nccl:
+            return "MPIDIST_NCCL=0 asks to do without NCCL"
+        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
+        self._device = facts.device
+        return reason_against_nccl(self._agreement.exchange(facts), groups, self._topology.hostnames)
+
+    def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Make the NCCL communicator of this rank's group, all groups at a time. Collective over all ranks."""
+        ranks = next(list(ranks) for ranks in groups if self._topology.rank in ranks)
+        place = ranks.index(self._topology.rank)
+        offers = self._agreement.exchange(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
+        _raise_first(name, [error for error, _ in offers])
+        if len(ranks) == 1:
+            self._wait_for_all(name, None)
+            return SoloCommunicator(name, device=True)
+        making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, self._device)
+        try:
+            self._wait_for_all(name, making)
+        except BaseException:
+            making.give_up()
+            raise
+        communicator = NcclCommunicator(making.take(), name, place, len(ranks))
+        communicator.watch(self._agreement.require_peers)
+        self._own.append(communicator)
+        if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
+            logger.info("NCCL %s: %s on GPUs", name, name_ranks(ranks))
+        return communicator
+
+    def _offer(self) -> tuple[str, bytes]:
+        try:
+            return "", bytes(self._cuda.nccl.get_unique_id())
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            return _text(error), b""
+
+    def _wait_for_all(self, name: str, making: Making | None) -> None:
+        """Wait until all ranks have made their communicators, or one of them has failed. Collective.
+
+        Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
+        """
+        nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
+        while True:
+            self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL
+            is_over, error = (True, "") if making is None else making.outcome()
+            if not is_over and time.monotonic() > until:
+                error = f"it did not start within {_START_SECONDS:g} s"
+            seen = self._agreement.exchange((is_over, error))
+            _raise_first(name, [its for _, its in seen])
+            if all(done for done, _ in seen):
+                return
+            time.sleep(nap)
+            nap = min(2 * nap, _LAST_NAP)
+
+
+def _solo() -> Levels:
+    world, within, across = (SoloCommunicator(name, device=True) for name in ("world", "within_node", "across_nodes"))
+    return Levels(world, within, across, True, nccl=NcclReach.WORLD)
+
+
+def _ranks_at(topology: Topology, place: int) -> list[int]:
+    return [ranks[place] for ranks in topology.nodes if len(ranks) > place]
+
+
+def _cannot(reason: str) -> str:
+    return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'
+
+
+def _raise_first(name: str, errors: Sequence[str]) -> None:
+    failed = [rank for rank, error in enumerate(errors) if error]
+    if failed:
+        raise UnavailableError(
+            f"NCCL could not be started ({name}): {name_ranks(failed)}: {errors[failed[0]]}. NCCL_DEBUG=WARN "
+            "says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+        )
+
+
+def _text(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,349 @@
+"""Device memory over NCCL: ranks with a GPU each, and flat CuPy arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
+from mpidist.transport import nccl_handles
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.nccl_handles import Handle
+from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.waiting import never_free, poll
+
+__all__ = ["NcclCommunicator"]
+
+_CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
+_NOT_READY: Final = 600  # of CUDA, for an event that has not come
+_UFUNCS: Final = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+_DTYPES: Final = {
+    "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
+    "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
+}  # fmt: skip
+_REMOTE: Final = (2, 6)  # statuses: a call of the system failed; another process or the network did
+
+Launch = Callable[[Any, int], None]  # with CuPy's communicator, and the address of the stream
+
+
+@final
+class NcclCommunicator(Communicator):
+    """Ranks of an NCCL communicator.
+
+    NCCL reduces integers of 8, 32 and 64 bits, sums and products of float32 and float64, and sums of complex numbers,
+    as pairs. Everything else is joined in rank order: every rank receives all ranks' parts of its shard, joins them
+    on the GPU, and the shards are gathered. Those are float16 and bfloat16, which NCCL would round at every hop and
+    which here have a float32 accumulator; minima and maxima of floating-point numbers, of which NCCL may lose a NaN;
+    the dtypes that NCCL lacks (16-bit integers, other complex operations); and reductions that ask for rank order.
+    That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
+
+    Work goes to a stream of its own, after what the caller's current stream holds, and a call returns when its work is
+    done: the host polls an event, and meanwhile looks at NCCL's errors and at what `watch` gave it. After an error all
+    NCCL communicators of the process are aborted.
+
+    Args:
+        handle: NCCL's communicator of the ranks. This object owns it and ends it.
+        name: For logs and errors.
+        rank: This rank in it.
+        size: Number of ranks.
+    """
+
+    def __init__(self, handle: Handle, name: str, rank: int, size: int) -> None:
+        super().__init__(name, rank, size)
+        cuda = handle.cuda.cupy.cuda
+        self._handle = handle
+        self._nccl = handle.cuda.nccl
+        self._cupy = handle.cuda.cupy
+        self._stream = cuda.Stream(non_blocking=True)
+        self._ready, self._done = (cuda.Event(disable_timing=True) for _ in range(2))
+        self._query = cuda.runtime.eventQuery
+        self._pack: Array = None
+        self._parts: Array = None
+        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _UFUNCS}
+        self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
+        self._byte = self._codes["u1"]
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        nbytes = count * dtype.itemsize
+        if self._pack is None or self._pack.size < nbytes:
+            self._pack = self._cupy.empty(nbytes, np.uint8)
+        return self._pack[:nbytes].view(dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
+        native = self._native(buffer, reduction)
+        if native is None:
+            bounds = shard_bounds(buffer.size, self.size)
+            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
+            self._all_gather(buffer, bounds)
+            return
+        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
+        self._run("all_reduce", buffer, lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        native = self._native(buffer, reduction)
+        if native is None:
+            bounds = shard_bounds(buffer.size, self.size)
+            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
+            self._collect(buffer, bounds, root)
+            return
+        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
+        self._run("reduce", buffer, lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
+
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
+        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        native = self._native(buffer, reduction)
+        if native is None:
+            self._join_shard(buffer, bounds, reduction, shard)
+            return shard
+        at, to_shard, (code, width), op = _address(buffer), _address(shard), native, self._ops[reduction.op]
+        step = buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            if _are_even(bounds):
+                comm.reduceScatter(at, to_shard, bounds[1] * width, code, op, to)
+                return
+            for root, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start:
+                    sent = at + start * step
+                    received = to_shard if root == self.rank else sent
+                    comm.reduce(sent, received, (stop - start) * width, code, op, root, to)
+
+        self._run("reduce_scatter", (buffer, shard), launch, is_empty=not buffer.size)
+        return shard
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
+        self.traffic.add("all_gather", buffer.nbytes - own)
+        self._all_gather(buffer, bounds)
+
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        if into is not None:
+            if self.rank == root:
+                into[...] = buffer
+            buffer = into
+        self.traffic.add("broadcast", buffer.nbytes)
+        at = _address(buffer)
+        self._run("broadcast", buffer, lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        is_root = self.rank == root
+        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
+        at, nbytes = _address(buffer), buffer.nbytes
+        if not is_root:
+            self._run("gather", buffer, lambda comm, to: comm.send(at, nbytes, self._byte, root, to))
+            return None
+        rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
+        rows[root] = buffer
+        first = _address(rows)
+
+        def launch(comm: Any, to: int) -> None:
+            for source in range(self.size):
+                if source != root:
+                    comm.recv(first + source * nbytes, nbytes, self._byte, source, to)
+
+        self._run("gather", rows, launch)
+        return rows
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
+        if to == source == self.rank:
+            incoming[...] = outgoing
+            return
+        sent, received = _address(outgoing), _address(incoming)
+
+        def launch(comm: Any, stream: int) -> None:
+            if outgoing.size:
+                comm.send(sent, outgoing.nbytes, self._byte, to, stream)
+            if incoming.size:
+                comm.recv(received, incoming.nbytes, self._byte, source, stream)
+
+        is_empty = not (outgoing.size or incoming.size)
+        self._run("exchange", (outgoing, incoming), launch, is_empty=is_empty)
+
+    def free(self) -> None:
+        nccl_handles.destroy([self._handle])
+        self._pack = self._parts = None
+
+    def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
+        """Say as which numbers, and how many of them for one, NCCL can reduce; `None` if it cannot or should not."""
+        dtype = buffer.dtype
+        if reduction.in_rank_order or is_half(dtype):
+            return None
+        if dtype.kind == "c":  # the sum of pairs is the pair of sums
+            code = self._codes.get(f"f{dtype.itemsize // 2}")
+            return None if code is None or reduction.op != "sum" else (code, 2)
+        if dtype.kind == "f" and reduction.op in ("min", "max"):
+            return None
+        code = self._codes.get(f"{dtype.kind}{dtype.itemsize}")
+        return None if code is None else (code, 1)
+
+    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
+        """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
+        width, count = buffer.itemsize, shard.size
+        nbytes = count * width
+        if self._parts is None or self._parts.size < self.size * nbytes:
+            self._parts = self._cupy.empty(self.size * nbytes, np.uint8)
+        parts = self._parts[: self.size * nbytes].view(buffer.dtype).reshape(self.size, count)
+        parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        at, first = _address(buffer), _address(parts)
+
+        def launch(comm: Any, to: int) -> None:
+            for peer, (start, stop) in enumerate(pairwise(bounds)):
+                if peer == self.rank:
+                    continue
+                if stop > start:
+                    comm.send(at + start * width, (stop - start) * width, self._byte, peer, to)
+                if count:
+                    comm.recv(first + peer * nbytes, nbytes, self._byte, peer, to)
+
+        self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
+        if count:
+            self._combine(parts, reduction, shard)
+
+    def _combine(self, parts: Array, reduction: Reduction, shard: Array) -> None:
+        ufunc = getattr(self._cupy, _UFUNCS[reduction.op])
+        wide = accumulator_dtype(shard.dtype)
+        total = parts[0].astype(wide)
+        for part in parts[1:]:
+            ufunc(total, part.astype(wide, copy=False), out=total)
+        if reduction.divisor != 1:
+            total /= reduction.divisor
+        shard[...] = total
+
+    def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
+        at, width = _address(buffer), buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            if _are_even(bounds):
+                own = bounds[1] * width
+                comm.allGather(at + self.rank * own, at, own, self._byte, to)
+                return
+            for root, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start:
+                    comm.bcast(at + start * width, (stop - start) * width, self._byte, root, to)
+
+        self._run("all_gather", buffer, launch, is_empty=not buffer.size)
+
+    def _collect(self, buffer: Array, bounds: Sequence[int], root: int) -> None:
+        """Bring every rank's shard to the root's buffer."""
+        at, width = _address(buffer), buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            for source, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start and source != root:
+                    if self.rank == root:
+                        comm.recv(at + start * width, (stop - start) * width, self._byte, source, to)
+                    elif self.rank == source:
+                        comm.send(at + start * width, (stop - start) * width, self._byte, root, to)
+
+        self._run("reduce", buffer, launch, is_empty=not buffer.size)
+
+    def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None) -> None:
+        """Launch work after what the current stream holds, as one group, and wait for it.
+
+        Args:
+            what: The primitive, for errors.
+            memory: The arrays that it reads and writes: they must live as long as it.
+            launch: Gives the work to NCCL.
+            is_empty: Whether there is none; by default, whether `memory`, one array, is empty.
+        """
+        if self._handle.ended:
+            raise RuntimeError(
+                f"{what} with NCCL on {self._name}: the communicator cannot be used any more, because "
+                f"{self._handle.ended}; call strategy.reset() on all ranks"
+            )
+        if is_empty is None:
+            is_empty = not memory.size
+        if is_empty:
+            return
+        try:
+            with self._translated(what):
+                self._ready.record(self._cupy.cuda.get_current_stream())
+                self._stream.wait_event(self._ready)
+                self._nccl.groupStart()
+                try:
+                    launch(self._handle.comm, self._stream.ptr)
+                finally:
+                    self._nccl.groupEnd()
+                self._done.record(self._stream)
+                self._wait(what)
+        except BaseException as error:
+            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {_first_line(error)})")
+            never_free((memory, self._pack, self._parts, self._stream, self._ready, self._done))
+            raise
+
+    def _wait(self, what: str) -> None:
+        event, check, next_check = self._done.ptr, self._handle.comm.check_async_error, 0.0
+
+        def has_come() -> bool:
+            status = self._query(event)
+            if status not in (0, _NOT_READY):
+                raise UnavailableError(
+                    f"{what} with NCCL on {self._name} failed: CUDA's status {status}. The GPU's context is lost: end "
+                    "the job, look for memory errors with `dmesg` and compute-sanitizer, and start it again"
+                )
+            return bool(status == 0)
+
+        def is_over() -> bool:
+            nonlocal next_check
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + _CHECK_SECONDS
+                check()
+            return self._is_over()
+
+        if not poll(has_come, is_over):
+            raise PeerFailedError(f"{what} with NCCL on {self._name} was given up: other ranks do not come")
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Raise NCCL's errors as ours."""
+        try:
+            yield
+        except self._nccl.NcclError as error:
+            head = f"{what} with NCCL on {self._name} failed: {_first_line(error)}. "
+            if error.status in _REMOTE:
+                raise PeerFailedError(
+                    f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
+                    "After strategy.reset() on all ranks the calls can be made again"
+                ) from error
+            raise UnavailableError(
+                f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+            ) from error
+        except KeyError as status:  # CuPy has no word for NCCL's newer ones: 7 in progress, 8 timeout
+            kind = DeadlineExceededError if status.args == (8,) else UnavailableError
+            raise kind(
+                f"{what} with NCCL on {self._name} failed with NCCL's status {status}; unset NCCL_COMM_BLOCKING, and "
+                "see what NCCL_DEBUG=WARN says"
+            ) from status
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.name})"
+
+
+def _are_even(bounds: Sequence[int]) -> bool:
+    step = bounds[1]
+    return all(stop - start == step for start, stop in pairwise(bounds))
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

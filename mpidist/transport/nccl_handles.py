@@ -1,0 +1,220 @@
+"""NCCL's communicators of this process, from birth to a certain end.
+
+NCCL can block for ever wherever a peer is gone: in its constructor, and when a communicator is destroyed, which CuPy
+does at garbage collection. So every handle is kept here until it is destroyed or aborted, both happen in a daemon
+thread that nobody waits for longer than `LIMIT_SECONDS`, and what does not end is never collected.
+
+NCCL wants all communicators of a device aborted together, in one group; one after the other may deadlock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, final
+
+from mpidist.transport.cuda import Cuda
+from mpidist.transport.waiting import never_free
+
+__all__ = ["LIMIT_SECONDS", "Handle", "Making", "abort_all", "destroy", "num_open", "settle"]
+
+logger = logging.getLogger("mpidist.transport")
+
+LIMIT_SECONDS: Final = 10.0  # what an abort or a destruction may take
+_PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an error to raise
+
+
+@final
+class Handle:
+    """One communicator of NCCL, with the device that it works on.
+
+    Attributes:
+        cuda: What made it.
+        comm: CuPy's `NcclCommunicator`.
+        device: The index of its GPU.
+        ended: Why it cannot be used any more; empty while it can.
+    """
+
+    def __init__(self, cuda: Cuda, comm: Any, device: int) -> None:
+        self.cuda = cuda
+        self.comm = comm
+        self.device = device
+        self.ended = ""
+        with _lock:
+            _open.append(self)
+
+
+_lock: Final = threading.Lock()
+_open: Final[list[Handle]] = []
+_ending: Final[list[_Ending]] = []
+
+
+@final
+class _Ending:
+    """Something that may hang, done by a daemon thread.
+
+    Args:
+        what: For people.
+        work: The work.
+        keeps: What must not be collected before it is done.
+    """
+
+    def __init__(self, what: str, work: Callable[[], None], keeps: Iterable[Any]) -> None:
+        self.what = what
+        self._work = work
+        self._keeps = tuple(keeps)
+        self._error: Exception | None = None
+        self._until = time.monotonic() + LIMIT_SECONDS
+        self._thread = threading.Thread(target=self._run, name=f"mpidist {what}", daemon=True)
+        _ending.append(self)
+        self._thread.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for at most so long; say whether it is done."""
+        self._thread.join(min(seconds, max(0.0, self._until - time.monotonic())))
+        if self._thread.is_alive():
+            return False
+        if self in _ending:
+            _ending.remove(self)
+            if self._error is not None:
+                logger.warning("NCCL: %s failed: %s", self.what, self._error)
+        return True
+
+    def give_up(self) -> None:
+        """Leave it alone for ever."""
+        never_free((self._keeps, self))
+        if self in _ending:
+            _ending.remove(self)
+            logger.warning(
+                "NCCL: %s did not end within %g s; end this process soon, its GPU is not free", self.what, LIMIT_SECONDS
+            )
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+
+def num_open() -> int:
+    """Count the communicators that are neither destroyed nor aborted."""
+    return len(_open)
+
+
+def abort_all(reason: str) -> None:
+    """Abort all communicators of this process, in one group, after a failure. Local; returns soon.
+
+    Args:
+        reason: What a later use of them is told.
+    """
+    handles = _take(None, reason)
+    if handles:
+        _Ending("the abort of communicators", lambda: _abort(handles), handles).join(_PROMPT_SECONDS)
+
+
+def destroy(handles: Iterable[Handle]) -> None:
+    """Destroy communicators that nothing is under way in. All their ranks must do so. Waits."""
+    taken = _take(list(handles), "it was freed")
+    if not taken:
+        return
+    ending = _Ending("the end of communicators", lambda: _destroy(taken), taken)
+    if not ending.join(LIMIT_SECONDS):
+        ending.give_up()
+
+
+def settle() -> None:
+    """Wait for aborts that still go on, as long as they may take. Local."""
+    for ending in list(_ending):
+        if not ending.join(LIMIT_SECONDS):
+            ending.give_up()
+
+
+def _take(handles: list[Handle] | None, reason: str) -> list[Handle]:
+    """Take handles out of use; all of them, for `None`."""
+    with _lock:
+        taken = [handle for handle in _open if handles is None or handle in handles]
+        for handle in taken:
+            _open.remove(handle)
+            handle.ended = reason
+    return taken
+
+
+def _abort(handles: list[Handle]) -> None:
+    nccl = handles[0].cuda.nccl
+    handles[0].cuda.cupy.cuda.Device(handles[0].device).use()
+    nccl.groupStart()
+    for handle in handles:
+        handle.comm.abort()
+    nccl.groupEnd()
+
+
+def _destroy(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.cuda.cupy.cuda.Device(handle.device).use()
+        handle.comm.destroy()
+
+
+@final
+class Making:
+    """The making of one communicator, in a daemon thread: NCCL's constructor waits for all ranks, for ever.
+
+    Args:
+        cuda: What makes it.
+        size: Number of ranks.
+        unique_id: What their first rank made.
+        rank: This one.
+        device: The index of its GPU.
+    """
+
+    def __init__(self, cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> None:
+        self._arguments = cuda, size, unique_id, rank, device
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_given_up = False
+        self._made: Handle | None = None
+        self._error = ""
+        threading.Thread(target=self._run, name="mpidist NCCL", daemon=True).start()
+
+    def outcome(self) -> tuple[bool, str]:
+        """Say whether it is over, and what went wrong. Local."""
+        with self._lock:
+            return self._is_over, self._error
+
+    def take(self) -> Handle:
+        """Return what was made."""
+        assert self._made is not None
+        return self._made
+
+    def give_up(self) -> None:
+        """Abort it, or let it be aborted if it should ever be made."""
+        with self._lock:
+            self._is_given_up = True
+            handle = self._made
+        if handle is not None and _take([handle], "not all ranks could make it"):
+            _Ending("the abort of a communicator", lambda: _abort([handle]), [handle]).join(_PROMPT_SECONDS)
+
+    def _run(self) -> None:
+        cuda, size, unique_id, rank, device = self._arguments
+        made, error = None, ""
+        try:
+            cuda.cupy.cuda.Device(device).use()  # a thread begins with the first one
+            made = Handle(cuda, cuda.nccl.NcclCommunicator(size, unique_id, rank), device)
+        except KeyError as status:  # CuPy has no word for NCCL's newer ones
+            error = f"NCCL's status {status}"
+        except Exception as problem:
+            error = str(problem)
+        with self._lock:
+            self._made, self._error, self._is_over = made, error, True
+            is_given_up = self._is_given_up
+        if made is not None and is_given_up and _take([made], "not all ranks could make it"):
+            _abort([made])
+
+
+@atexit.register
+def _keep_from_collection() -> None:
+    """Leave what is still there to the end of the process: nothing may be collected, and so destroyed."""
+    settle()
+    never_free(tuple(_open))

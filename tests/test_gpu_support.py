@@ -1,0 +1,154 @@
+"""What is found of CuPy and NCCL, and whether ranks can use them together: tables, and no MPI."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport import cuda
+from mpidist.transport.cuda import Cuda, nccl_version_text
+from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+
+pytestmark = pytest.mark.no_mpi
+
+
+class CudaError(RuntimeError):
+    """As CuPy's."""
+
+
+def modules(count: int | Exception = 2, version: str = "14.2.0", nccl: int = 22809, available: bool = True) -> Any:
+    """Make what `Cuda` loads."""
+
+    def device_count() -> int:
+        if isinstance(count, Exception):
+            raise count
+        return count
+
+    runtime = SimpleNamespace(
+        runtimeGetVersion=lambda: 12090, driverGetVersion=lambda: 13000, getDeviceCount=device_count
+    )
+    has_gpu = isinstance(count, int) and count > 0
+    cupy = SimpleNamespace(
+        __version__=version, cuda=SimpleNamespace(is_available=lambda: has_gpu, runtime=runtime)
+    )  # fmt: skip
+    binding = SimpleNamespace(available=available)
+    if available:
+        binding.get_version = lambda: nccl
+    return {"cupy": cupy, "cupy.cuda.nccl": binding}.__getitem__
+
+
+def failing(name: str) -> Any:
+    raise ImportError("libcudart.so.12: cannot open shared object file\nand more")
+
+
+@pytest.mark.parametrize(
+    ("load", "has", "reason"),
+    [
+        (failing, False, "CuPy is not installed; `pip install mpidist.cuda12.`"),
+        (failing, True, "CuPy cannot be imported: libcudart.so.12: cannot open shared object file"),
+        (modules(version="13.4.1"), True, "CuPy 13.4.1 is too old; version 14 or later is needed"),
+        (modules(CudaError("cudaErrorInsufficientDriver: too old")), True, "cudaErrorInsufficientDriver.*nvidia-smi"),
+        (modules(0), True, "CuPy finds no GPU: the driver shows 0"),
+        (modules(available=False), True, "libnccl.so.2, is not found; `pip install nvidia-nccl-cu12`"),
+        (modules(nccl=21203), True, "NCCL 2.12.3 is older than 2.18.0"),
+        (modules(), True, "^$"),
+    ],
+)
+def test_what_is_missing_is_said_with_its_remedy(
+    load: Any, has: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    support = Cuda(load, lambda name: has).support
+    assert re.search(reason, support.reason)
+    assert support.has_nccl == (reason == "^$")
+    assert not support.has_nccl or (support.num_devices, support.nccl_version) == (2, 22809)
+
+
+def test_hidden_gpus_are_told_from_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all but 0" in Cuda(modules(0), lambda name: True).support.reason
+
+
+def test_looking_is_done_once_and_imports_nothing_that_is_not_there() -> None:
+    asked: list[str] = []
+
+    def has(name: str) -> bool:
+        asked.append(name)
+        return False
+
+    its = Cuda(failing, has)
+    assert its.support is its.support
+    assert asked == ["cupy"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="needs a GPU: CuPy is installed here")
+def test_this_process_has_no_cupy() -> None:
+    assert "not installed" in cuda.current().support.reason
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "none"), (22809, "2.28.9"), (21800, "2.18.0"), (23004, "2.30.4")])
+def test_versions_are_written_as_people_do(number: int, text: str) -> None:
+    assert nccl_version_text(number) == text
+
+
+GOOD = GpuFacts("", b"a", "0000:01:00.0", 0, 22809, 12090, 13000)
+OTHER = replace(GOOD, gpu=b"b", address="0000:02:00.0")
+HOSTS = ["n1", "n1", "n2", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ([GOOD, OTHER], ""),
+        ([GOOD, GOOD], "ranks 0-1 share GPU 0000:01:00.0 of n1"),
+        ([GOOD, replace(GOOD, host="x")], ""),  # NCCL_HOSTID makes two hosts of one
+        ([replace(GOOD, shares_gpus=True)] * 2, ""),
+        ([replace(GOOD, shares_gpus=True), GOOD], "share GPU"),
+        ([GOOD, replace(OTHER, reason="it has none")], "rank 1 .n1.: it has none"),
+        ([replace(GOOD, is_non_blocking=True), replace(OTHER, reason="it has none")], "rank 1 .n1.: it has none"),
+    ],
+)
+def test_ranks_need_a_gpu_each(facts: list[GpuFacts], reason: str) -> None:
+    found = reason_against_nccl(facts, [range(2)], HOSTS)
+    assert re.search(reason, found)
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "what"),
+    [
+        ("nccl_version", 23004, "NCCL"),
+        ("runtime_version", 13000, "CUDA runtime"),
+        ("driver_version", 12080, "CUDA driver"),
+    ],
+)
+def test_versions_must_agree_where_ranks_meet(field: str, number: int, what: str) -> None:
+    facts = [GOOD, OTHER, replace(GOOD, gpu=b"c", **{field: number}), replace(OTHER, gpu=b"d", **{field: number})]
+    assert reason_against_nccl(facts, [[0, 1], [2, 3]], HOSTS) == ""
+    with pytest.raises(
+        TopologyError, match=rf"one version of {what}.*\n  .*: ranks 0-1 \(n1\)\n  .*: ranks 2-3 \(n2\)"
+    ):
+        reason_against_nccl(facts, [range(4)], HOSTS)
+
+
+def test_communicators_that_do_not_block_are_refused() -> None:
+    with pytest.raises(UnavailableError, match=r"NCCL_COMM_BLOCKING=0 is set on rank 1.*unset it"):
+        reason_against_nccl([GOOD, replace(OTHER, is_non_blocking=True)], [range(2)], HOSTS)
+
+
+def test_facts_are_read_from_the_process() -> None:
+    load = modules()
+    load("cupy").cuda.Device = lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0")
+    load("cupy").cuda.runtime.getDevice = lambda: 1
+    load("cupy").cuda.runtime.getDeviceProperties = lambda index: {"uuid": b"u"}
+    environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_COMM_BLOCKING": "0"}
+    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1")
+    assert facts == GpuFacts(
+        "h", (b"u", "0000:01:00.0"), "0000:01:00.0", 1, 22809, 12090, 13000, False, True
+    )  # 2.28 shares none
