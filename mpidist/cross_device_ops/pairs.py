@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -63,6 +63,11 @@ def as_pair(pair: Any) -> tuple[Any, Any]:
     """
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ValueError(
-            f"value_destination_pairs: each should be a tuple of size 2, (value, destinations); got {pair!r}"
+            f"value_destination_pairs: each should be a tuple of size 2, (value, destinations); got a {_form(pair)}"
         )
     return pair
+
+
+def _form(pair: object) -> str:
+    """Name what is no pair by what is equal on all ranks that make the same mistake: its values may differ."""
+    return f"{type(pair).__name__} of size {len(pair)}" if isinstance(pair, Sized) else type(pair).__name__

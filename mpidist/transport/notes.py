@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -58,6 +59,8 @@ class Notes:
         self._probe = comm.Iprobe
         self.sent = [0] * comm.size
         self._received = [0] * comm.size
+        self._under_way: list[tuple[Any, Any]] = []
+        weakref.finalize(self, _keep, self._under_way)
 
     def have_come(self) -> bool:
         """Whether there is one to read. Local."""
@@ -88,11 +91,21 @@ class Notes:
             return self._received == wanted
 
         poll(has_all, is_over)
+        while self._under_way:
+            request, _ = self._under_way[-1]
+            poll(request.Test, is_over)
+            self._under_way.pop()
 
     def send(self, note: Note, ranks: Iterable[int]) -> None:
         """Leave a note for other ranks. Local: nobody waits for it to be read."""
         text = np.frombuffer(pickle.dumps(note), np.uint8)
         for rank in ranks:
             if rank != self._comm.rank:
-                never_free((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
+                self._under_way.append((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
                 self.sent[rank] += 1
+
+
+def _keep(under_way: list[tuple[Any, Any]]) -> None:
+    """Leave what nobody waits for any more to MPI, which may still read it."""
+    if under_way:
+        never_free(tuple(under_way))
