@@ -52,13 +52,13 @@ class Status(NamedTuple):
 
     @property
     def is_resetting(self) -> bool:
-        """Whether its last call is a reset."""
-        return self.last is not None and self.last.sequence >= RESET
+        """Whether it waits in a reset."""
+        return self.last is not None and self.last.sequence >= RESET and self.last.state == "waiting"
 
     def has_joined(self, sequence: int) -> bool:
         """Whether it has come to a call, or to a reset, and can still do its part."""
         at = 0 if self.last is None else self.last.sequence
-        return self.is_able and at >= sequence and self.is_resetting == (sequence >= RESET)
+        return self.is_able and at >= sequence and (at >= RESET) == (sequence >= RESET)
 
     def __str__(self) -> str:
         last = self.last
