@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, Final, final
 
 import numpy as np
-from record import parse_size, text_of
+from record import parse_size, text_of, text_of_bytes
 
 import mpidist
 from mpidist.transport.communicator import Communicator
@@ -87,7 +87,7 @@ def table(cluster: Cluster) -> str:
             times = [cluster.model.seconds(name, size, placement) for name in _ALGORITHMS]
             cells = [f"**{_text(time)}**" if time == min(times) else _text(time) for time in times]
             taken = cluster.model.choose(size, placement)
-            lines.append(f"| {nodes} | {_bytes_text(size)} | {' | '.join(cells)} | {taken} |")
+            lines.append(f"| {nodes} | {text_of_bytes(size)} | {' | '.join(cells)} | {taken} |")
     return "\n".join(lines)
 
 
@@ -114,7 +114,7 @@ def _plot_cluster(axes: Any, cluster: Cluster, nodes: int) -> None:
         axes.plot(_SIZES, np.divide(base, times), label=name, markersize=4.5, **_STYLES[name])
     axes.set(xscale="log", yscale="log", ylim=(0.07, 7))
     axes.set_title(f"{nodes} nodes; {cluster.name}", fontsize=9)
-    axes.set_xticks(_SIZES[::3], [_bytes_text(size) for size in _SIZES[::3]])
+    axes.set_xticks(_SIZES[::3], [text_of_bytes(size) for size in _SIZES[::3]])
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2, 5], ["0.1", "0.2", "0.5", "1", "2", "5"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -135,7 +135,7 @@ def check(model: CostModel, sizes: Sequence[int], rounds: int) -> None:
             if strategy.is_chief:
                 predicted = model.seconds(algorithm, size, placement)
                 times = f"{_text(predicted)} | {_text(measured)} | {measured / predicted:.2f}"
-                print(f"| {_bytes_text(size)} | {name} | {algorithm} | {times} |", flush=True)
+                print(f"| {text_of_bytes(size)} | {name} | {algorithm} | {times} |", flush=True)
     strategy.close()
 
 
@@ -192,11 +192,6 @@ def _measure(world: Communicator, call: Callable[[Any], Any], size: int, rounds:
 
 def _text(seconds: float) -> str:
     return text_of(seconds * 1e6)
-
-
-def _bytes_text(nbytes: int) -> str:
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes >> (10 * power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _parse() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from record import text_of
+from record import text_of, text_of_bytes
 
 Row = dict[str, str]
 
@@ -54,7 +54,7 @@ def plot_sizes(rows: list[Row], path: Path) -> None:
     ratios.axhline(1, color="0.15", linewidth=2.2, label="raw mpi4py")
     ratios.set(ylabel="speed: raw mpi4py / mpidist\n(dashed: in place, both)", xlabel="size of the float32 array")
     ratios.set_ylim(bottom=0)
-    ratios.set_xticks(ticks, [_bytes_text(size) for size in ticks])
+    ratios.set_xticks(ticks, [text_of_bytes(size) for size in ticks])
     ratios.minorticks_off()
     for axes in (times, ratios):
         axes.grid(alpha=0.3)
@@ -92,7 +92,7 @@ def _plot_list(axes: Any, rows: list[Row], name: str) -> None:
         axes.text(end, bar.get_y() + bar.get_height() / 2, label, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, max(high) * 1.32)
-    axes.set_title(f"{name}: {rows[0]['arrays']} tensors, {_bytes_text(int(rows[0]['bytes']))}", fontsize=10)
+    axes.set_title(f"{name}: {rows[0]['arrays']} tensors, {text_of_bytes(int(rows[0]['bytes']))}", fontsize=10)
     axes.set_xlabel("ms", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(axis="x", alpha=0.3)
@@ -104,14 +104,6 @@ def _title(rows: list[Row]) -> str:
         f"All-reduce of {row['ranks']} ranks (by node: {row['placement']}) on {row['cpus']} cores, {row['mpi']}; "
         f"mpidist {row['commit']}, {row['date']}"
     )
-
-
-def _bytes_text(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
 
 
 def main() -> None:

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-from contest.tables import text_of_bytes
 from matplotlib.figure import Figure
-from record import text_of
+from record import text_of, text_of_bytes
 
 Row = dict[str, str]
 

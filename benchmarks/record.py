@@ -68,3 +68,12 @@ def text_of(microseconds: float) -> str:
         if time < 999.5:
             return f"{time:.3g} {unit}"
     return f"{microseconds / 1e6:.3g} s"
+
+
+def text_of_bytes(nbytes: float) -> str:
+    """Write a size with its unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, final
 
 from mpidist.errors import PeerFailedError
 from mpidist.transport.agreement import Joining
-from mpidist.transport.on_error import text_of
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.texts import text_of
 
 __all__ = ["raise_together"]
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from mpi_session import clean_environment
 from mpi_session.launch import Launcher
 
@@ -31,6 +32,7 @@ __all__ = [
     "CYCLIC",
     "DEADLINE_SECONDS",
     "Ended",
+    "Job",
     "FOUR",
     "HEAD",
     "Note",
@@ -45,7 +47,9 @@ __all__ = [
     "again_if_slow",
     "environment",
     "late",
+    "job",
     "of_others",
+    "on",
     "require_deadline",
     "require_right",
     "run_command",
@@ -213,6 +217,20 @@ def run_job(
     if any(placement.nodes):
         variables["MPIDIST_PRETEND_NODES"] = ",".join(map(str, placement.nodes))
     return run_command(folder, command, placement.size, interfere, **variables)
+
+
+Job = Callable[..., Ended]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Run a program with a fault in it: `run_job` in a folder of its own."""
+    return functools.partial(run_job, tmp_path)
+
+
+def on(*placements: Placement) -> pytest.MarkDecorator:
+    """Run a test with each of these placements."""
+    return pytest.mark.parametrize("placement", placements, ids=str)
 
 
 def run_command(

@@ -128,6 +128,12 @@ def test_exit_with_a_code_on_one_rank_ends_all_of_them(job: Job, others: str, co
     assert ended.err.count("Traceback") == 1
 
 
+def test_exit_with_a_code_on_all_ranks_is_told_once(job: Job) -> None:
+    ended = job("strategy.reduce('SUM', 1.0)\nsys.exit(3)")
+    assert ended.status == 3
+    assert ended.err.count("SystemExit: 3") == 1
+
+
 def test_rank_that_ends_early_is_named_where_others_wait_for_it(job: Job) -> None:
     """X27: an end without an error is one for those who still reduce."""
     ended = job("strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()")

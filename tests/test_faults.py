@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import pytest
 from fault_jobs import (
@@ -24,34 +21,27 @@ from fault_jobs import (
     UNEVEN,
     UNEVEN_ALONE,
     Ended,
+    Job,
     Placement,
     TooSlowError,
     again_if_slow,
+    job,
     of_others,
+    on,
     require_deadline,
     require_right,
-    run_job,
     soon,
 )
 from mpi4py import MPI
 
 from mpidist.transport.on_error import EXIT_CODE_OF_PARTING
 
+__all__ = ["job"]
+
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
 IS_MPICH = "MPICH" in MPI.Get_library_version()
 END_SECONDS = 2.0  # from an exception that nobody catches to the end of the job
-
-Job = Callable[..., Ended]
-
-
-def on(*placements: Placement) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("placement", placements, ids=str)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return partial(run_job, tmp_path)
 
 
 RAISES = """
@@ -164,6 +154,29 @@ def test_death_is_seen_by_all_at_once_without_a_deadline(
     else:
         assert ended.err.count("Traceback (most recent call last):") == 1
         assert gone in ended.err
+
+
+CLOSES = """
+strategy.reduce("SUM", 1.0)
+if is_faulty:
+    note("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@on(TWO, UNEVEN, BLOCKS)
+@again_if_slow
+def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Placement) -> None:
+    """They wait for it in `close`, and MPI would wait for it for ever."""
+    ended = job(CLOSES, placement, is_blind=True)
+    assert ended.status == EXIT_CODE_OF_PARTING
+    said = "\n".join(line for rank in placement.others for line in ended.lines_of(rank))
+    assert f"while the program ended: PeerFailedError: close() (call 4) on rank {placement.others[0]}" in said or (
+        "the process of rank" in said
+    )
+    assert f"rank {placement.faulty}: its process" in said
+    assert "Traceback" not in ended.err
+    soon(ended.at - ended.of("fault")[placement.faulty].at, 2 + END_SECONDS)
 
 
 def require_parting(ended: Ended, placement: Placement, state: str) -> None:

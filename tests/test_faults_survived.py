@@ -6,9 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import pytest
 from fault_jobs import (
@@ -20,32 +17,24 @@ from fault_jobs import (
     TWO,
     TWO_APART,
     UNEVEN,
-    Ended,
+    Job,
     Placement,
     Sessions,
     again_if_slow,
+    job,
     late,
     of_others,
+    on,
     require_deadline,
     require_right,
-    run_job,
     soon,
 )
 
 from mpidist.transport.ranks import name_ranks
 
+__all__ = ["job"]
+
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
-
-Job = Callable[..., Ended]
-
-
-def on(*placements: Placement) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("placement", placements, ids=str)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return partial(run_job, tmp_path)
 
 
 SESSION = """

@@ -90,7 +90,7 @@ def test_a_strategy_records_what_it_calls(comm: Intracomm) -> None:
             assert calls[0][0] == "MultiWorkerMirroredStrategy"
             assert calls[1][0] == "reduce"
             assert calls[1][1].startswith("SUM of 2 x float32, 3.918 KiB, ")
-            assert calls[2][:2] == ("gather", "1 x float64, 24 bytes")
+            assert calls[2][:2] == ("gather", "1 x float64, 24 B")
             assert {state for _, _, state in calls} == {"done"}
             assert [its.sequence for its in flight.entries] == [1, 2, 3]
 

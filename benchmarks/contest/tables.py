@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from record import text_of
+from record import text_of, text_of_bytes
 
 from contest.measuring import Timing
 from contest.roofline import Roofline
 from contest.targets import MPIS, Verdict
 
-__all__ = ["lines_of_roofline", "lines_of_timings", "lines_of_verdicts", "row_of", "text_of_bytes"]
+__all__ = ["lines_of_roofline", "lines_of_timings", "lines_of_verdicts", "row_of"]
 
 _SHORT: Final = {
     "raw": "raw",
@@ -100,12 +100,3 @@ def lines_of_verdicts(found: Sequence[Verdict], what: str = "asked and got, thei
         mark = {True: "yes", False: "NO", None: ""}[one.is_met]
         lines.append(f"{mark:>3} | {one.text:<{width}} | {one.asked:>11} | {one.got}")
     return lines
-
-
-def text_of_bytes(nbytes: float) -> str:
-    """Write a size with its unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

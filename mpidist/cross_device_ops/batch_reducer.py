@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.cross_device_ops.describing import bytes_text, specs_text
+from mpidist.cross_device_ops.describing import packs_text, specs_text
 from mpidist.cross_device_ops.destinations import send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
@@ -25,6 +25,7 @@ from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.texts import size_text
 
 __all__ = ["BatchReducer", "Request"]
 
@@ -341,7 +342,12 @@ class BatchReducer:
         if len(parts) == 1:
             calls = self._stream_calls(request.options, *parts[0])
         details = f"{request.op} of {specs_text(specs)}, {self._algorithm(request.options)}"
-        return _Shape(fingerprint, tuple(parts), calls, details + _packs_text([plan for _, _, plan in parts], calls))
+        return _Shape(
+            fingerprint,
+            tuple(parts),
+            calls,
+            details + packs_text(sum(plan.num_packs for _, _, plan in parts), calls is not None),
+        )
 
     def _stream_calls(
         self, options: CommunicationOptions, ranks: tuple[int, ...] | None, _: tuple[int, ...], plan: Plan
@@ -369,7 +375,7 @@ class BatchReducer:
             len(plan.specs),
             plan.num_packs,
             len(plan.chunks),
-            bytes_text(sum(chunk.nbytes for chunk in plan.chunks)),
+            size_text(sum(chunk.nbytes for chunk in plan.chunks)),
             topology.size,
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
@@ -393,8 +399,3 @@ def _describe(call: _Call, configuration: tuple[Any, ...]) -> Mapping[str, str]:
     fields |= {f"array {index}": repr(spec) for index, spec in enumerate(specs)}
     fields["form of the nest"] = repr(request.structure)
     return fields
-
-
-def _packs_text(plans: Sequence[Plan], streams: StreamCalls | None) -> str:
-    packs = sum(plan.num_packs for plan in plans)
-    return ", in a stream" if streams is not None else f", {packs} pack{'' if packs == 1 else 's'}"

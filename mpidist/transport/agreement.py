@@ -140,18 +140,6 @@ class Agreement(ABC):
     def restart_clock(self) -> None:
         """Count the time that this rank is kept waiting in a call from now on. Local."""
 
-    @abstractmethod
-    def tell_end(self, text: str) -> None:
-        """Tell the other ranks that this one's program has failed, so that they do not wait for it. Local."""
-
-    @abstractmethod
-    def hears_end_of_a_lower_rank(self) -> bool:
-        """Whether a rank before this one has told of the end of its program. Local."""
-
-    @abstractmethod
-    def tell_reset(self) -> None:
-        """Tell the other ranks that this one makes no call any more before a reset. Local."""
-
     @property
     @abstractmethod
     def broken(self) -> Exception | None:
@@ -193,15 +181,6 @@ class SoloAgreement(Agreement):
         pass  # whoever looks at one rank sees where it is
 
     def restart_clock(self) -> None:
-        pass
-
-    def tell_end(self, text: str) -> None:
-        pass
-
-    def hears_end_of_a_lower_rank(self) -> bool:
-        return False
-
-    def tell_reset(self) -> None:
         pass
 
     @property

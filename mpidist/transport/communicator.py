@@ -80,6 +80,22 @@ class Communicator(ABC):
         """Ask `is_over` while this rank waits for others; it raises when there is no sense in waiting further."""
         self._is_over = is_over
 
+    def _start_all_gather(self, buffer: Array, bounds: Sequence[int] | None) -> Sequence[int]:
+        """Count an all-gather, and return its bounds."""
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
+        self.traffic.add("all_gather", buffer.nbytes - own)
+        return bounds
+
+    def _start_broadcast(self, buffer: Array, root: int, into: Array | None) -> Array:
+        """Count a broadcast, and return the array that it works on in place."""
+        self.traffic.add("broadcast", buffer.nbytes if into is None else into.nbytes)
+        if into is None:
+            return buffer
+        if self.rank == root:
+            into[...] = buffer
+        return into
+
     @abstractmethod
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Lend memory to pack into, where this transport reads it without another copy.

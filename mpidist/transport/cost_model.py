@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Final, TypeAlias, final
 
+from mpidist.transport.texts import size_text
+
 __all__ = ["ALGORITHMS", "NEVER", "CostModel", "Placement", "name_placement"]
 
 Placement: TypeAlias = tuple[int, ...]  # number of ranks of each node
@@ -301,7 +303,7 @@ def _explain(model: CostModel, placement: Placement) -> str:
     lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
     for power in range(10, 31, 2):
         times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
-        lines.append(f"{_size(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
+        lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
     lines += _reasons(model, placement)
     return "\n".join(lines)
 
@@ -311,30 +313,24 @@ def _reasons(model: CostModel, placement: Placement) -> list[str]:
     if len(placement) == 1:
         limit = model.one_round_bytes(placement)
         return [
-            f"one_round to {_size(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
-            f"pipeline above, in chunks of {_size(chunk)}: two barriers at least, and every rank adds its share.",
+            f"one_round to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
+            f"pipeline above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
         ]
     least = model.least_bytes(placement)
     start = (
         "pipeline never: its messages cost more than they save."
         if least == NEVER
-        else (f"pipeline from {_size(least)} on: {min(placement)} ranks a node use the link at once, while they add.")
+        else (
+            f"pipeline from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
+        )
     )
-    link = model._link(chunk, len(placement))
+    link, chunk_text = model._link(chunk, len(placement)), size_text(chunk)
     return [
         start,
         "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
-        f"chunks of {_size(chunk)}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
+        f"chunks of {chunk_text}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
         f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
     ]
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
 
 
 def _time(seconds: float) -> str:

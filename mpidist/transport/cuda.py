@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, final
 
+from mpidist.transport.texts import first_line
+
 __all__ = ["LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
 
 LEAST_NCCL: Final = 21800  # 2.18: the oldest that CuPy 14 is built with
@@ -93,7 +95,7 @@ class Cuda:
         try:
             cupy = self.cupy
         except ImportError as error:
-            return GpuSupport(reason=f"CuPy cannot be imported: {_first_line(error)}")
+            return GpuSupport(reason=f"CuPy cannot be imported: {first_line(error)}")
         version, runtime = str(cupy.__version__), cupy.cuda.runtime
         if int(version.partition(".")[0]) < _LEAST_CUPY:
             return GpuSupport(version, reason=f"CuPy {version} is too old; version {_LEAST_CUPY} or later is needed")
@@ -109,7 +111,7 @@ class Cuda:
         try:
             nccl = self.nccl
         except ImportError as error:
-            return 0, f"CuPy's binding of NCCL cannot be imported: {_first_line(error)}"
+            return 0, f"CuPy's binding of NCCL cannot be imported: {first_line(error)}"
         if not nccl.available:
             return 0, f"NCCL's library, libnccl.so.2, is not found; {install}"
         number = int(nccl.get_version())
@@ -135,15 +137,11 @@ def _why_no_device(runtime: Any) -> str:
     try:
         count = runtime.getDeviceCount()
     except RuntimeError as error:
-        return f"{_first_line(error)}. See whether `nvidia-smi` works"
+        return f"{first_line(error)}. See whether `nvidia-smi` works"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all but {count}"
     return f"the driver shows {count}. See what `nvidia-smi` lists"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 _providers: Final = [Cuda()]

@@ -18,6 +18,7 @@ from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Making
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.texts import first_line
 from mpidist.transport.topology import Topology
 
 __all__ = ["DeviceLevels"]
@@ -157,7 +158,7 @@ class DeviceLevels:
         try:
             return "", bytes(self._cuda.nccl.get_unique_id())
         except Exception as error:  # whatever it is, the other ranks must learn of it
-            return _text(error), b""
+            return first_line(error), b""
 
     def _wait_for_all(self, name: str, making: Making | None) -> None:
         """Wait until all ranks have made their communicators, or one of them has failed. Collective.
@@ -198,7 +199,3 @@ def _raise_first(name: str, errors: Sequence[str]) -> None:
             f"NCCL could not be started ({name}): {name_ranks(failed)}: {errors[failed[0]]}. NCCL_DEBUG=WARN "
             "says more; MPIDIST_NCCL=0 does without NCCL, through the host"
         )
-
-
-def _text(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.flight_recorder import FlightEntry
-from mpidist.transport.processes import RUNNING
 
 __all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
 
@@ -104,7 +103,7 @@ def _group(flight: GroupFlight, wall: float) -> dict[str, Any]:
         "group": flight.group,
         "rank": flight.rank,
         "size": flight.size,
-        "process": flight.process or RUNNING,
+        "process": flight.process,
         "calls": calls,
     }
 

@@ -13,6 +13,7 @@ from typing import Final, final
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.cuda import Cuda, nccl_version_text
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.texts import first_line
 
 __all__ = ["GpuFacts", "reason_against_nccl"]
 
@@ -67,7 +68,7 @@ class GpuFacts:
                 uuid = cuda.cupy.cuda.runtime.getDeviceProperties(device).get("uuid")
                 gpu = (bytes(uuid) if uuid else hostname, address)
             except RuntimeError as error:
-                reason = f"its GPU does not answer: {str(error).splitlines()[0]}"
+                reason = f"its GPU does not answer: {first_line(error)}"
         return cls(
             environ.get("NCCL_HOSTID", ""),
             gpu,

@@ -165,10 +165,7 @@ class MpiCommunicator(Communicator):
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        if bounds is None:
-            bounds = shard_bounds(buffer.size, self.size)
-        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
-        self.traffic.add("all_gather", buffer.nbytes - own)
+        bounds = self._start_all_gather(buffer, bounds)
         if buffer.nbytes <= self._max_chunk_bytes:
             self._all_gather(buffer, bounds)
             return
@@ -177,11 +174,7 @@ class MpiCommunicator(Communicator):
                 self._broadcast(chunk, root)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        if into is not None:
-            if self.rank == root:
-                into[...] = buffer
-            buffer = into
-        self.traffic.add("broadcast", buffer.nbytes)
+        buffer = self._start_broadcast(buffer, root, into)
         for chunk in self._chunks(buffer):
             self._broadcast(chunk, root)
 

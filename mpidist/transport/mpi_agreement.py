@@ -12,9 +12,9 @@ from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFail
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.disagreement import peer_left, table_of
 from mpidist.transport.mpi import Intracomm, load_mpi
-from mpidist.transport.notes import BROKE_OFF, ENDED, RESETS
-from mpidist.transport.on_error import text_of
+from mpidist.transport.notes import BROKE_OFF
 from mpidist.transport.rounds import MpiRounds, Rounds
+from mpidist.transport.texts import text_of
 from mpidist.transport.waiting import never_free, poll
 from mpidist.transport.watch import Watch
 
@@ -158,17 +158,6 @@ class MpiAgreement(Agreement):
 
     def restart_clock(self) -> None:
         self._watch.restart()
-
-    def tell_end(self, text: str) -> None:
-        if self.broken is None:
-            self._watch.tell(ENDED, text, is_lost=True)
-
-    def hears_end_of_a_lower_rank(self) -> bool:
-        return self._watch.hears_end_of_a_lower_rank()
-
-    def tell_reset(self) -> None:
-        if self.broken is None:
-            self._watch.tell(RESETS, "")
 
     @property
     def broken(self) -> Exception | None:

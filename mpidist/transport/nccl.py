@@ -15,6 +15,7 @@ from mpidist.transport import nccl_handles
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.nccl_handles import Handle
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.texts import first_line
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["NcclCommunicator"]
@@ -124,18 +125,11 @@ class NcclCommunicator(Communicator):
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        if bounds is None:
-            bounds = shard_bounds(buffer.size, self.size)
-        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
-        self.traffic.add("all_gather", buffer.nbytes - own)
+        bounds = self._start_all_gather(buffer, bounds)
         self._all_gather(buffer, bounds)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        if into is not None:
-            if self.rank == root:
-                into[...] = buffer
-            buffer = into
-        self.traffic.add("broadcast", buffer.nbytes)
+        buffer = self._start_broadcast(buffer, root, into)
         at = _address(buffer)
         self._run("broadcast", buffer, lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
 
@@ -282,7 +276,7 @@ class NcclCommunicator(Communicator):
                 self._done.record(self._stream)
                 self._wait(what)
         except BaseException as error:
-            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {_first_line(error)})")
+            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
             never_free((memory, self._pack, self._parts, self._stream, self._ready, self._done))
             raise
 
@@ -315,7 +309,7 @@ class NcclCommunicator(Communicator):
         try:
             yield
         except self._nccl.NcclError as error:
-            head = f"{what} with NCCL on {self._name} failed: {_first_line(error)}. "
+            head = f"{what} with NCCL on {self._name} failed: {first_line(error)}. "
             if error.status in _REMOTE:
                 raise PeerFailedError(
                     f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
@@ -343,7 +337,3 @@ def _are_even(bounds: Sequence[int]) -> bool:
 
 def _address(array: Array) -> int:
     return int(array.data.ptr)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -15,8 +15,9 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, final
 
 from mpidist import errors
+from mpidist.transport.texts import text_of
 
-__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "text_of", "uninstall"]
+__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "uninstall"]
 
 EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
@@ -94,11 +95,6 @@ def install(job: Job) -> None:
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _keep)
         _before.append(lambda: _default(signal.SIGUSR1))
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's name and text in one line, also of one that cannot say what it is."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
 def uninstall() -> None:
@@ -195,9 +191,12 @@ class _Exit(SystemExit):
 
     def _leave(self, job: Job) -> None:
         code = self.args[0]
-        job.tell(f"SystemExit: {code}")
-        _write(f"Traceback (most recent call last):\n{self._where}SystemExit: {code}\n", job.prefix)
-        _abort(job, code if isinstance(code, int) else _EXIT_CODE)
+        try:
+            job.tell(f"SystemExit: {code}")
+            _let_lower_rank_speak(job)
+            _write(f"Traceback (most recent call last):\n{self._where}SystemExit: {code}\n", job.prefix)
+        finally:
+            _abort(job, code if isinstance(code, int) else _EXIT_CODE)
 
 
 def _asked_by_the_interpreter() -> bool:

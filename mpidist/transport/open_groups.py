@@ -6,7 +6,6 @@ import atexit
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +13,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport import on_error
 from mpidist.transport.flight_files import GroupFlight, write_flight
 from mpidist.transport.mpi import load_mpi
+from mpidist.transport.texts import text_of
 
 __all__ = [
     "OpenGroup",
@@ -172,9 +172,11 @@ def _leave_all() -> None:
     """
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
-        with suppress(Exception):  # it is said already, by the call that failed
+        try:
             group.close()
-        forget(group, has_failed=False)
+        except Exception as error:  # the other groups have to be left, too
+            on_error.tell(f"while the program ended: {text_of(error)}")
+            forget(group, has_failed=True)
     for reason in _unbuilt[:1]:
         if not load_mpi().Is_finalized():
             on_error.end_job(reason)

@@ -87,9 +87,7 @@ class SharedMemoryCommunicator(Communicator):
         return targets[self.rank]
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        bounds = tuple(shard_bounds(buffer.size, self.size) if bounds is None else bounds)
-        own = (bounds[self.rank + 1] - bounds[self.rank]) * buffer.itemsize
-        self.traffic.add("all_gather", buffer.nbytes - own)
+        bounds = tuple(self._start_all_gather(buffer, bounds))
         schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
         complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.streams.is_over)
 

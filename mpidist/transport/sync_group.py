@@ -34,6 +34,7 @@ from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.thread_guard import ThreadGuard
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import set_crowded
+from mpidist.transport.watch import Watch
 
 __all__ = ["SyncGroup"]
 
@@ -73,6 +74,7 @@ class SyncGroup(OpenGroup):
         self._is_of_parent = False  # whether this process is a fork of the one that made it
         self._fingerprints: dict[Hashable, int] = {}
         self._sequence = 0  # of the last call before a reset
+        self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
         self.levels: Levels
         self._devices: DeviceLevels
@@ -256,7 +258,8 @@ class SyncGroup(OpenGroup):
             self._agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self._membership is not None:
-            self._agreement.tell_reset()
+            if self._watch is not None:
+                self._watch.tell_reset()
             has_failed = self._agreement.broken is not None
             flags = self._membership.meet_to_reset(
                 (has_failed, self._agreement.sequence), self.settings.timeout_seconds
@@ -282,14 +285,17 @@ class SyncGroup(OpenGroup):
             self.calls.finish()
         self.calls.abandon("close()")
         self._is_closed = True
-        if self._agreement.broken is None:
-            with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
-                self._agreement.join(Joining(LEAVE, 0, dict))
-                self._agreement.end()
-        open_groups.forget(self, has_failed=self._agreement.broken is not None)
-        if self._agreement.broken is not None:  # ranks that do not come cannot free together
-            self._devices.abandon()
-            self.levels.abandon()
+        try:
+            if self._agreement.broken is None:
+                with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
+                    self._agreement.join(Joining(LEAVE, 0, dict))
+                    self._agreement.end()
+        finally:
+            open_groups.forget(self, has_failed=self._agreement.broken is not None)
+            if self._agreement.broken is not None:  # ranks that do not come cannot free together
+                self._devices.abandon()
+                self.levels.abandon()
+        if self._agreement.broken is not None:
             return
         self.shared.free()
         self._free_levels()
@@ -302,11 +308,12 @@ class SyncGroup(OpenGroup):
 
     def tell_end(self, text: str) -> None:
         """See `OpenGroup.tell_end`."""
-        self._agreement.tell_end(text)
+        if self._watch is not None:
+            self._watch.tell_end(text)
 
     def hears_end_of_a_lower_rank(self) -> bool:
         """See `OpenGroup.hears_end_of_a_lower_rank`."""
-        return self._agreement.hears_end_of_a_lower_rank()
+        return self._watch is not None and self._watch.hears_end_of_a_lower_rank()
 
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
@@ -340,7 +347,7 @@ class SyncGroup(OpenGroup):
         streams = self.levels.streams
         rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
         comm = comm.Dup()
-        watch = membership.make_watch(comm)
+        self._watch = watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
         self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl)

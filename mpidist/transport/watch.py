@@ -93,15 +93,16 @@ class Watch:
         """Count the time that this rank is kept waiting from now on: it did other work since the call began."""
         self._since, self._next_look = time.monotonic(), 0.0
 
-    def require_no_notes(self, probes: int = 1) -> None:
+    def require_no_notes(self, probes: int = 1, is_waiting: bool = False) -> None:
         """Raise if another rank has given up or ended. Local.
 
         Args:
+            is_waiting: Whether this rank has waited for others: then it finds out for whom.
             probes: How often to ask MPI, which may need several calls to find a message, after work without any.
         """
         for _ in range(probes):
             if self._heard or self._notes.have_come():
-                self._hear(is_waiting=False)
+                self._hear(is_waiting)
 
     def look(self) -> bool:
         """Raise if there is no sense in waiting further. Local.
@@ -124,6 +125,16 @@ class Watch:
         """Whether a rank before this one has told of the end of its program. Local."""
         self._read()
         return any(note.tag == ENDED and rank < self._rank for rank, note in self._heard.items())
+
+    def tell_end(self, text: str) -> None:
+        """Tell the other ranks that this one's program has failed. Local."""
+        if self.broken is None:
+            self.tell(ENDED, text, is_lost=True)
+
+    def tell_reset(self) -> None:
+        """Tell the other ranks that this one makes no call any more before a reset. Local."""
+        if self.broken is None:
+            self.tell(RESETS, "")
 
     def settle(self) -> Notes:
         """Write no more notes; return those of all calls, to be taken before the communicator is freed. Local."""
@@ -158,19 +169,13 @@ class Watch:
                 reason = f"cannot complete: rank {rank} called reset() instead, after call {last}"
                 self._fail(PeerFailedError, reason, Lateness({}, (), self._hostnames), None)
         if is_gone or (self._timeout and waited >= self._timeout):
-            self._look_for_notes()
+            self.require_no_notes(PROBES, is_waiting=True)  # before this rank says what another has said
             self._give_up()
         if self._stall_seconds and not self._timeout:
             self._wonder(now, waited)
         self._next_look = now + _LOOK_SECONDS
         if self._timeout:
             self._next_look = min(self._next_look, self._since + self._timeout)
-
-    def _look_for_notes(self) -> None:
-        """Hear what others said before this rank says the same."""
-        for _ in range(PROBES):
-            if self._notes.have_come():
-                self._hear(is_waiting=True)
 
     def _hear(self, is_waiting: bool) -> None:
         self._read()

@@ -1,0 +1,48 @@
+"""Sizes and errors in few words."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.transport.texts import first_line, size_text, text_of
+
+pytestmark = pytest.mark.no_mpi
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def syntax_error() -> SyntaxError:
+    try:
+        compile("1 +", "file.py", "exec")
+    except SyntaxError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("mine"), "KeyError: 'mine'"),
+        (OSError("one\ntwo"), "OSError: one"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (syntax_error(), "SyntaxError: invalid syntax"),
+    ],
+)
+def test_an_error_in_one_line(error: BaseException, text: str) -> None:
+    assert text_of(error) == text
+
+
+def test_an_error_without_words_has_its_name() -> None:
+    assert text_of(Mute()).endswith("Mute: <exception str() failed>")
+    assert first_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("it broke.\nSee there.")) == "it broke"
+
+
+def test_sizes_have_the_unit_that_people_choose() -> None:
+    texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 3 << 19: "1.5 MiB", 1 << 30: "1 GiB", 5 << 40: "5120 GiB"}
+    assert {size: size_text(size) for size in texts} == texts
