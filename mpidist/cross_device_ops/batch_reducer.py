@@ -341,13 +341,9 @@ class BatchReducer:
         calls = None
         if len(parts) == 1:
             calls = self._stream_calls(request.options, *parts[0])
-        details = f"{request.op} of {specs_text(specs)}, {self._algorithm(request.options)}"
-        return _Shape(
-            fingerprint,
-            tuple(parts),
-            calls,
-            details + packs_text(sum(plan.num_packs for _, _, plan in parts), calls is not None),
-        )
+        packs = packs_text(sum(plan.num_packs for _, _, plan in parts), calls is not None)
+        details = f"{request.op} of {specs_text(specs)}, {self._algorithm(request.options)}{packs}"
+        return _Shape(fingerprint, tuple(parts), calls, details)
 
     def _stream_calls(
         self, options: CommunicationOptions, ranks: tuple[int, ...] | None, _: tuple[int, ...], plan: Plan
