@@ -7,10 +7,9 @@ again; everything else only looks. Hardly anything of mpidist is imported here, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from mpidist.options import ReduceOp
 
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Entry",
+    "called",
     "current",
     "default_strategy",
-    "entered",
     "experimental_set_strategy",
     "get_loss_reduction",
     "get_replica_context",
@@ -170,20 +169,34 @@ def pop(entry: Entry) -> None:
     Raises:
         RuntimeError: If another entry was pushed after this one and is still there.
     """
+    _require_innermost(entry)
+    _stack.entries.pop()
+
+
+def called(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with an entry current.
+
+    No `with` statement, as a signal handler may raise between any two of its steps, and would leave the entry there
+    for ever: here the interpreter looks for signals only between the `try` and the `finally`.
+
+    Raises:
+        RuntimeError: If the function entered a scope and did not leave it.
+    """
+    entries = _stack.entries
+    depth = len(entries)
+    try:
+        entries.append(entry)
+        result = fn(*args, **kwargs)
+        _require_innermost(entry)
+        return result
+    finally:
+        del entries[depth:]
+
+
+def _require_innermost(entry: Entry) -> None:
     entries = _stack.entries
     if not entries or entries[-1] is not entry:
         raise RuntimeError(
             "scope nesting error: a scope was left while one that was entered after it is still open; "
             "leave scopes in the reverse order of entering them"
         )
-    entries.pop()
-
-
-@contextmanager
-def entered(entry: Entry) -> Iterator[None]:
-    """Make an entry current for the body of a `with` statement."""
-    push(entry)
-    try:
-        yield
-    finally:
-        pop(entry)

@@ -203,8 +203,8 @@ class StrategyExtended:
         """
         self._require_own("update", var)
         self.require_not_mixed("update")
-        with contexts.entered(contexts.Entry(self.strategy, updating=True)):
-            result = fn(var, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
+        entry = contexts.Entry(self.strategy, updating=True)
+        result = contexts.called(entry, fn, var, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
         return result if group else (result,)
 
     def call_for_each_replica(
@@ -213,8 +213,8 @@ class StrategyExtended:
         """Call a function in replica context: what `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         context = ReplicaContext(self.strategy, self._group.topology.rank)
-        with contexts.entered(contexts.Entry(self.strategy, context)):
-            return fn(*open_nest(list(args)), **open_nest(dict(kwargs or {})))
+        entry = contexts.Entry(self.strategy, context)
+        return contexts.called(entry, fn, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:

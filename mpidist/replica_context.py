@@ -179,8 +179,7 @@ class ReplicaContext:
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
-        with contexts.entered(contexts.Entry(self._strategy)):
-            result = merge_fn(self._strategy, *wrapped, **named)
+        result = contexts.called(contexts.Entry(self._strategy), merge_fn, self._strategy, *wrapped, **named)
         return nest.map_structure(local, result)
 
     def _require_current(self, call: str) -> None:

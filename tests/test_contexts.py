@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alarms import RangError, alarm
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy
+from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, contexts
 
 State = tuple[Any, Any, bool, bool]
 
@@ -269,3 +270,17 @@ def test_loss_reduction_is_sum(strategy: Strategy) -> None:
     assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
     with strategy.scope():
         assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
+
+
+def test_an_exception_of_a_signal_handler_leaves_nothing_current(strategy: Strategy) -> None:
+    """Wherever it comes: between entering the context and the function, or after it."""
+
+    def forever(delay: float) -> None:
+        with alarm(delay):
+            while True:
+                strategy.run(state)
+
+    for delay in np.random.default_rng(strategy.topology.rank).uniform(2e-5, 2e-4, size=3000).tolist():
+        with pytest.raises(RangError):
+            forever(delay)
+        assert contexts.innermost() is None
