@@ -25,6 +25,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import standin_kernels
 
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.cuda import Cuda
@@ -69,7 +70,11 @@ class Stream:
         self.knows: dict[int, int] = {}
         self.queue: deque[Launch] = deque()
         self.waits: list[Event] = []
+        self.captured: list[Callable[[], None]] | None = None  # of kernels, instead of their run
         world.streams[self.ptr] = self
+
+    def is_capturing(self) -> bool:
+        return self.captured is not None
 
     def wait_event(self, event: Event) -> None:
         self.waits.append(event)
@@ -99,6 +104,8 @@ class Event:
         world.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
+        if stream.captured is not None:
+            self.world.problems.append("an event was recorded in a capture, and is used outside of it")
         self.knows = dict(stream.knows)
         self.launches, self.waits = list(stream.queue), list(stream.waits)
 
@@ -326,6 +333,10 @@ class StandIn:
             if time.monotonic() - start > PATIENCE:
                 raise AssertionError("the host waits for a GPU that waits for ever")
 
+    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
+        """Put on a stream what is no call of NCCL."""
+        stream.queue.append(Launch([call], stream, None, holds))
+
     def query(self, ptr: int) -> int:
         self.progress()
         event = self.events[ptr]
@@ -388,7 +399,7 @@ def _cupy_module(world: StandIn, driver_version: int) -> Any:
         get_current_stream=lambda: world.current,
     )
     functions = {name: world.ufunc(getattr(np, name)) for name in ("add", "multiply", "minimum", "maximum")}
-    return SimpleNamespace(
+    module = SimpleNamespace(
         __version__="14.2.0",
         cuda=cuda,
         ndarray=FakeArray,
@@ -397,6 +408,8 @@ def _cupy_module(world: StandIn, driver_version: int) -> Any:
         asnumpy=world.asnumpy,
         **functions,
     )
+    standin_kernels.add_to(world, module)
+    return module
 
 
 def _nccl_module(world: StandIn, version: int) -> Any:

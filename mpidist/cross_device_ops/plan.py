@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.cross_device_ops.device_chunks import run_on_device
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport.levels import Levels
@@ -155,7 +156,7 @@ class Plan:
     streams: tuple[StreamPlan, ...] | None = None
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], levels_of: LevelsOf, reduce: Reduce) -> None:
-        """Send every chunk.
+        """Send every chunk, those of device memory first.
 
         Args:
             arrays: Native arrays as in `specs`; any layout and byte order. They are only read.
@@ -164,8 +165,13 @@ class Plan:
             levels_of: The levels for host (`False`) or device memory (`True`).
             reduce: Reduces a flat buffer in place.
         """
+        on_device = [chunk for chunk in self.chunks if chunk.device]
+        if on_device:
+            run_on_device(on_device, arrays, results, levels_of(True), reduce)
         for chunk in self.chunks:
-            levels = levels_of(chunk.device)
+            if chunk.device:
+                continue
+            levels = levels_of(False)
             if chunk.direct:
                 _run_direct(chunk, arrays, results, levels, reduce)
             else:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
@@ -13,6 +14,7 @@ from mpidist.transport import nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
 from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.nccl import NcclCommunicator
@@ -95,8 +97,9 @@ class DeviceLevels:
 
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
+        kernels = host.of_device.kernels
         if topology.size == 1:
-            return _solo()
+            return _solo(kernels)
         spans_nodes = topology.num_nodes > 1
         if everywhere and not spans_nodes:
             levels = self.levels()
@@ -115,13 +118,14 @@ class DeviceLevels:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
             lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
-            return Levels(world, within, self._connect("across_nodes", lanes), host.is_even, nccl=NcclReach.WORLD)
+            across = self._connect("across_nodes", lanes)
+            return Levels(world, within, across, host.is_even, nccl=NcclReach.WORLD, own_kernels=kernels)
         within = self._connect("within_node", topology.nodes)
         if not spans_nodes:
             alone = SoloCommunicator("across_nodes", device=True)
-            return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD)
+            return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD, own_kernels=kernels)
         staged = host.of_device
-        return Levels(staged.world, within, staged.across_nodes, host.is_even, nccl=NcclReach.NODE)
+        return replace(staged, within_node=within, nccl=NcclReach.NODE)
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
@@ -179,9 +183,9 @@ class DeviceLevels:
             nap = min(2 * nap, _LAST_NAP)
 
 
-def _solo() -> Levels:
+def _solo(kernels: DeviceKernels) -> Levels:
     world, within, across = (SoloCommunicator(name, device=True) for name in ("world", "within_node", "across_nodes"))
-    return Levels(world, within, across, True, nccl=NcclReach.WORLD)
+    return Levels(world, within, across, True, nccl=NcclReach.WORLD, own_kernels=kernels)
 
 
 def _ranks_at(topology: Topology, place: int) -> list[int]:

@@ -12,8 +12,10 @@ from typing import Any, Final, cast, final
 import numpy as np
 
 from mpidist.errors import UnavailableError
+from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.cost_model import CostModel
+from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
@@ -59,6 +61,7 @@ class Levels:
         is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
         streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
         nccl: Which of them are NCCL's.
+        own_kernels: Those of the levels for device memory; `None` of others.
     """
 
     world: Communicator
@@ -67,6 +70,18 @@ class Levels:
     is_even: bool
     streams: StreamReducer | None = None
     nccl: NcclReach = NcclReach.NOWHERE
+    own_kernels: DeviceKernels | None = None
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """What moves and joins arrays of device memory.
+
+        Raises:
+            RuntimeError: If these are the levels for host memory.
+        """
+        if self.own_kernels is None:
+            raise RuntimeError("the levels for host memory have no kernels; take those of `of_device`")
+        return self.own_kernels
 
     @classmethod
     def solo(cls) -> Levels:
@@ -156,6 +171,7 @@ class Levels:
             HostStagedCommunicator(self.within_node),
             HostStagedCommunicator(self.across_nodes),
             self.is_even,
+            own_kernels=DeviceKernels(cuda.current()),
         )
 
     def free(self) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import nccl_handles
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.nccl_handles import Handle
-from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.texts import first_line
 from mpidist.transport.waiting import never_free, poll
 
@@ -22,7 +23,8 @@ __all__ = ["NcclCommunicator"]
 
 _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
 _NOT_READY: Final = 600  # of CUDA, for an event that has not come
-_UFUNCS: Final = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+_ALIGNMENT: Final = 16  # bytes: of what is joined fastest
+_OPS: Final = ("sum", "prod", "min", "max")
 _DTYPES: Final = {
     "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
     "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
@@ -65,9 +67,10 @@ class NcclCommunicator(Communicator):
         self._query = cuda.runtime.eventQuery
         self._pack: Array = None
         self._parts: Array = None
-        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _UFUNCS}
+        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _OPS}
         self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
+        self._kernels = DeviceKernels(handle.cuda)
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         nbytes = count * dtype.itemsize
@@ -188,10 +191,10 @@ class NcclCommunicator(Communicator):
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
         width, count = buffer.itemsize, shard.size
-        nbytes = count * width
-        if self._parts is None or self._parts.size < self.size * nbytes:
-            self._parts = self._cupy.empty(self.size * nbytes, np.uint8)
-        parts = self._parts[: self.size * nbytes].view(buffer.dtype).reshape(self.size, count)
+        nbytes, step = count * width, -(-count * width // _ALIGNMENT) * _ALIGNMENT
+        if self._parts is None or self._parts.size < self.size * step:
+            self._parts = self._cupy.empty(self.size * step, np.uint8)
+        parts = self._parts[: self.size * step].view(buffer.dtype).reshape(self.size, step // width)[:, :count]
         parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         at, first = _address(buffer), _address(parts)
 
@@ -202,21 +205,11 @@ class NcclCommunicator(Communicator):
                 if stop > start:
                     comm.send(at + start * width, (stop - start) * width, self._byte, peer, to)
                 if count:
-                    comm.recv(first + peer * nbytes, nbytes, self._byte, peer, to)
+                    comm.recv(first + peer * step, nbytes, self._byte, peer, to)
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._combine(parts, reduction, shard)
-
-    def _combine(self, parts: Array, reduction: Reduction, shard: Array) -> None:
-        ufunc = getattr(self._cupy, _UFUNCS[reduction.op])
-        wide = accumulator_dtype(shard.dtype)
-        total = parts[0].astype(wide)
-        for part in parts[1:]:
-            ufunc(total, part.astype(wide, copy=False), out=total)
-        if reduction.divisor != 1:
-            total /= reduction.divisor
-        shard[...] = total
+            self._kernels.combine(parts, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
