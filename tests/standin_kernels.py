@@ -25,7 +25,7 @@ import pytest
 
 from mpidist.transport.move_rows import CASTS, COPIES, QUOTIENTS
 
-__all__ = ["Pinned", "add_to", "call", "library"]
+__all__ = ["Pinned", "add_to", "call", "library", "words_at"]
 
 COMPILER = "g++"
 PRELUDE = """
@@ -48,9 +48,6 @@ extern "C" void run_kernel(void* kernel, unsigned blocks, unsigned threads, cons
             threadIdx.x = thread;
             ((Kernel)kernel)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]);
         }
-}
-extern "C" void to_halves(const f4* from, f2* to, bf* brain, i8 count) {
-    for (i8 at = 0; at < count; at++) to[at] = to_f2(from[at]), brain[at] = to_bf(from[at]);
 }
 """
 WIDTHS = {"i1": 1, "u1": 1, "i2": 2, "u2": 2, "f2": 2, "bf": 2, "i4": 4, "u4": 4, "f4": 4, "c16": 16}
@@ -172,19 +169,20 @@ class Module:
             stream.captured.append(run)
 
 
-def _words(address: int, count: int) -> Any:
+def words_at(address: int, count: int) -> Any:
+    """Read device memory, whatever is under way: 64-bit words, [count]."""
     return np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(address)).astype(np.int64)
 
 
 def _ranges_of_move(args: tuple[int, ...]) -> list[tuple[int, int, bool]]:
     rows_at, num_rows, from_arrays, from_flat, to_arrays, to_flat, _, overflow = args
-    rows = _words(rows_at, 3 * num_rows).reshape(num_rows, 3)
+    rows = words_at(rows_at, 3 * num_rows).reshape(num_rows, 3)
     index, count, kind = rows[:, 2] & 0xFFFFFFFF, rows[:, 2] >> 32 & 0xFFFF, rows[:, 2] >> 48
     ranges = [(rows_at, rows_at + 24 * num_rows, False)] + [(overflow, overflow + 4, True)] * bool(overflow)
     for arrays, flat, side in ((from_arrays, from_flat, 0), (to_arrays, to_flat, 1)):
         widths = np.array([READ_AND_WRITTEN[int(its)][side] for its in kind])
         if arrays:
-            places = _words(arrays, int(index.max()) + 1)
+            places = words_at(arrays, int(index.max()) + 1)
             ranges.append((arrays, arrays + 8 * places.size, False))
             lows = places[index] + rows[:, 0] * widths
         else:
@@ -199,7 +197,7 @@ def _ranges_of_combine(name: str, args: tuple[int, ...]) -> list[tuple[int, int,
     ranges = [(out, out + count * written, True)] + [(overflow, overflow + 4, True)] * bool(overflow)
     places = [first + at * stride for at in range(number)]
     if table:
-        places = [int(place) for place in _words(table, number)]
+        places = [int(place) for place in words_at(table, number)]
         ranges.append((table, table + 8 * number, False))
     return ranges + [(place, place + count * read, False) for place in places]
 

@@ -297,7 +297,9 @@ def make_plan(
         count += len(packs)
         for pack in packs:
             keeps = [dtypes[piece.index][1] == wire for piece in pack]
-            for direct, run in _messages(pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize):
+            for direct, run in _messages(
+                pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize, device
+            ):
                 chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by))
     can_stream = sizes.streams is not None and not any(spec.device for spec in specs)
     results = tuple(result for _, result in dtypes)
@@ -361,7 +363,7 @@ def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
 
 
 def _messages(
-    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int
+    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
     """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
 
@@ -370,12 +372,13 @@ def _messages(
         keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
         direct_count: From how many elements on a piece is large.
         pack_count: How many elements a pack buffer holds.
+        device: Whether small pieces on both sides of a large one share a buffer: there are launches to save.
     """
     run: list[Piece] = []
     held = 0
     for piece, keep in zip(pack, keeps, strict=True):
         if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
-            if run:
+            if run and not device:
                 yield False, run
                 run, held = [], 0
             yield True, [piece]

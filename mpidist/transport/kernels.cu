@@ -1,7 +1,8 @@
 // Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
 // header; the tests compile the same text for the host. What a kernel is called with is in device_kernels.py.
 //
-// Needs --fmad=false: a product and a sum that are rounded once would not be the numbers of NumPy.
+// The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
+// others. float32 is added in PTX, because CuPy compiles with -ftz=true, and then C++ makes subnormal numbers zeros.
 
 typedef signed char i1;
 typedef unsigned char u1;
@@ -86,6 +87,53 @@ INLINE f2 to_f2(f4 x) {
 
 #endif
 
+// ---- Arithmetic that keeps subnormal numbers.
+
+#ifdef __CUDA_ARCH__
+
+#define IN_PTX(NAME, INSTRUCTION) \
+    INLINE f4 NAME(f4 a, f4 b) { \
+        f4 c; \
+        asm(INSTRUCTION " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); \
+        return c; \
+    }
+IN_PTX(plus, "add.rn.f32")
+IN_PTX(minus, "sub.rn.f32")
+IN_PTX(times, "mul.rn.f32")
+IN_PTX(over, "div.rn.f32")
+
+INLINE bool is_less(f4 a, f4 b) {
+    u4 is;
+    asm("{.reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" : "=r"(is) : "f"(a), "f"(b));
+    return is;
+}
+
+INLINE f4 narrowed(f8 x) {
+    f4 result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
+    return result;
+}
+
+#else
+
+INLINE f4 plus(f4 a, f4 b) { return a + b; }
+INLINE f4 minus(f4 a, f4 b) { return a - b; }
+INLINE f4 times(f4 a, f4 b) { return a * b; }
+INLINE f4 over(f4 a, f4 b) { return a / b; }
+INLINE bool is_less(f4 a, f4 b) { return a < b; }
+INLINE f4 narrowed(f8 x) { return (f4)x; }
+
+#endif
+
+INLINE f8 plus(f8 a, f8 b) { return a + b; }
+INLINE f8 minus(f8 a, f8 b) { return a - b; }
+INLINE f8 times(f8 a, f8 b) { return a * b; }
+INLINE f8 over(f8 a, f8 b) { return a / b; }
+INLINE bool is_less(f8 a, f8 b) { return a < b; }
+
+INLINE bool is_nan(f4 x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
+INLINE bool is_nan(f8 x) { return x != x; }
+
 INLINE bool is_finite(f4 x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
 // ---- One number to another dtype.
@@ -103,6 +151,7 @@ template <> struct Cast<bf> {
 };
 template <> struct Cast<f4> {
     template <class From> INLINE f4 of(From x) { return (f4)x; }
+    INLINE f4 of(f8 x) { return narrowed(x); }
     INLINE f4 of(f2 x) { return widened(x); }
     INLINE f4 of(bf x) { return widened(x); }
 };
@@ -113,18 +162,18 @@ INLINE u4 overflows(f4 x, f2 y) { return is_finite(x) && (y.bits & 0x7fffu) == 0
 INLINE u4 overflows(f4 x, bf y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7f80u; }
 
 // x / n as NumPy divides: integers in float64, complex numbers by Smith's way, half precision in float32.
-INLINE f4 quotient(f4 x, i8 n) { return x / (f4)n; }
-INLINE f8 quotient(f8 x, i8 n) { return x / (f8)n; }
-INLINE f8 quotient(i4 x, i8 n) { return (f8)x / (f8)n; }
-INLINE f8 quotient(i8 x, i8 n) { return (f8)x / (f8)n; }
-INLINE f8 quotient(u8 x, i8 n) { return (f8)x / (f8)n; }
-INLINE f4 quotient(f2 x, i8 n) { return widened(x) / (f4)n; }
-INLINE f4 quotient(bf x, i8 n) { return widened(x) / (f4)n; }
+INLINE f4 quotient(f4 x, i8 n) { return over(x, (f4)n); }
+INLINE f8 quotient(f8 x, i8 n) { return over(x, (f8)n); }
+INLINE f8 quotient(i4 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f8 quotient(i8 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f8 quotient(u8 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f4 quotient(f2 x, i8 n) { return over(widened(x), (f4)n); }
+INLINE f4 quotient(bf x, i8 n) { return over(widened(x), (f4)n); }
 template <class Complex, class Real> INLINE Complex by_smith(Complex x, Real n) {
-    const Real zero = (Real)0, scale = (Real)1 / n;
+    const Real zero = (Real)0, scale = over((Real)1, n);
     Complex result;
-    result.re = (x.re + x.im * zero) * scale;
-    result.im = (x.im - x.re * zero) * scale;
+    result.re = times(plus(x.re, times(x.im, zero)), scale);
+    result.im = times(minus(x.im, times(x.re, zero)), scale);
     return result;
 }
 INLINE c8 quotient(c8 x, i8 n) { return by_smith(x, (f4)n); }
@@ -156,8 +205,6 @@ struct Row {
 template <class From, class To, bool DIVIDES> struct Move {
     static constexpr int WIDER = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
     static constexpr int N = WIDER < 16 ? 16 / WIDER : 1;
-    typedef Several<From, N> Read;
-    typedef Several<To, N> Written;
 
     INLINE To one(From x, i8 divisor, u4& overflow) {
         const To y = One<From, To, DIVIDES>::of(x, divisor);
@@ -165,35 +212,48 @@ template <class From, class To, bool DIVIDES> struct Move {
         return y;
     }
 
-    INLINE Written several(Read read, i8 divisor, u4& overflow) {
-        Written written;
+    template <int M> INLINE void step(const Several<From, M>& read, Several<To, M>* to, i8 divisor, u4& overflow) {
+        Several<To, M> written;
         #pragma unroll
-        for (int at = 0; at < N; at++) written.at[at] = one(read.at[at], divisor, overflow);
-        return written;
+        for (int at = 0; at < M; at++) written.at[at] = one(read.at[at], divisor, overflow);
+        *to = written;
+    }
+
+    // M at a time; DEPTH reads are under way before the first is written, as the memory takes long to answer.
+    template <int M, int DEPTH> INLINE void all(
+        const From* from, To* to, u4 count, u4 lane, i8 divisor, u4& overflow
+    ) {
+        typedef Several<From, M> Read;
+        const Read* reads = (const Read*)from;
+        Several<To, M>* writes = (Several<To, M>*)to;
+        u4 at = lane;
+        #pragma unroll 1
+        for (; at + (DEPTH - 1) * WARP < count / M; at += DEPTH * WARP) {
+            Read held[DEPTH];
+            #pragma unroll
+            for (int its = 0; its < DEPTH; its++) held[its] = reads[at + its * WARP];
+            #pragma unroll
+            for (int its = 0; its < DEPTH; its++) step<M>(held[its], writes + at + its * WARP, divisor, overflow);
+        }
+        #pragma unroll 1
+        for (; at < count / M; at += WARP) {
+            const Read held = reads[at];
+            step<M>(held, writes + at, divisor, overflow);
+        }
     }
 
     INLINE void row(u8 read_from, u8 write_to, u4 count, u4 lane, i8 divisor, u4& overflow) {
         const From* from = (const From*)read_from;
         To* to = (To*)write_to;
-        u4 head = (u4)((0 - write_to) / sizeof(To)) & (N - 1);  // until `to` is aligned
-        if (head > count || !is_aligned<Read>(from + head) || !is_aligned<Written>(to + head)) head = count;
-        for (u4 at = lane; at < head; at += WARP) to[at] = one(from[at], divisor, overflow);
-        const u4 whole = (count - head) / N;
-        const Read* reads = (const Read*)(from + head);
-        Written* writes = (Written*)(to + head);
-        u4 at = lane;
-        if (!DIVIDES) {  // four reads are under way before the first is written
-            for (; at + 3 * WARP < whole; at += 4 * WARP) {
-                const Read a = reads[at], b = reads[at + WARP], c = reads[at + 2 * WARP], d = reads[at + 3 * WARP];
-                writes[at] = several(a, divisor, overflow);
-                writes[at + WARP] = several(b, divisor, overflow);
-                writes[at + 2 * WARP] = several(c, divisor, overflow);
-                writes[at + 3 * WARP] = several(d, divisor, overflow);
-            }
+        const u4 head = (u4)((0 - write_to) / sizeof(To)) & (N - 1);  // until `to` is aligned
+        if (head >= count || !is_aligned<Several<From, N>>(from + head) || !is_aligned<Several<To, N>>(to + head)) {
+            all<1, 4>(from, to, count, lane, divisor, overflow);
+            return;
         }
-        #pragma unroll 1
-        for (; at < whole; at += WARP) writes[at] = several(reads[at], divisor, overflow);
-        for (u4 rest = head + whole * N + lane; rest < count; rest += WARP) to[rest] = one(from[rest], divisor, overflow);
+        const u4 tail = head + (count - head) / N * N;
+        if (lane < head) to[lane] = one(from[lane], divisor, overflow);
+        all<N, 4>(from + head, to + head, tail - head, lane, divisor, overflow);
+        if (lane < count - tail) to[tail + lane] = one(from[tail + lane], divisor, overflow);
     }
 };
 
@@ -253,15 +313,15 @@ template <class T, class Wide> INLINE T joined_integers(i8 op, T a, T b) {  // w
 }
 
 template <class T> INLINE T joined_floats(i8 op, T a, T b) {  // the first that is no number wins
-    if (op == SUM) return a + b;
-    if (op == PROD) return a * b;
-    return a != a || (op == MIN ? a < b : a > b) ? a : b;
+    if (op == SUM) return plus(a, b);
+    if (op == PROD) return times(a, b);
+    return is_nan(a) || (op == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
 }
 
 template <class T> INLINE T joined_pairs(i8 op, T a, T b) {
     T c;
-    c.re = op == SUM ? a.re + b.re : a.re * b.re - a.im * b.im;
-    c.im = op == SUM ? a.im + b.im : a.re * b.im + a.im * b.re;
+    c.re = op == SUM ? plus(a.re, b.re) : minus(times(a.re, b.re), times(a.im, b.im));
+    c.im = op == SUM ? plus(a.im, b.im) : plus(times(a.re, b.im), times(a.im, b.re));
     return c;
 }
 
