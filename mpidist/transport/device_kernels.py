@@ -24,7 +24,7 @@ from mpidist.transport.reduction import Reduction
 __all__ = ["KERNEL_OPTIONS", "DeviceKernels", "kernel_source"]
 
 # Not fused: a product and a sum that are rounded once would not be NumPy's numbers.
-KERNEL_OPTIONS: Final = ("--std=c++17", "--fmad=false")
+KERNEL_OPTIONS: Final = ("--fmad=false",)
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _MAX_LISTS: Final = 256
 _COMBINED: Final = frozenset({

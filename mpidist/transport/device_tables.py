@@ -130,6 +130,7 @@ class DeviceTables:
         elif table.last_stream != stream.ptr:
             stream.wait_event(self._marks[table.last_stream])
             table.last_stream = stream.ptr
+            self.mark(stream)  # now, in case that the launch fails
         return table.address
 
     def mark(self, stream: Any) -> None:
