@@ -51,9 +51,11 @@ class Step:
     ranks: str
     limit: float
     environment: dict[str, str] = field(default_factory=dict)
+    tests: str = TESTS
 
 
 STEPS = [
+    Step("kernels that pack and join", "1", 120, tests="tests/test_device_kernels.py"),
     Step("real NCCL, 1 rank", "1", 90),
     Step("through the host, 2-4 ranks on the GPUs", "2,3,4", 150, {"MPIDIST_NCCL": "0"}),
     Step("real NCCL, 2 ranks by NCCL_HOSTID", "2", 150, ONE_GPU),
@@ -88,7 +90,7 @@ def run(step: Step, until: float, out: Path) -> dict[str, Any]:
     seconds = min(step.limit, until - time.monotonic())
     if seconds < 10:
         return {"step": step.name, "outcome": "no time left", "seconds": 0.0}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rsf", "--ranks", step.ranks, TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rsf", "--ranks", step.ranks, step.tests]
     start = time.monotonic()
     name = re.sub(r"\W+", "-", step.name)
     log = out / f"{name}.log"

@@ -28,7 +28,7 @@ from mpidist.transport.move_rows import CASTS, COPIES, QUOTIENTS
 __all__ = ["Pinned", "add_to", "call", "library", "words_at"]
 
 COMPILER = "g++"
-# What is undefined ends the process: 16 bytes from an address that is no multiple of 16, for example, which a GPU refuses.
+# What is undefined ends the process: 16 bytes from an address that is no multiple of 16, say, which a GPU refuses.
 OPTIONS = [
     "-O1", "-shared", "-fPIC", "-std=c++17", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas",
     "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
