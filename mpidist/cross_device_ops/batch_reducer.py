@@ -27,7 +27,7 @@ from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
-from mpidist.transport.texts import size_text
+from mpidist.transport.texts import count_text, size_text
 
 __all__ = ["BatchReducer", "Request"]
 
@@ -357,15 +357,15 @@ class BatchReducer:
         topology = self._group.topology
         logger.log(
             logging.DEBUG if topology.rank else logging.INFO,
-            "r%d | %s: %s of %d arrays, %d packs in %d messages, %s, %d ranks, %s%s",
+            "r%d | %s: %s of %s, %s in %s, %s, %s, %s%s",
             topology.rank,
             request.call,
             request.op,
-            len(plan.specs),
-            plan.num_packs,
-            len(plan.chunks),
+            count_text(len(plan.specs), "array"),
+            count_text(plan.num_packs, "pack"),
+            count_text(len(plan.chunks), "message"),
             size_text(sum(chunk.nbytes for chunk in plan.chunks)),
-            topology.size,
+            count_text(topology.size, "rank"),
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
