@@ -155,7 +155,8 @@ AXES = [1, -1, None, -2, 2, -5, True, False, 1.0, "0", [0], np.int64(1), np.arra
 OPTIONS = [
     CommunicationOptions(timeout_seconds=30), CommunicationOptions(bytes_per_pack=1), CommunicationOptions(100),
     CommunicationOptions(reproducible=True), CommunicationOptions(implementation="RING"),
-    CommunicationOptions(implementation="NCCL"), CommunicationOptions(compression="bf16"), {}, "AUTO", 5, CommunicationOptions, Opaque(),
+    CommunicationOptions(implementation="NCCL"), CommunicationOptions(compression="bf16"),
+    {}, "AUTO", 5, CommunicationOptions, Opaque(),
 ]  # fmt: skip
 OUTS = ["new", "value", "shape", "dtype", "read-only", "none at all", "strided", "form", "together", "endless"]
 leaf_recipes = st.one_of(
