@@ -32,7 +32,7 @@ _NAMES: Final = ("mpich", "openmpi", "gloo")
 _PEERS: Final = tuple(peer for peer in PEERS if peer.name in _NAMES)
 _PORT: Final = 29500
 _START_SECONDS: Final = 90
-_MOST_WAYS: Final = 3
+_MOST_WAYS: Final = 5
 _PATIENCE: Final = 20  # times what the links need
 _LINES: Final = 15
 

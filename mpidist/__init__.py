@@ -26,6 +26,7 @@ from mpidist.datasets import InputReplicationMode as InputReplicationMode
 from mpidist.extended import StrategyExtended as StrategyExtended
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
+from mpidist.options import Compression as Compression
 from mpidist.options import ReduceOp as ReduceOp
 from mpidist.replica_context import ReplicaContext as ReplicaContext
 from mpidist.strategies.default import make_default as _make_default
@@ -44,6 +45,7 @@ __all__ = [
     "CollectiveAllReduce",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "Compression",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedValues",

@@ -13,6 +13,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "Compression",
     "NamedInAnyCase",
     "ReduceOp",
 ]
@@ -66,6 +67,22 @@ class CommunicationImplementation(NamedInAnyCase):
 
 
 @final
+class Compression(NamedInAnyCase):
+    """In what precision float32 numbers are sent: `BF16` and `FP16` halve the bytes, `NONE` keeps them as they are.
+
+    Numbers are rounded to nearest as they leave, added in float32, and the sum is rounded once more. With the unit
+    roundoff u, 2^-8 of bfloat16 and 2^-11 of float16, a sum of contributions c is off by at most
+    u (sum |c| + |sum c|), up to terms of u squared; by u sum |c| more where numbers are compressed within several
+    nodes and between them. float16 is more exact, but ends at 65,504: larger numbers become infinite, which the log
+    says, and `Strategy.num_overflowed` counts; below 2^-14 its error is absolute, 2^-25.
+    """
+
+    NONE = "NONE"
+    BF16 = "BF16"
+    FP16 = "FP16"
+
+
+@final
 @dataclass(frozen=True, init=False)
 class CommunicationOptions:
     """Hints for collective calls: of a whole strategy, or of one call.
@@ -77,9 +94,14 @@ class CommunicationOptions:
         implementation: A `CommunicationImplementation` or its name.
         reproducible: Add the contributions in rank order, so that the same ranks give the same bits however they
             are placed on nodes.
+        compression: A `Compression` or its name: what float32 arrays are rounded to for the way between nodes. What
+            ranks of a node send each other stays float32. Arrays of other dtypes are sent as they are.
+        compress_everywhere: Compress within nodes, too: every rank's contribution is rounded. So it is with
+            `reproducible`, too, and with algorithms that do not work node by node.
 
     Raises:
-        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` is not known.
+        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` or `compression` is not
+            known, or a ring is to be compressed, whose partial sums must not be rounded at each rank.
         TypeError: If one of them is not a number.
     """
 
@@ -87,6 +109,8 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     reproducible: bool = False
+    compression: Compression = Compression.NONE
+    compress_everywhere: bool = False
 
     def __init__(
         self,
@@ -95,6 +119,8 @@ class CommunicationOptions:
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
         *,
         reproducible: bool = False,
+        compression: Compression | str | None = Compression.NONE,
+        compress_everywhere: bool = False,
     ) -> None:
         if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, numbers.Integral):
             raise TypeError(f"bytes_per_pack is a whole number of bytes, not {bytes_per_pack!r}")
@@ -109,6 +135,9 @@ class CommunicationOptions:
         object.__setattr__(self, "timeout_seconds", timeout_seconds)
         object.__setattr__(self, "implementation", CommunicationImplementation(implementation))
         object.__setattr__(self, "reproducible", bool(reproducible))
+        object.__setattr__(self, "compression", Compression("NONE" if compression is None else compression))
+        object.__setattr__(self, "compress_everywhere", bool(compress_everywhere))
+        self._require_compressible()
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Lay the fields of `other` that are not defaults over these.
@@ -126,7 +155,16 @@ class CommunicationOptions:
             self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds,
             self.implementation if other.implementation is CommunicationImplementation.AUTO else other.implementation,
             reproducible=other.reproducible or self.reproducible,
+            compression=self.compression if other.compression is Compression.NONE else other.compression,
+            compress_everywhere=other.compress_everywhere or self.compress_everywhere,
         )
+
+    def _require_compressible(self) -> None:
+        if self.compression is not Compression.NONE and self.implementation is CommunicationImplementation.RING:
+            raise ValueError(
+                f"compression={str(self.compression).lower()!r} cannot be had with implementation='RING', whose "
+                "partial sums would be rounded at every rank; use implementation='AUTO'"
+            )
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802

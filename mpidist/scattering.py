@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
+from mpidist.cross_device_ops.compressing import Compressing
 from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
@@ -16,6 +17,7 @@ from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
 from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.compression import reduce_scatter_between_nodes
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
@@ -45,7 +47,7 @@ def reduce_scatter(
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, or a nest of them, of at least one dimension.
         axis: The axis; negative counts from the end.
-        options: `timeout_seconds` and `reproducible` count.
+        options: `timeout_seconds`, `reproducible` and the compression count.
         error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
 
     Returns:
@@ -61,7 +63,8 @@ def reduce_scatter(
 
     def describe() -> dict[str, str]:
         fields = {"op": str(op), "axis": str(axis), "form of the nest": repr(structure)}
-        fields |= {"reproducible": str(options.reproducible)}
+        fields |= {"reproducible": str(options.reproducible), "compression": str(options.compression)}
+        fields["compress_everywhere"] = str(options.compress_everywhere)
         return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
 
     try:
@@ -72,7 +75,8 @@ def reduce_scatter(
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
-        fingerprint = group.fingerprint(call, (op, repr(axis), structure, options.reproducible, operands.key), describe)
+        hints = options.reproducible, options.compression, options.compress_everywhere
+        fingerprint = group.fingerprint(call, (op, repr(axis), structure, hints, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)
@@ -91,15 +95,18 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     wire, result_dtype = wire_and_result_dtypes(op, native)
     moved = array.swapaxes(0, axis)
     rows = shard_bounds(moved.shape[0], levels.world.size)
-    reduction, divide_by = reduction_of(op, wire, options, levels.world.size)
+    compressing = Compressing.of(options, levels, by_node=True)
+    reduction, divide_by = reduction_of(op, wire, options, levels.world.size, compressing.of_a_shard(wire))
     own = rows[levels.world.rank + 1] - rows[levels.world.rank]
     result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
-    if levels.world.size > levels.within_node.size > 1 and levels.is_even and not reduction.in_rank_order:
+    by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not compressing.everywhere
+    if by_level and not reduction.in_rank_order:
         _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
     else:
         row = int(np.prod(moved.shape[1:], dtype=np.int64))
-        levels.world.reduce_scatter(_flat(moved, wire, device), reduction, [bound * row for bound in rows], shard)
+        flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
+        reduce_scatter_between_nodes(levels.world, flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
         np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
@@ -122,7 +129,7 @@ def _scatter_by_levels(
     of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
     first = topology.local_rank * width
     bounds = [end - ends[first] for end in ends[first : first + width + 1]]
-    levels.across_nodes.reduce_scatter(of_lane, reduction.rest, bounds, shard)
+    reduce_scatter_between_nodes(levels.across_nodes, of_lane, reduction.rest, bounds, shard)
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -75,6 +75,14 @@ class Strategy(ABC):
         return self._extended.group.topology.size
 
     @property
+    def num_overflowed(self) -> int:
+        """How many finite numbers this rank saw become infinite by compression to float16, since the last reset.
+
+        Every rank sees those that it rounds itself. The results are infinite on all ranks.
+        """
+        return self._extended.group.levels.overflowed
+
+    @property
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes checkpoints, summaries and progress."""
         return self._extended.group.topology.rank == 0

@@ -248,10 +248,15 @@ def run_command(
     """
     notes, mark = folder / "notes", uuid.uuid4().hex
     notes.touch()
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+    with (
+        (folder / "out").open("wb") as out,
+        (folder / "err").open("wb") as err,
+        # What a killed launcher leaves is named by its number, and would stop a later one of the same number.
+        tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True) as temporary,
+    ):
         process = subprocess.Popen(
             command,
-            env={**environment(), "FAULT_NOTES": str(notes), _MARK: mark, **variables},
+            env={**environment(), "FAULT_NOTES": str(notes), "TMPDIR": temporary, _MARK: mark, **variables},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

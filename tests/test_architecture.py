@@ -17,10 +17,11 @@ pytestmark = pytest.mark.no_mpi
 PACKAGE = Path(mpidist.__file__).parent
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 40
-GUARDED = ("mpi4py", "cupy")  # may be imported inside functions: importing them starts MPI, or CUDA
+GUARDED = ("mpi4py", "cupy", "ml_dtypes")  # may be imported inside functions: they start MPI or CUDA, or take long
 WHERE_GUARDED = {
     "mpi4py": ("mpidist.transport.mpi", "mpidist.transport.shared_memory", "mpidist.cluster_resolver."),
     "cupy": ("mpidist.transport.cuda",),
+    "ml_dtypes": ("mpidist.transport.half",),
 }
 EXCEPTIONS = ("Exception", "Error", "Warning")
 

@@ -110,6 +110,22 @@ def test_large_arrays_are_copied_in_one_launch_and_divided_in_one(
         assert (down(mean) == sum(comm.allgather(its)) / np.float32(comm.size)).all()
 
 
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("compression", ["bf16", "fp16"])
+def test_numbers_are_compressed_as_they_are_packed(group: SyncGroup, comm: Intracomm, compression: str) -> None:
+    ops = HierarchicalCopyAllReduce().bound_to(group)
+    options = CommunicationOptions(compression=compression, compress_everywhere=True)
+    host = [contribution("sum", comm.rank, size, F32) + np.float32(1e-4 * comm.rank) for size in (40, 5000, 3)]
+    for op in ("SUM", "MEAN"):
+        on_host = ops.all_reduce(op, host, options)
+        before = launches(group)
+        on_device = ops.all_reduce(op, [up(its) for its in host], options)
+        assert launches(group) - before == 2
+        for its, wanted in zip(on_device, on_host, strict=True):
+            assert its.dtype == F32
+            assert bits(down(its)) == bits(wanted)
+
+
 def test_the_same_outs_make_no_tables_again(group: SyncGroup, standin: StandIn, comm: Intracomm) -> None:
     ops = HierarchicalCopyAllReduce().bound_to(group)
     arrays = [up(contribution("sum", comm.rank, 50 + at, BF16)) for at in range(9)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -39,9 +38,11 @@ def test_import_starts_neither_mpi_nor_cuda() -> None:
 
 
 def test_import_is_quick() -> None:
-    """Beyond NumPy, which every program of ours loads. In CPU time, because the machine may be busy."""
-    program = "import time, numpy; begin = time.process_time(); import mpidist; print(time.process_time() - begin)"
-    assert statistics.median(python(program) for _ in range(5)) < 0.150
+    """In CPU time, which grows, too, on a machine that others use: then NumPy's own import does."""
+    clock = "import time; clock = time.process_time; begin = clock(); import numpy; middle = clock(); import mpidist; "
+    times = [python(clock + "print([middle - begin, clock() - middle])") for _ in range(5)]
+    numpy, ours = (min(its) for its in zip(*times, strict=True))
+    assert ours < max(0.150, 3 * numpy)
 
 
 def test_one_process_needs_no_mpi() -> None:
@@ -152,7 +153,8 @@ def test_errors_are_of_the_built_in_kinds_that_programs_catch(name: str) -> None
 
 
 SIGNATURES = """
-CommunicationOptions(bytes_per_pack=, timeout_seconds=, implementation=, *, reproducible=)
+CommunicationOptions(bytes_per_pack=, timeout_seconds=, implementation=, *, reproducible=, compression=, \
+compress_everywhere=)
 experimental.CollectiveHints(bytes_per_pack=, timeout_seconds=)
 ReductionToOneDevice(reduce_to_device=, accumulation_fn=)
 NcclAllReduce(num_packs=)
@@ -210,7 +212,7 @@ def shown(path: str) -> str:
 
 @pytest.mark.parametrize("signature", SIGNATURES.strip().splitlines())
 def test_signature_is_that_of_the_contract(signature: str) -> None:
-    """api.md, section 2, and what was added since: `per_node_variables`, `start_all_reduce`, `reduce_scatter`."""
+    """api.md, section 2, and what was added since."""
     assert shown(signature.partition("(")[0]) == signature
 
 

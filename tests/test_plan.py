@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mpidist import CommunicationOptions, ReduceOp
-from mpidist.cross_device_ops.plan import Plan, Spec, StreamPlan, group_by_size, make_plan, wire_and_result_dtypes
+from mpidist.cross_device_ops.packs import group_by_size
+from mpidist.cross_device_ops.plan import Plan, Spec, StreamPlan, make_plan, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.levels import Levels

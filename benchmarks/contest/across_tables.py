@@ -15,6 +15,8 @@ __all__ = ["Link", "Timing", "lines_of_timings", "row_of", "verdicts"]
 
 _HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
 
+_LEAST_GAIN: Final = 1.8  # of half the bytes
+
 Rounds = np.ndarray[Any, Any]
 
 
@@ -145,6 +147,14 @@ def _verdicts(ours: Timing, timings: Sequence[Timing], link: Link) -> Iterator[V
     reproducible = _find(timings, ours, ours.peer, "mpidist reproducible")
     if reproducible:
         yield _at_most(f"{ours.work}: reproducible / {name}", _ratios(reproducible, ours), 1.5)
+    for half in ("bf16", "fp16"):
+        compressed = _find(timings, ours, ours.peer, f"mpidist {half}")
+        if compressed:
+            ratios = _ratios(ours, compressed)
+            met = bool(np.median(ratios) >= _LEAST_GAIN)
+            yield Verdict(f"{ours.work}: {name} / compressed to {half}", f">= {_LEAST_GAIN}", _spread(ratios), met)
+            share = compressed.net_shares / link.least_share
+            yield _at_most(f"{ours.work}: bytes of {half} without headers / least of float32", share, 0.525)
 
 
 def _at_most(text: str, rounds: Rounds, most: float) -> Verdict:

@@ -56,8 +56,10 @@ def write_pattern(arrays: Sequence[Any], rank: int) -> None:
         array += rank
 
 
-def check_pattern(sums: Sequence[Any], shapes: Sequence[tuple[int, ...]], size: int) -> None:
-    """Raise unless every element is the sum of what `write_pattern` wrote on all ranks."""
+def check_pattern(
+    sums: Sequence[Any], shapes: Sequence[tuple[int, ...]], size: int, tolerance: float = _TOLERANCE
+) -> None:
+    """Raise unless every element is the sum of what `write_pattern` wrote on all ranks, but for a share of it."""
     ranks = size * (size - 1) // 2
     _check_shapes(sums, shapes)
     for got in sums:
@@ -65,7 +67,7 @@ def check_pattern(sums: Sequence[Any], shapes: Sequence[tuple[int, ...]], size: 
         for at in range(0, flat.size, _BLOCK):  # small temporary arrays
             block = flat[at : at + _BLOCK]
             expected = size * _pattern(block) + ranks
-            if not np.all(np.abs(block - expected) <= _TOLERANCE * expected):
+            if not np.all(np.abs(block - expected) <= tolerance * expected):
                 raise ArithmeticError(f"the sum of {size} ranks is wrong for an array {got.shape}")
 
 

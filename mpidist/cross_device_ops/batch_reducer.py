@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.cross_device_ops.describing import packs_text, specs_text
+from mpidist.cross_device_ops.compressing import Compressing, OverflowReport
+from mpidist.cross_device_ops.describing import describe, packs_text, specs_text
 from mpidist.cross_device_ops.destinations import send_to
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
+from mpidist.cross_device_ops.request import Request
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
 from mpidist.transport.agreement import Joining, fingerprint_of
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
@@ -25,7 +27,7 @@ from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
-from mpidist.transport.texts import size_text
+from mpidist.transport.texts import count_text, size_text
 
 __all__ = ["BatchReducer", "Request"]
 
@@ -33,25 +35,6 @@ logger = logging.getLogger("mpidist.cross_device_ops")
 
 _MAX_OUTS: Final = 16  # lists of outs remembered for a shape
 _MAX_SHAPES: Final = 1024  # of calls remembered; a program that makes more has shapes that do not come back
-
-
-@final
-class Request(NamedTuple):
-    """What a caller asks for: everything about a call but the values. Equal on all ranks.
-
-    Attributes:
-        call: The name of the call, for errors and logs.
-        op: The reduction.
-        structure: The form of the nest, from `nest.flatten`.
-        destinations: The ranks of each value's result; `None` for all ranks everywhere.
-        options: How it shall travel.
-    """
-
-    call: str
-    op: ReduceOp
-    structure: Any
-    destinations: tuple[tuple[int, ...], ...] | None
-    options: CommunicationOptions
 
 
 @final
@@ -115,6 +98,7 @@ class BatchReducer:
         num_packs: As in `make_plan`.
         reduce_buffer: Reduces a flat buffer over all ranks, to a root if one is given, as the options say.
         streams: Says who carries streams over all ranks, with these options, if anybody does.
+        by_node: Whether the algorithm compresses what leaves a node, if it is asked to.
     """
 
     def __init__(
@@ -125,6 +109,7 @@ class BatchReducer:
         num_packs: int,
         reduce_buffer: Callable[[CommunicationOptions, Levels, Any, Reduction, int | None], None],
         streams: Callable[[CommunicationOptions, Levels], StreamReducer | None],
+        by_node: bool,
     ) -> None:
         self._group = group
         self._configuration = configuration
@@ -132,6 +117,8 @@ class BatchReducer:
         self._num_packs = num_packs
         self._reduce_buffer = reduce_buffer
         self._streams = streams
+        self._by_node = by_node
+        self._overflows = OverflowReport()
         self._shapes: dict[Any, _Shape] = {}
         self._planned_for: Levels | None = None
 
@@ -223,7 +210,7 @@ class BatchReducer:
         return Joining(
             call.request.call,
             call.shape.fingerprint ^ call.together,
-            partial(_describe, call, self._configuration),
+            partial(describe, call.request, call.operands.specs, call.together, self._configuration),
             call.request.options.timeout_seconds,
             call.error,
             call.placement.word,
@@ -240,14 +227,14 @@ class BatchReducer:
             results = streams.finish(
                 call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.require_peers
             )
-        return self._deliver(operands, results, call.outs)
+        return self._deliver(call, results)
 
     def _steps(self, call: _Call, streams: StreamCalls, is_same: bool) -> Steps:
         if not is_same:
             call.begun, call.placement = None, NOWHERE
         arrays = call.operands.arrays
         results = yield from streams.steps(call.begun, arrays, call.outs, call.placement, call.known)
-        return self._deliver(call.operands, results, call.outs)
+        return self._deliver(call, results)
 
     def _run_chunks(self, request: Request, shape: _Shape, operands: Operands, outs: Sequence[Any] | None) -> list[Any]:
         results: list[Any] = [None] * len(operands.specs)
@@ -267,17 +254,19 @@ class BatchReducer:
                     results[index] = target
         return results
 
-    def _deliver(self, operands: Operands, results: list[Any], outs: Sequence[Any] | None) -> list[Any]:
-        if outs is None:
-            return operands.restore(results)
-        for out, result in zip(outs, results, strict=True):
+    def _deliver(self, call: _Call, results: list[Any]) -> list[Any]:
+        if call.request.options.compression is not Compression.NONE:
+            self._overflows.look(call.request.call, self._group.topology.rank, self._group.levels.overflowed)
+        if call.outs is None:
+            return call.operands.restore(results)
+        for out, result in zip(call.outs, results, strict=True):
             if out is result:
                 continue
             if self._group.shared.is_per_node(out):
                 self._group.shared.write(out, result)
             else:  # it was not contiguous, or of another byte order
                 out[...] = result
-        return list(outs)
+        return list(call.outs)
 
     def _run_all(self, request: Request, plan: Plan, arrays: list[Any], targets: list[Any]) -> None:
         def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
@@ -312,6 +301,8 @@ class BatchReducer:
             options.bytes_per_pack,
             options.implementation,
             options.reproducible,
+            options.compression,
+            options.compress_everywhere,
             operands.key,
         )
         if self._planned_for is not self._group.levels:  # another transport since a reset
@@ -335,7 +326,9 @@ class BatchReducer:
         parts = []
         for ranks, indices in groups.items():
             part = [specs[index] for index in indices]
-            plan = make_plan(request.op, part, request.options, self._num_packs, len(everywhere), self._group.levels)
+            compressing = Compressing.of(request.options, self._group.levels, self._by_node and ranks is None)
+            sizes = self._group.levels
+            plan = make_plan(request.op, part, request.options, self._num_packs, len(everywhere), sizes, compressing)
             parts.append((ranks, tuple(indices), plan))
             self._log(request, ranks, plan)
         calls = None
@@ -364,34 +357,15 @@ class BatchReducer:
         topology = self._group.topology
         logger.log(
             logging.DEBUG if topology.rank else logging.INFO,
-            "r%d | %s: %s of %d arrays, %d packs in %d messages, %s, %d ranks, %s%s",
+            "r%d | %s: %s of %s, %s in %s, %s, %s, %s%s",
             topology.rank,
             request.call,
             request.op,
-            len(plan.specs),
-            plan.num_packs,
-            len(plan.chunks),
+            count_text(len(plan.specs), "array"),
+            count_text(plan.num_packs, "pack"),
+            count_text(len(plan.chunks), "message"),
             size_text(sum(chunk.nbytes for chunk in plan.chunks)),
-            topology.size,
+            count_text(topology.size, "rank"),
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
-
-
-def _describe(call: _Call, configuration: tuple[Any, ...]) -> Mapping[str, str]:
-    request, specs = call.request, call.operands.specs
-    options = request.options
-    fields = {
-        "cross_device_ops": str(configuration),
-        "out of all ranks of a node": "some" if call.together else "none",
-        "op": str(request.op),
-        "number of arrays": str(len(specs)),
-        "bytes_per_pack": str(options.bytes_per_pack),
-        "implementation": str(options.implementation),
-        "reproducible": str(options.reproducible),
-    }
-    if request.destinations is not None:
-        fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in request.destinations)
-    fields |= {f"array {index}": repr(spec) for index, spec in enumerate(specs)}
-    fields["form of the nest"] = repr(request.structure)
-    return fields

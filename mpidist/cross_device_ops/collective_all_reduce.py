@@ -6,6 +6,7 @@ from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
+from mpidist.transport.compression import all_reduce_between_nodes
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.streams import StreamReducer
@@ -29,13 +30,15 @@ class CollectiveAllReduce(CrossDeviceOps):
         TypeError: If `options` is something else.
     """
 
+    _compresses_between_nodes = True
+
     def __init__(self, options: CommunicationOptions | None = None) -> None:
         super().__init__()
         if options is not None:
             self._options = self._merge(options)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        levels.world.all_reduce(buffer, reduction)
+        all_reduce_between_nodes(levels.world, buffer, reduction)
 
     def _streams_of(self, levels: Levels) -> StreamReducer | None:
         return levels.streams

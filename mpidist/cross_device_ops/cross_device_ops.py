@@ -8,15 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 from mpidist import contexts, nest
-from mpidist.cross_device_ops.batch_reducer import BatchReducer, Request
+from mpidist.cross_device_ops.batch_reducer import BatchReducer
 from mpidist.cross_device_ops.broadcasting import broadcast
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
+from mpidist.cross_device_ops.request import Request
 from mpidist.errors import InvalidArgumentError, UnavailableError
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
@@ -52,6 +53,8 @@ class CrossDeviceOps(ABC):
         ValueError: If `num_packs` is negative.
     """
 
+    _compresses_between_nodes: ClassVar[bool] = False  # else all ranks round what they contribute
+
     def __init__(self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root) -> None:
         if num_packs < 0:
             raise ValueError(f"{type(self).__name__} requires num_packs >= 0, got {num_packs}; 0 does not pack")
@@ -67,7 +70,8 @@ class CrossDeviceOps(ABC):
         """Leave the reduction of all ranks' buffers in every rank's buffer.
 
         The one method that an algorithm writes. It hands `reduction` to the first phase that adds, and
-        `reduction.rest` to those after it.
+        `reduction.rest` to those after it. Where it knows what leaves a node, it sends that by
+        `all_reduce_between_nodes`, and sets `_compresses_between_nodes`.
 
         Args:
             levels: The communicators.
@@ -337,14 +341,23 @@ class CrossDeviceOps(ABC):
     @final
     def _reducer_of(self, group: SyncGroup) -> BatchReducer:
         return BatchReducer(
-            group, self.configuration, self._name_of, self._num_packs, self._reduce_buffer, self._streams
+            group,
+            self.configuration,
+            self._name_of,
+            self._num_packs,
+            self._reduce_buffer,
+            self._streams,
+            self._compresses_between_nodes,
         )
 
     @final
     def _name_of(self, options: CommunicationOptions) -> str:
-        if options.reproducible:
-            return "in rank order"
-        return "RING" if options.implementation is CommunicationImplementation.RING else type(self).__name__
+        name = "in rank order" if options.reproducible else type(self).__name__
+        if options.implementation is CommunicationImplementation.RING and not options.reproducible:
+            name = "RING"
+        if options.compression is Compression.NONE:
+            return name
+        return f"{name}, {options.compression} {'everywhere' if options.compress_everywhere else 'between nodes'}"
 
     @final
     def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:

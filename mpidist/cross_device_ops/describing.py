@@ -1,13 +1,17 @@
-"""The arrays of a call, in few words for people."""
+"""A call in few words for people, and in fields for ranks that compare them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from mpidist.cross_device_ops.plan import Spec
-from mpidist.transport.texts import size_text
+from mpidist.cross_device_ops.request import Request
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.texts import count_text, size_text
 
-__all__ = ["packs_text", "specs_text"]
+__all__ = ["describe", "packs_text", "specs_text"]
 
 
 @lru_cache(256)
@@ -23,4 +27,34 @@ def specs_text(specs: tuple[Spec, ...]) -> str:
 
 def packs_text(num_packs: int, is_stream: bool) -> str:
     """Say in which form arrays travel, after other words."""
-    return ", in a stream" if is_stream else f", {num_packs} pack{'' if num_packs == 1 else 's'}"
+    return ", in a stream" if is_stream else f", {count_text(num_packs, 'pack')}"
+
+
+def describe(
+    request: Request, specs: Sequence[Spec], together: int, configuration: tuple[Any, ...]
+) -> Mapping[str, str]:
+    """Say what all ranks must agree on about a call.
+
+    Args:
+        request: What the caller asks for.
+        specs: The arrays.
+        together: A number that is 0 if no `out` is one array for all ranks of a node.
+        configuration: Of the algorithm.
+    """
+    options = request.options
+    fields = {
+        "cross_device_ops": str(configuration),
+        "out of all ranks of a node": "some" if together else "none",
+        "op": str(request.op),
+        "number of arrays": str(len(specs)),
+        "bytes_per_pack": str(options.bytes_per_pack),
+        "implementation": str(options.implementation),
+        "reproducible": str(options.reproducible),
+        "compression": str(options.compression),
+        "compress_everywhere": str(options.compress_everywhere),
+    }
+    if request.destinations is not None:
+        fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in request.destinations)
+    fields |= {f"array {index}": repr(spec) for index, spec in enumerate(specs)}
+    fields["form of the nest"] = repr(request.structure)
+    return fields

@@ -9,7 +9,8 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
-    from mpidist.cross_device_ops.plan import Chunk, Piece
+    from mpidist.cross_device_ops.packs import Piece
+    from mpidist.cross_device_ops.plan import Chunk
 
 __all__ = ["run_on_device"]
 

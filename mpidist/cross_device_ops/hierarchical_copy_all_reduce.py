@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.transport.compression import all_reduce_between_nodes
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.streams import StreamReducer
@@ -37,21 +38,23 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     collective reduction operations", ICCS 2004. The name is tf.distribute's.
     """
 
+    _compresses_between_nodes = True
+
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         node, nodes = levels.within_node, levels.across_nodes
         if node.size == levels.world.size or (levels.is_even and node.size == 1):
-            levels.world.all_reduce(buffer, reduction)
+            all_reduce_between_nodes(levels.world, buffer, reduction)
         elif levels.is_even and buffer.nbytes > LEADER_BYTES:
             shard = node.reduce_scatter(buffer, reduction)
-            nodes.all_reduce(shard, reduction.rest)
+            all_reduce_between_nodes(nodes, shard, reduction.rest)
             node.all_gather(buffer)
         else:
             node.reduce(buffer, reduction, root=0)
             if node.rank == 0:
-                nodes.all_reduce(buffer, reduction.rest)
+                all_reduce_between_nodes(nodes, buffer, reduction.rest)
             node.broadcast(buffer, root=0)
 
     def _streams_of(self, levels: Levels) -> StreamReducer | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from mpidist.transport.compression import all_reduce_between_nodes
 from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.reduction import Reduction
 
@@ -26,6 +28,8 @@ class NcclAllReduce(CrossDeviceOps):
         num_packs: As in `CrossDeviceOps`.
     """
 
+    _compresses_between_nodes = True
+
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
         self._fallback = ReductionToOneDevice()
@@ -33,8 +37,9 @@ class NcclAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         if levels.nccl is NcclReach.WORLD:
-            levels.world.all_reduce(buffer, reduction)
+            all_reduce_between_nodes(levels.world, buffer, reduction)
         elif levels.nccl is NcclReach.NODE:
             self._by_node._all_reduce(levels, buffer, reduction)
         else:
-            self._fallback._all_reduce(levels, buffer, reduction)
+            fallback = partial(self._fallback._all_reduce, levels)
+            all_reduce_between_nodes(levels.world, buffer, reduction, fallback)

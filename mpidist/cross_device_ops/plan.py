@@ -7,7 +7,7 @@ array is reduced where its result will lie, small pieces share a pack buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,21 +15,23 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.cross_device_ops.compressing import Compressing
 from mpidist.cross_device_ops.device_chunks import run_on_device
+from mpidist.cross_device_ops.packs import Piece, messages, packs_by_number, packs_by_size
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport import compression
 from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.schedule import Schedule
 from mpidist.transport.streams import StreamReducer
 
-__all__ = [
-    "Chunk", "Piece", "Plan", "Spec", "StreamPlan", "group_by_size", "make_plan", "reduction_of",
-    "wire_and_result_dtypes",
-]  # fmt: skip
+__all__ = ["Chunk", "Plan", "Spec", "StreamPlan", "make_plan", "reduction_of", "wire_and_result_dtypes"]
 
 # By code, not by kind: float8_e5m2 of `ml_dtypes` says of itself that its kind is "f", and no transport adds it.
 _NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+
+_UNCOMPRESSED: Final = Compressing()
 
 LevelsOf = Callable[[bool], Levels]
 Reduce = Callable[[Levels, Any, Reduction], None]  # a flat buffer [n] in place, over all ranks
@@ -55,21 +57,6 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
 @final
 @dataclass(frozen=True)
-class Piece:
-    """Elements `start` to `stop` of the flattened array `index`."""
-
-    index: int
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-
-@final
-@dataclass(frozen=True)
 class Chunk:
     """What one message carries.
 
@@ -80,6 +67,7 @@ class Chunk:
         device: Whether the arrays lie in device memory.
         reduction: What the transport does.
         divide_by: What the sums are divided by as they are copied out; 1 for none.
+        is_compressed: Whether float32 numbers travel in half precision.
     """
 
     pieces: tuple[Piece, ...]
@@ -88,6 +76,7 @@ class Chunk:
     device: bool
     reduction: Reduction
     divide_by: int
+    is_compressed: bool = False
 
     @cached_property
     def count(self) -> int:
@@ -198,14 +187,21 @@ def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], lev
     buffer = levels.pack_buffer(chunk.count, chunk.wire)
     at = 0
     for piece in chunk.pieces:
-        buffer[at : at + piece.count] = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
+        part = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
+        if chunk.is_compressed:
+            levels.world.traffic.overflowed += compression.narrow(part, buffer[at : at + piece.count])
+        else:
+            buffer[at : at + piece.count] = part
         at += piece.count
     reduce(levels, buffer, chunk.reduction)
     at = 0
     for piece in chunk.pieces:
         part = buffer[at : at + piece.count]
         into = results[piece.index].reshape(-1)[piece.start : piece.stop]
-        into[...] = part if chunk.divide_by == 1 else part / chunk.divide_by
+        if chunk.is_compressed:
+            compression.widen(part, into)
+        else:
+            into[...] = part if chunk.divide_by == 1 else part / chunk.divide_by
         at += piece.count
 
 
@@ -229,36 +225,14 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
     return np.dtype(f"{dtype.kind}8"), np.dtype(np.float64)
 
 
-def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Group items, in order, into packs that close once they are larger than the limit.
-
-    Args:
-        sizes: Size of each item in bytes.
-        bytes_per_pack: The limit in bytes; 0 for no limit.
-
-    Returns:
-        Lists of indices into `sizes`; concatenated, they count from 0.
-
-    Raises:
-        ValueError: If `bytes_per_pack` is negative.
-    """
-    if bytes_per_pack < 0:
-        raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}")
-    if bytes_per_pack == 0:
-        return [list(range(len(sizes)))]
-    packs: list[list[int]] = []
-    held = bytes_per_pack + 1  # the first item opens a pack
-    for index, size in enumerate(sizes):
-        if held > bytes_per_pack:
-            packs.append([])
-            held = 0
-        packs[-1].append(index)
-        held += size
-    return packs
-
-
 def make_plan(
-    op: ReduceOp, specs: Sequence[Spec], options: CommunicationOptions, num_packs: int, num_ranks: int, sizes: Levels
+    op: ReduceOp,
+    specs: Sequence[Spec],
+    options: CommunicationOptions,
+    num_packs: int,
+    num_ranks: int,
+    sizes: Levels,
+    compressing: Compressing = _UNCOMPRESSED,
 ) -> Plan:
     """Decide what a call sends.
 
@@ -270,38 +244,40 @@ def make_plan(
             every array a pack. The transport moves such packs in messages of the size that suits it.
         num_ranks: What a mean divides by.
         sizes: The levels, which say how large a message should be.
+        compressing: What becomes of float32 numbers on their way.
 
     Raises:
         InvalidArgumentError: If arrays of these dtypes cannot be reduced with `op`.
     """
     dtypes = [wire_and_result_dtypes(op, spec.dtype) for spec in specs]
+    dtypes = [(compressing.wire(wire), result) for wire, result in dtypes]
     # Reversed: the last layers' gradients are ready first, and all ranks have them sooner.
-    groups: dict[tuple[bool, np.dtype[Any]], list[Piece]] = {}
+    groups: dict[tuple[bool, np.dtype[Any], bool], list[Piece]] = {}
     for index in reversed(range(len(specs))):
-        group = groups.setdefault((specs[index].device, dtypes[index][0]), [])
+        wire = dtypes[index][0]
+        group = groups.setdefault((specs[index].device, wire, is_half(wire) and wire != specs[index].dtype), [])
         group.append(Piece(index, 0, specs[index].num_elements))
     chunks: list[Chunk] = []
     streams: list[StreamPlan] = []
     count = 0
-    for (device, wire), pieces in groups.items():
-        reduction, divide_by = reduction_of(op, wire, options, num_ranks)
+    for (device, wire, is_compressed), pieces in groups.items():
+        reduction, divide_by = reduction_of(op, wire, options, num_ranks, compressing.between_nodes(wire))
         if sizes.streams is not None:
             result = dtypes[pieces[0].index][1]
             streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams, specs)
         if options.bytes_per_pack:
-            packs = _packs_by_size(pieces, wire, options.bytes_per_pack)
+            packs = packs_by_size(pieces, wire, options.bytes_per_pack)
             direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
         else:
-            packs = _packs_by_number(pieces, num_packs)
+            packs = packs_by_number(pieces, num_packs)
             direct_bytes, pack_bytes = sizes.message_bytes(device)
         count += len(packs)
         for pack in packs:
             keeps = [dtypes[piece.index][1] == wire for piece in pack]
-            for direct, run in _messages(
-                pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize, device
-            ):
-                chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by))
-    can_stream = sizes.streams is not None and not any(spec.device for spec in specs)
+            limits = direct_bytes // wire.itemsize, pack_bytes // wire.itemsize
+            for direct, run in messages(pack, keeps, *limits, device):
+                chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by, is_compressed))
+    can_stream = sizes.streams is not None and not any(device or is_compressed for device, _, is_compressed in groups)
     results = tuple(result for _, result in dtypes)
     return Plan(tuple(specs), results, tuple(chunks), count, tuple(streams) if can_stream else None)
 
@@ -325,71 +301,15 @@ def _stream_of(
 
 
 def reduction_of(
-    op: ReduceOp, wire: np.dtype[Any], options: CommunicationOptions, num_ranks: int
+    op: ReduceOp,
+    wire: np.dtype[Any],
+    options: CommunicationOptions,
+    num_ranks: int,
+    between_nodes: np.dtype[Any] | None = None,
 ) -> tuple[Reduction, int]:
     """Say what the transport does, and what its results are then divided by."""
     name = "sum" if op is ReduceOp.MEAN else op.name.lower()
     divisor = num_ranks if op is ReduceOp.MEAN else 1
     if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow
         return Reduction(name, divisor, options.reproducible), 1
-    return Reduction(name, 1, options.reproducible), divisor
-
-
-def _packs_by_size(pieces: list[Piece], wire: np.dtype[Any], bytes_per_pack: int) -> list[list[Piece]]:
-    sizes = [piece.count * wire.itemsize for piece in pieces]
-    return [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
-
-
-def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
-    """Cut the concatenation of all pieces into packs of `total // num_packs`; the last takes the remainder."""
-    if num_packs == 0:
-        return [[piece] for piece in pieces]
-    total = sum(piece.count for piece in pieces)
-    size = total // num_packs
-    if num_packs == 1 or size == 0:
-        return [pieces]
-    ends = [size * (pack + 1) for pack in range(num_packs - 1)] + [total]
-    packs: list[list[Piece]] = [[] for _ in ends]
-    at, pack = 0, 0
-    for piece in pieces:
-        start = piece.start
-        while start < piece.stop:
-            if at == ends[pack]:
-                pack += 1
-            step = min(piece.stop - start, ends[pack] - at)
-            packs[pack].append(Piece(piece.index, start, start + step))
-            start, at = start + step, at + step
-    return packs
-
-
-def _messages(
-    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
-) -> Iterator[tuple[bool, list[Piece]]]:
-    """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
-
-    Args:
-        pack: The pieces.
-        keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
-        direct_count: From how many elements on a piece is large.
-        pack_count: How many elements a pack buffer holds.
-        device: Whether small pieces on both sides of a large one share a buffer: there are launches to save.
-    """
-    run: list[Piece] = []
-    held = 0
-    for piece, keep in zip(pack, keeps, strict=True):
-        if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
-            if run and not device:
-                yield False, run
-                run, held = [], 0
-            yield True, [piece]
-            continue
-        start = piece.start
-        while start < piece.stop:
-            step = min(piece.stop - start, pack_count - held)
-            run.append(Piece(piece.index, start, start + step))
-            start, held = start + step, held + step
-            if held == pack_count:
-                yield False, run
-                run, held = [], 0
-    if run:
-        yield False, run
+    return Reduction(name, 1, options.reproducible, between_nodes), divisor

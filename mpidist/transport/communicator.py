@@ -39,10 +39,17 @@ def shard_bounds(count: int, size: int) -> list[int]:
 @final
 @dataclass
 class Traffic:
-    """What went through a communicator since it was made: calls and bytes of this rank, by primitive."""
+    """What went through a communicator since it was made: calls and bytes of this rank, by primitive.
+
+    Attributes:
+        calls: Number of calls.
+        nbytes: Bytes.
+        overflowed: How many finite numbers this rank saw become infinite float16 on the way.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
+    overflowed: int = 0
 
     def add(self, primitive: str, nbytes: int) -> None:
         """Count one call that moves `nbytes` bytes over this rank's link."""
@@ -53,6 +60,7 @@ class Traffic:
         """Start again at nothing."""
         self.calls.clear()
         self.nbytes.clear()
+        self.overflowed = 0
 
 
 class Communicator(ABC):

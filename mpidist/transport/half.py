@@ -7,11 +7,12 @@ moved by whole arrays. The results are those of NumPy's `astype`, bit by bit. bf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
 
-__all__ = ["HalfAccumulator"]
+__all__ = ["HalfAccumulator", "bfloat16"]
 
 _BLOCK: Final = 1 << 15  # elements: what is at work of them fits in a core's second cache
 _ABSOLUTE: Final = np.int32(0x7FFFFFFF)
@@ -38,8 +39,13 @@ class HalfAccumulator:
         self._bits = [np.empty(_BLOCK, np.int32) for _ in range(3)]
         self._short = np.empty(_BLOCK, np.uint16)
 
-    def combine(self, parts: Sequence[Any], out: Any, ufunc: Callable[..., Any], divisor: int) -> None:
-        """Join the arrays [m] of `parts` in order, divide, and round into `out` [m], which may be one of them."""
+    def combine(self, parts: Sequence[Any], out: Any, ufunc: Callable[..., Any], divisor: int) -> int:
+        """Join the arrays [m] of `parts` in order, divide, and round into `out` [m], which may be one of them.
+
+        Returns:
+            How many finite numbers became infinite float16.
+        """
+        overflowed = 0
         for start in range(0, out.size, _BLOCK):
             stop = min(start + _BLOCK, out.size)
             count = stop - start
@@ -50,7 +56,26 @@ class HalfAccumulator:
                 ufunc(total, wide, out=total)
             if divisor != 1:
                 total /= divisor
-            self._narrow(total, out[start:stop])
+            overflowed += self._narrow(total, out[start:stop])
+        return overflowed
+
+    def narrow(self, numbers: Any, out: Any) -> int:
+        """Round float32 numbers [m] into `out` [m].
+
+        Returns:
+            How many finite numbers became infinite float16.
+        """
+        overflowed = 0
+        for start in range(0, out.size, _BLOCK):
+            stop = min(start + _BLOCK, out.size)
+            overflowed += self._narrow(numbers[start:stop], out[start:stop])
+        return overflowed
+
+    def widen(self, numbers: Any, out: Any) -> None:
+        """Convert numbers [m] of half precision into float32 `out` [m]. Exact."""
+        for start in range(0, out.size, _BLOCK):
+            stop = min(start + _BLOCK, out.size)
+            self._widen(numbers[start:stop], out[start:stop])
 
     def _widen(self, part: Any, wide: Any) -> None:
         if not self._is_float16 or not part.dtype.isnative:
@@ -65,16 +90,17 @@ class HalfAccumulator:
         np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # sign, exponent and fraction, in float32's places
         np.multiply(bits.view(np.float32), _SCALE, out=wide)  # sets the exponent right, also of subnormals; exact
 
-    def _narrow(self, total: Any, out: Any) -> None:
+    def _narrow(self, total: Any, out: Any) -> int:
         if not self._is_float16 or not out.dtype.isnative:
             out[...] = total
-            return
+            return 0
         size, exponent, unit = (bits[: total.size] for bits in self._bits)
         bits, sign, result = total.view(np.int32), self._short[: total.size], out.view(np.uint16)
         np.bitwise_and(bits, _ABSOLUTE, out=size)
         if size.max() >= _OVERFLOW:  # an infinity, or no number
-            out[...] = total
-            return
+            with np.errstate(all="ignore"):  # an overflow is a result, and counted
+                out[...] = total
+            return int(np.count_nonzero(np.isinf(out)) - np.count_nonzero(np.isinf(total)))
         # The power of two that is added makes the last bit of the sum worth that of a float16: the processor rounds.
         np.bitwise_and(size, _EXPONENT, out=exponent)
         np.maximum(exponent.view(np.float32), _LEAST_NORMAL, out=exponent.view(np.float32))
@@ -89,3 +115,13 @@ class HalfAccumulator:
         np.copyto(result, size, casting="unsafe")
         np.subtract(result, _BIAS, out=result)
         np.bitwise_or(result, sign, out=result)
+        return 0
+
+
+@cache
+def bfloat16() -> np.dtype[Any]:
+    """Return the dtype bfloat16."""
+    import ml_dtypes  # guarded: most programs do without, and it takes a while
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype

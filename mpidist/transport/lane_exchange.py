@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final, final
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, narrow, widen
 from mpidist.transport.waiting import never_free
 
 __all__ = ["Flight", "LaneExchange"]
@@ -51,13 +52,14 @@ class LaneExchange:
 
         With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
         sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
-        all-reduce can send.
+        all-reduce can send. Half as many bytes where `reduction.between_nodes` compresses them.
 
         Args:
             buffer: [m], reduced in place. It must not be touched until the flight has landed.
             reduction: The elementwise operation.
         """
-        return self._take_off(_DirectFlight(self._across, buffer, reduction, self._next_tag()))
+        flight = _DirectFlight if reduction.between_nodes is None else _CompressedFlight
+        return self._take_off(flight(self._across, buffer, reduction, self._next_tag()))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> Flight:
         """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
@@ -118,10 +120,27 @@ class _DirectFlight(Flight):
     def _add(self) -> None:
         own = self._parts[self._across.rank]
         rows = [own if rank == self._across.rank else self._incoming[rank] for rank in range(self._across.size)]
-        self._reduction.combine(rows, own)
+        self._across.traffic.overflowed += self._reduction.combine(rows, own)
         self._requests = [self._across.receive(self._parts[rank], rank, self._tag + 1) for rank in self._others]
         self._requests += [self._across.send(own, rank, self._tag + 1) for rank in self._others]
         self._is_adding = False
+
+
+@final
+class _CompressedFlight(Flight):
+    """A shard of float32 that travels in half precision, its owner's part, too: all get the same bits."""
+
+    def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
+        super().__init__()
+        self._buffer, self._half = buffer, np.empty(buffer.size, reduction.between_nodes)
+        across.traffic.overflowed += narrow(buffer, self._half)
+        self._flight = _DirectFlight(across, self._half, replace(reduction, between_nodes=None), tag)
+
+    def progress(self) -> None:
+        self._flight.progress()
+        if self._flight.has_landed and not self.has_landed:
+            widen(self._half, self._buffer)
+            self.has_landed = True
 
 
 @final

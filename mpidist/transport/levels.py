@@ -147,6 +147,11 @@ class Levels:
             return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
         return self.direct_bytes, self.pack_bytes
 
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank saw become infinite float16 on the way."""
+        return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Lend memory to pack into: that of the innermost transport."""
         return self.within_node.pack_buffer(count, dtype)

@@ -45,9 +45,14 @@ class OneRound:
             np.concatenate(sources, axis=None, out=own)
         return parts
 
-    def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> None:
-        """Reduce all ranks' parts into `total` [count], of the same dtype. Local."""
+    def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> int:
+        """Reduce all ranks' parts into `total` [count], of the same dtype. Local.
+
+        Returns:
+            As `Reduction.combine`.
+        """
         with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-            reduction.combine(parts, total)
+            overflowed = reduction.combine(parts, total)
             if divide_by != 1:
                 total /= divide_by
+        return overflowed

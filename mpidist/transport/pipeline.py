@@ -66,6 +66,9 @@ class Transfer:
         stream: The arrays.
         reduction: The elementwise operation.
         divide_by: What the results are divided by.
+
+    Attributes:
+        overflowed: As `Reduction.combine` counts.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Transfer:
         self._lane = slots.rank if slots.rank < lanes else None
         self._is_direct = stream.shared is not None and exchange is None
         self._views: list[list[Array]] = []
+        self.overflowed = 0
 
     def begin(self) -> None:
         """Copy the first chunk in. Local: call it before the barrier that starts the transfer."""
@@ -166,7 +170,7 @@ class Transfer:
         if self._stages_own and self.stream.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                self._reduction.combine(first + [view[start:stop] for view in views], own[start:stop])
+                self._combine(first + [view[start:stop] for view in views], own[start:stop])
             return
         for move in chunk.shards[self._lane]:
             for piece, first_element, last, at in _pieces(move, self.stream.sources):
@@ -174,7 +178,7 @@ class Transfer:
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
                     parts.insert(0, before[at - start : end - start])
-                self._reduction.combine(parts, own[at:end])
+                self._combine(parts, own[at:end])
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
         """Every rank's elements `first` to `last` of a piece, in rank order."""
@@ -194,11 +198,14 @@ class Transfer:
                 for start in range(first, last, block):
                     stop = min(last, start + block)
                     total = places[0][piece][start:stop]
-                    self._reduction.combine(self._parts(piece, start, stop, at + start - first, views), total)
+                    self._combine(self._parts(piece, start, stop, at + start - first, views), total)
                     if self._divide_by != 1:
                         total /= self._divide_by
                     for place in places[1:]:
                         place[piece][start:stop] = total
+
+    def _combine(self, parts: Sequence[Array], out: Array) -> None:
+        self.overflowed += self._reduction.combine(parts, out)
 
     def _land(self, flight: Flight | None) -> Generator[int, None, None]:
         if flight is None or self._exchange is None:

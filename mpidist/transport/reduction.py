@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist.transport.half import HalfAccumulator
 
-__all__ = ["Reduction", "accumulator_dtype", "is_half"]
+__all__ = ["Reduction", "accumulator_dtype", "is_half", "narrow", "widen"]
 
 UFUNCS: Final = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -29,11 +29,14 @@ class Reduction:
         op: `"sum"`, `"prod"`, `"min"` or `"max"`.
         divisor: What the accumulator of half-precision numbers is divided by before it is rounded.
         in_rank_order: Join the contributions in rank order, whatever the transport would do.
+        between_nodes: Half precision that float32 numbers are rounded to on their way between nodes; `None` leaves
+            them as they are.
     """
 
     op: str = "sum"
     divisor: int = 1
     in_rank_order: bool = False
+    between_nodes: np.dtype[Any] | None = None
 
     @property
     def rest(self) -> Reduction:
@@ -50,12 +53,16 @@ class Reduction:
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 
-    def combine(self, parts: Sequence[Any], out: Any) -> None:
-        """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them."""
+    def combine(self, parts: Sequence[Any], out: Any) -> int:
+        """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them.
+
+        Returns:
+            How many finite numbers became infinite when they were rounded to float16.
+        """
         ufunc = self.ufunc
         if is_half(out.dtype):
-            _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
-        elif len(parts) == 2:
+            return _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
+        if len(parts) == 2:
             ufunc(parts[0], parts[1], out=out)
         elif len(parts) == 1:
             if parts[0] is not out:
@@ -65,6 +72,7 @@ class Reduction:
             for part in parts[2:-1]:
                 ufunc(total, part, out=total)
             ufunc(total, parts[-1], out=out)
+        return 0
 
 
 @final
@@ -83,9 +91,23 @@ class _Accumulators(threading.local):
 _accumulators: Final = _Accumulators()
 
 
+def narrow(numbers: Any, out: Any) -> int:
+    """Round float32 numbers [m] of host memory to half precision, into `out` [m].
+
+    Returns:
+        How many finite numbers became infinite float16.
+    """
+    return _accumulators.of(out.dtype).narrow(numbers, out)
+
+
+def widen(numbers: Any, out: Any) -> None:
+    """Convert numbers [m] of half precision and host memory to float32, into `out` [m]. Exact."""
+    _accumulators.of(numbers.dtype).widen(numbers, out)
+
+
 @functools.cache
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is float16 or bfloat16 (of the package `ml_dtypes`, which need not be installed)."""
+    """Whether a dtype is float16 or bfloat16 (of the package `ml_dtypes`)."""
     return dtype == np.float16 or dtype.name == "bfloat16"
 
 

@@ -112,7 +112,7 @@ class StreamReducer:
             small = self.one_round(buffer.size, buffer.dtype)
             parts = small.stage([buffer])
             self.synchronize()
-            small.add(parts, reduction, 1, buffer)
+            self._traffic.overflowed += small.add(parts, reduction, 1, buffer)
         else:
             self.run(self.transfer(Stream(buffer.dtype, [buffer], [buffer]), reduction))
 
@@ -136,3 +136,4 @@ class StreamReducer:
             transfer.begin()
         with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
             complete(transfer.steps(has_begun), self.is_over)
+        self._traffic.overflowed += transfer.overflowed

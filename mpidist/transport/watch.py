@@ -262,7 +262,8 @@ class Watch:
         if self._warn_at == math.inf:
             if waited >= self._stall_seconds and self._speaks():
                 self._stalled.clear()
-                self.tell(STALLED, _ASKS)
+                if self._answers:
+                    self.tell(STALLED, _ASKS)
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
             self._warn_at = -math.inf  # said once
