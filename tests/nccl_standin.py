@@ -56,6 +56,7 @@ class Allocation:
         self.memory = np.empty(nbytes + 16, np.uint8)
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
+        self.stream = 0  # the address of the one that was current
 
 
 class Stream:
@@ -72,8 +73,16 @@ class Stream:
         world.streams[self.ptr] = self
 
     def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
+        if event.waits or event.launches:
+            self.waits.append(event.as_it_is())
         _learn(self.knows, event.knows)
+
+    def use(self) -> Stream:
+        self.world.current = self
+        return self
+
+    def is_capturing(self) -> bool:
+        return self.ptr in self.world.captured
 
     def issue(self) -> None:
         """Note that work comes after all that this stream, or the host, has seen."""
@@ -101,6 +110,12 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.knows = dict(stream.knows)
         self.launches, self.waits = list(stream.queue), list(stream.waits)
+
+    def as_it_is(self) -> Event:
+        """Copy it: who waits for an event waits for what it stood for then, and it may be recorded again."""
+        copy = Event(self.world, True)
+        copy.launches, copy.waits = self.launches, self.waits
+        return copy
 
     def is_complete(self) -> bool:
         self.launches = [launch for launch in self.launches if not launch.is_done]
@@ -237,6 +252,7 @@ class StandIn:
         self.communicators: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sent: list[Any] = []
         self.folders: list[str] = []
+        self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
         self.busy = threading.Lock()
         self.local = threading.local()
         self.module = _cupy_module(self, driver_version)

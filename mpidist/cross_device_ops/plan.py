@@ -166,10 +166,9 @@ class Plan:
         """
         for chunk in self.chunks:
             levels = levels_of(chunk.device)
-            if chunk.direct:
-                _run_direct(chunk, arrays, results, levels, reduce)
-            else:
-                _run_packed(chunk, arrays, results, levels, reduce)
+            run = _run_direct if chunk.direct else _run_packed
+            with levels.lane():
+                run(chunk, arrays, results, levels, reduce)
 
 
 def _run_direct(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:

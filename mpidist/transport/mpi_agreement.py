@@ -102,6 +102,7 @@ class MpiAgreement(Agreement):
             return True
         have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
         if not have_arrived():
+            self._watch.limit(arrival.timeout)  # meanwhile this rank may have waited for an earlier call
             self._wait(have_arrived, lambda: self._rounds.memory, call)
         equal, same_placement = self._found or self._rounds.is_equal()
         if not equal and self._check:
@@ -156,8 +157,10 @@ class MpiAgreement(Agreement):
     def require_peers(self) -> bool:
         return self._watch.look()
 
-    def restart_clock(self) -> None:
-        self._watch.restart()
+    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+        self._watch.restart(since)
+        if arrival is not None:
+            self._watch.limit(arrival.timeout)
 
     @property
     def broken(self) -> Exception | None:
