@@ -97,7 +97,8 @@ class LateStandIn(StandIn):
         is_held: Whether NCCL's calls are held back on this rank.
         delay: How often each call of NCCL is passed over before it begins.
         threads: The threads that launched something.
-        num_kernels: Number of kernels.
+        num_done: Number of kernels that have run.
+        num_allocations: Number of allocations.
         num_queries: How often the host asked for an event.
     """
 
@@ -106,10 +107,11 @@ class LateStandIn(StandIn):
         self.is_held = False
         self.delay = 0
         self.threads: set[int] = set()
-        self.num_kernels = self.num_queries = 0
+        self.num_done = self.num_allocations = self.num_queries = 0
         self._passed: dict[int, int] = {}
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> LateArray:
+        self.num_allocations += 1
         array = super().empty(shape, dtype)
         array._allocation.stream = self.current.ptr
         return LateArray(self, array._numbers, array._allocation)
@@ -133,7 +135,6 @@ class LateStandIn(StandIn):
         """Put work on the current stream, and note what it comes after."""
         stream = self.current
         self.threads.add(threading.get_ident())
-        self.num_kernels += 1
         stream.issue()
         for array, is_write in (*((its, False) for its in reads), (writes, True)):
             low, high = memory_bounds(array._numbers)
@@ -160,6 +161,7 @@ class LateStandIn(StandIn):
                     continue
             head.step()
             if head.is_done:
+                self.num_done += head.comm is None
                 self._passed.pop(id(head), None)
                 if stream.queue and stream.queue[0] is head:
                     stream.queue.popleft()

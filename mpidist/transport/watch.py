@@ -256,7 +256,7 @@ class Watch:
             is_all = len(known) == self._size
             # A rank that is in a reset already has left a note of where it was before.
             if (is_all and not any(its.is_resetting for its in known.values())) or time.monotonic() > until:
-                return Lateness.of(self._sequence, known, self._hostnames)
+                return Lateness.of(self._sequence, known, self._hostnames, self.recorder.is_agreed)
             time.sleep(_ANSWER_SECONDS / 100)
 
     def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
