@@ -283,15 +283,20 @@ def test_later_work_of_the_caller_does_not_delay_a_call(
 
 
 @pytest.mark.ranks(min=2)
-def test_the_thread_leaves_gpus_alone(standin: LateStandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("implementation", ["AUTO", "NCCL"])
+def test_the_thread_leaves_gpus_alone(
+    standin: LateStandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
     """Between nodes a thread looks after calls on the host; the fixture looks at who launched."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
+    options = CommunicationOptions(implementation=implementation)
     for group in opened(comm):
         ops = HierarchicalCopyAllReduce().bound_to(group)
+        assert is_total(ops.all_reduce("SUM", mine(comm.rank, 9), options), comm.size, 9)
         for _ in range(3):
+            values = [contribution("sum", comm.rank, 50_000, F4) for _ in range(6)]
             handles = [
-                ops.start_all_reduce("SUM", (up if at % 2 else np.asarray)(contribution("sum", comm.rank, 50_000, F4)))
-                for at in range(6)
+                ops.start_all_reduce("SUM", up(its) if at % 2 else its, options) for at, its in enumerate(values)
             ]
             time.sleep(0.03)
             for at in (1, 0, 5, 4, 3, 2):
@@ -401,11 +406,17 @@ def test_each_call_has_its_own_deadline(standin: LateStandIn, group: SyncGroup, 
     ops = NcclAllReduce().bound_to(group)
     standin.is_held = comm.rank == 0
     limits = [CommunicationOptions(timeout_seconds=seconds) for seconds in (0.6, 30.0)]
+    if comm.rank:  # so that rank 0 comes to the second call while it waits for the first one
+        comm.Barrier()
     handles = [ops.start_all_reduce("SUM", mine(comm.rank, 9), options) for options in limits]
+    if comm.rank == 0:
+        comm.Barrier()
     start = time.monotonic()
+    while comm.rank and time.monotonic() < start + 1.4:  # has no deadline before rank 0
+        handles[0].is_done()
     with pytest.raises((DeadlineExceededError, PeerFailedError)):
         handles[0].wait()
-    assert time.monotonic() - start < 1.2
+    assert comm.rank or 0.5 < time.monotonic() - start < 1.2
     standin.is_held = False
     comm.Barrier()
     start_anew(group, comm)
