@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import _thread
 import gc
+import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Handle
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:
         pytest.skip(f"needs a GPU: {reasons[0]}")
+    if os.environ.get("MPIDIST_TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
+        os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
     found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
     return found
 
@@ -422,6 +426,26 @@ def test_each_call_has_its_own_deadline(standin: LateStandIn, group: SyncGroup, 
     start_anew(group, comm)
 
 
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("count", [40, 20_000], ids=["by a leader", "in shards"])
+def test_the_host_never_waits_for_a_gpu_without_a_deadline(
+    standin: LateStandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """NCCL within nodes is held back, before the host can carry its results between them."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
+    for group in opened(comm):
+        ops = HierarchicalCopyAllReduce().bound_to(group)
+        assert is_total(ops.all_reduce("SUM", mine(comm.rank, count)), comm.size, count)
+        standin.is_held = True
+        start = time.monotonic()
+        with pytest.raises((DeadlineExceededError, PeerFailedError)):
+            ops.all_reduce("SUM", mine(comm.rank, count), CommunicationOptions(timeout_seconds=0.5))
+        assert time.monotonic() - start < 1.2
+        standin.is_held = False
+        comm.Barrier()
+        start_anew(group, comm)
+
+
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_error_of_nccl_in_work_that_was_launched(
@@ -515,21 +539,30 @@ def test_calls_that_agree_are_refused_while_a_graph_is_captured(
     assert is_total(ops.all_reduce("SUM", value), comm.size, 9)
 
 
-def test_what_a_launch_does_can_be_captured(standin: LateStandIn, comm: Intracomm) -> None:
-    """Without a wait, a query or an allocation: the stand-in notes them. Then other work follows without a wait."""
-    unique_id = comm.bcast(standin.nccl.get_unique_id() if comm.rank == 0 else None)
-    handle = Handle(standin.cuda, standin.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), standin.device)
-    queue = DeviceQueue(standin.cuda)
+def own_levels(provider: cuda.Cuda, comm: Intracomm) -> tuple[NcclCommunicator, DeviceQueue, Levels]:
+    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
+    made = provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
+    handle = Handle(provider, made, int(provider.cupy.cuda.runtime.getDevice()))
+    queue = DeviceQueue(provider)
     its = NcclCommunicator(handle, "all", comm.rank, comm.size, queue)
     alone = SoloCommunicator("across_nodes", device=True)
-    levels = Levels(its, its, alone, True, None, NcclReach.WORLD, queue)
-    arrays = arrays_of_packs(comm.rank, 4)
-    specs = [Spec((100,), F4, True) for _ in arrays]
-    plan = make_plan(ReduceOp.SUM, specs, PACKS, 1, comm.size, levels)
+    return its, queue, Levels(its, its, alone, True, None, NcclReach.WORLD, queue)
+
+
+def work_of(arrays: list[Any], levels: Levels) -> Callable[[], None]:
+    plan = make_plan(ReduceOp.SUM, [Spec((100,), F4, True) for _ in arrays], PACKS, 1, levels.world.size, levels)
 
     def work() -> None:
         plan.run(arrays, arrays, lambda device: levels, lambda its, buffer, how: its.world.all_reduce(buffer, how))
 
+    return work
+
+
+def test_what_a_launch_does_can_be_captured(standin: LateStandIn, comm: Intracomm) -> None:
+    """Without a wait, a query or an allocation: the stand-in notes them. Then other work follows without a wait."""
+    its, queue, levels = own_levels(standin.cuda, comm)
+    arrays = arrays_of_packs(comm.rank, 4)
+    work = work_of(arrays, levels)
     queue.wait(queue.launch("warm-up", work, arrays))
     own = standin.cuda.cupy.cuda.Stream(non_blocking=True)
     with standin.stream(own):
@@ -546,3 +579,36 @@ def test_what_a_launch_does_can_be_captured(standin: LateStandIn, comm: Intracom
         for array in arrays:
             assert (down(array) == comm.size * (comm.size + 1) / 2).all()
     its.free()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(max=1)
+def test_a_graph_of_packing_nccl_and_unpacking_is_replayed(comm: Intracomm) -> None:
+    """On a real GPU: one rank, whose all-reduce leaves the numbers as they are, and kernels around it."""
+    found = cuda.current()
+    if found.support.reason:
+        pytest.skip(f"needs a GPU: {found.support.reason}")
+    its, queue, levels = own_levels(found, comm)
+    arrays = arrays_of_packs(comm.rank, 4)
+    work = work_of(arrays, levels)
+    queue.wait(queue.launch("warm-up", work, arrays))
+    own = found.cupy.cuda.Stream(non_blocking=True)
+    with own:
+        own.begin_capture()
+        launched = queue.launch("a graph", work, arrays)
+        graph = own.end_capture()
+        for value in (3, 4):
+            for array in arrays:
+                array[...] = value
+            graph.launch(stream=own)
+            own.synchronize()
+            assert all((down(array) == value).all() for array in arrays)
+    assert launched.event is None
+    assert is_total(its_sum(its, comm), comm.size, 9), "eager calls go on"
+    its.free()
+
+
+def its_sum(its: NcclCommunicator, comm: Intracomm) -> Any:
+    buffer = mine(comm.rank, 9)
+    its.all_reduce(buffer, Reduction())
+    return buffer

@@ -176,6 +176,7 @@ class BatchReducer:
         Returns:
             The call. Its values and outs must not be touched until it is done.
         """
+        self._group.enter(request.call)
         call = self._prepare(request, values, outs, error, is_later=True)
 
         def steps(pending: Pending) -> Steps:
@@ -193,7 +194,6 @@ class BatchReducer:
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
 
-        self._group.enter(request.call)
         return self._group.calls.start(steps, needs_caller=call.layout is not None)
 
     def _prepare(
