@@ -265,6 +265,36 @@ def test_a_call_is_launched_when_all_have_come(standin: LateStandIn, group: Sync
 
 
 @pytest.mark.ranks(min=2)
+def test_one_call_at_a_time_is_waited_for(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a rank waits for the first of several, it looks after the others, and does not wait for them."""
+    wait, depths, in_flight = DeviceQueue.wait, [0], []
+
+    def look(*arguments: Any) -> None:
+        depths.append(depths[-1] + 1)
+        in_flight.append(standin.num_in_flight())
+        wait(*arguments)
+        depths.append(depths[-1] - 1)
+
+    monkeypatch.setattr(DeviceQueue, "wait", look)
+    standin.delay = 200
+    ops = NcclAllReduce().bound_to(group)
+    for waited in (3, 0):
+        if comm.rank:  # so that rank 0 launches in `wait`
+            comm.Barrier()
+        handles = [ops.start_all_reduce("SUM", mine(comm.rank, count)) for count in COUNTS]
+        if comm.rank == 0:
+            comm.Barrier()
+            in_flight.clear()
+        assert is_total(handles[waited].wait(), comm.size, COUNTS[waited])
+        assert comm.rank or in_flight[0] == waited + 1, "what is waited for was launched, with all before it"
+        for handle, count in zip(handles, COUNTS, strict=True):
+            assert is_total(handle.wait(), comm.size, count)
+    assert max(depths) == 1
+
+
+@pytest.mark.ranks(min=2)
 def test_later_work_of_the_caller_does_not_delay_a_call(
     standin: LateStandIn, group: SyncGroup, comm: Intracomm
 ) -> None:

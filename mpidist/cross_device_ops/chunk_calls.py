@@ -122,6 +122,7 @@ class ChunkCalls:
         assert queue is not None
         launched = queue.launch(layout.call, partial(self._work, layout, queue), layout, layout.after)
         pending.is_launched = True
+        yield 0  # who waits for a later call launches that, too, before it waits for this one
         while not queue.has_come(launched):
             if pending.is_waited_for:
                 self._wait(queue, launched, pending, arrival)

@@ -88,6 +88,8 @@ class Pending:
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
                 raise
+        if to_launch:  # what follows must not keep waiting who asks on behalf of another call
+            self.is_waited_for = self.may_wait = False
 
     def abandon(self, why: str) -> None:
         """Let waiting for this call raise."""
