@@ -57,6 +57,7 @@ class Allocation:
         self.memory = np.empty(nbytes + 16, np.uint8)
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
+        self.stream = 0  # the address of the one that was current
 
 
 class Stream:
@@ -73,12 +74,17 @@ class Stream:
         self.captured: list[Callable[[], None]] | None = None  # of kernels, instead of their run
         world.streams[self.ptr] = self
 
-    def is_capturing(self) -> bool:
-        return self.captured is not None
-
     def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
+        if event.waits or event.launches:
+            self.waits.append(event.as_it_is())
         _learn(self.knows, event.knows)
+
+    def use(self) -> Stream:
+        self.world.current = self
+        return self
+
+    def is_capturing(self) -> bool:
+        return self.captured is not None or self.ptr in self.world.captured
 
     def issue(self) -> None:
         """Note that work comes after all that this stream, or the host, has seen."""
@@ -108,6 +114,12 @@ class Event:
             self.world.problems.append("an event was recorded in a capture, and is used outside of it")
         self.knows = dict(stream.knows)
         self.launches, self.waits = list(stream.queue), list(stream.waits)
+
+    def as_it_is(self) -> Event:
+        """Copy it: who waits for an event waits for what it stood for then, and it may be recorded again."""
+        copy = object.__new__(Event)
+        copy.launches, copy.waits = self.launches, self.waits
+        return copy
 
     def is_complete(self) -> bool:
         self.launches = [launch for launch in self.launches if not launch.is_done]
@@ -244,6 +256,7 @@ class StandIn:
         self.communicators: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sent: list[Any] = []
         self.folders: list[str] = []
+        self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
         self.busy = threading.Lock()
         self.local = threading.local()
         self.module = _cupy_module(self, driver_version)

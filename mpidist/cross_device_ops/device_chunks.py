@@ -43,10 +43,11 @@ def run_on_device(
         if chunk.direct:
             reduce(levels, _part(chunk.pieces[0], results).reshape(-1), chunk.reduction)
             continue
-        buffer = levels.pack_buffer(chunk.count, chunk.wire)
-        kernels.pack(_parts(chunk.pieces, arrays), buffer)
-        reduce(levels, buffer, chunk.reduction)
-        kernels.unpack(buffer, _parts(chunk.pieces, results), chunk.divide_by)
+        with levels.lane():
+            buffer = levels.pack_buffer(chunk.count, chunk.wire)
+            kernels.pack(_parts(chunk.pieces, arrays), buffer)
+            reduce(levels, buffer, chunk.reduction)
+            kernels.unpack(buffer, _parts(chunk.pieces, results), chunk.divide_by)
     for divide_by in dict.fromkeys(chunk.divide_by for chunk, _ in direct if chunk.divide_by != 1):
         parts = _parts([piece for chunk, piece in direct if chunk.divide_by == divide_by], results)
         kernels.copy(parts, parts, divide_by)

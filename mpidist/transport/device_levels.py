@@ -14,7 +14,9 @@ from mpidist.transport import nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_events import Events
 from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
 from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.nccl import NcclCommunicator
@@ -42,6 +44,9 @@ class DeviceLevels:
         cuda: What this process has of CuPy and NCCL.
         agreement: That of the ranks.
         may_use_nccl: Whether NCCL may be used at all.
+
+    Attributes:
+        events: Marks in the streams of this rank.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class DeviceLevels:
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device = 0
+        self._queue: DeviceQueue | None = None
+        self.events = Events(cuda)
 
     def levels(self, everywhere: bool = False) -> Levels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
@@ -75,6 +82,10 @@ class DeviceLevels:
                 raise
         return self._levels[everywhere]
 
+    def made(self, everywhere: bool = False) -> Levels | None:
+        """Return the levels if a call has made them, which is so on all ranks or on none. Local."""
+        return self._levels.get(everywhere)
+
     @property
     def uses_nccl(self) -> bool:
         """Whether NCCL communicators were made."""
@@ -86,12 +97,16 @@ class DeviceLevels:
         while self._own:
             self._own.pop().free()
         self._levels.clear()
+        self._queue = None
 
     def abandon(self) -> None:
         """Abort NCCL's communicators, after a call that failed. Local."""
         if self._own:
             nccl_handles.abort_all("a call of its ranks failed")
             nccl_handles.settle()
+        if self._queue is not None:
+            self._queue.give_up(RuntimeError("a call of its ranks failed"))
+        self._queue = None
         self._own.clear()
         self._levels.clear()
 
@@ -114,18 +129,19 @@ class DeviceLevels:
             if topology.rank == 0:
                 logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
             return host.of_device
+        if self._queue is None:
+            self._queue = DeviceQueue(self._cuda, self.events)
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
             lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
             across = self._connect("across_nodes", lanes)
-            return Levels(world, within, across, host.is_even, nccl=NcclReach.WORLD, own_kernels=kernels)
+            return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, kernels)
         within = self._connect("within_node", topology.nodes)
         if not spans_nodes:
             alone = SoloCommunicator("across_nodes", device=True)
-            return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD, own_kernels=kernels)
-        staged = host.of_device
-        return replace(staged, within_node=within, nccl=NcclReach.NODE)
+            return Levels(within, within, alone, host.is_even, None, NcclReach.WORLD, self._queue, kernels)
+        return replace(host.of_device, within_node=within, nccl=NcclReach.NODE, queue=self._queue)
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
@@ -151,7 +167,7 @@ class DeviceLevels:
         except BaseException:
             making.give_up()
             raise
-        communicator = NcclCommunicator(making.take(), name, place, len(ranks))
+        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue)
         communicator.watch(self._agreement.require_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -16,6 +17,7 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
@@ -38,6 +40,7 @@ _PACK_BYTES: Final = (256 << 10, 4 << 20)
 # For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
+_NO_LANE: Final = nullcontext()
 
 
 @final
@@ -61,6 +64,7 @@ class Levels:
         is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
         streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
         nccl: Which of them are NCCL's.
+        queue: Where the work of NCCL's goes; `None` if there are none.
         own_kernels: Those of the levels for device memory; `None` of others.
     """
 
@@ -70,6 +74,7 @@ class Levels:
     is_even: bool
     streams: StreamReducer | None = None
     nccl: NcclReach = NcclReach.NOWHERE
+    queue: DeviceQueue | None = None
     own_kernels: DeviceKernels | None = None
 
     @property
@@ -155,6 +160,15 @@ class Levels:
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Lend memory to pack into: that of the innermost transport."""
         return self.within_node.pack_buffer(count, dtype)
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
+        return _NO_LANE if self.queue is None else self.queue.lane()
+
+    def settle(self) -> None:
+        """Wait for what this rank has launched in the call under way, before the host goes on with it. Local."""
+        if self.queue is not None:
+            self.queue.settle(self.within_node.name)
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Ask `is_over` while a rank waits for others; it may raise."""
