@@ -256,10 +256,12 @@ class DeviceKernels:
     def _found(self, move: Move, sources: Sequence[Array], targets: Sequence[Array]) -> _Known:
         stream, tables = self._cuda.cupy.cuda.get_current_stream(), self._tables
         arrays = sources or targets
-        key = (move, *map(_size_of, arrays), *map(_dtype_of, arrays))
+        sizes, dtypes = tuple(map(_size_of, arrays)), tuple(map(_dtype_of, arrays))
+        is_uniform = dtypes.count(dtypes[0]) == len(dtypes)  # hashing each takes longer
+        key = (move, sizes, dtypes[0] if is_uniform else dtypes)
         table = tables.find(key)
         if table is None:
-            rows = rows_of(move, tuple(map(_size_of, arrays)), tuple(map(_dtype_of, arrays)))
+            rows = rows_of(move, sizes, dtypes)
             table = tables.upload(key, rows.words, rows._replace(words=_NO_WORDS), stream)
         found: list[Table] = []
         for side in (sources, targets):
