@@ -25,6 +25,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from standin_staging import add_staging
 
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.cuda import Cuda
@@ -75,6 +76,13 @@ class Stream:
         self.waits.append(event)
         _learn(self.knows, event.knows)
 
+    def __enter__(self) -> Stream:
+        self.before, self.world.current = self.world.current, self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.world.current = self.before
+
     def issue(self) -> None:
         """Note that work comes after all that this stream, or the host, has seen."""
         _learn(self.knows, self.world.host_knows)
@@ -108,7 +116,7 @@ class Event:
 
 
 class Launch:
-    """One launch of NCCL: the calls of a group."""
+    """One launch: the calls of a group of NCCL's, or a copy."""
 
     def __init__(self, calls: list[Iterator[None]], stream: Stream, comm: Any, holds: list[Allocation]) -> None:
         self.calls = calls
@@ -241,6 +249,7 @@ class StandIn:
         self.local = threading.local()
         self.module = _cupy_module(self, driver_version)
         self.nccl = _nccl_module(self, nccl_version)
+        self.staging = add_staging(self)
         self.cuda = Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
 
     # Arrays.

@@ -299,7 +299,7 @@ class BatchReducer:
     def _levels_for(self, request: Request) -> Callable[[bool], Levels]:
         implementation, group = request.options.implementation, self._group
         if implementation is CommunicationImplementation.RING:  # over MPI, whatever there is
-            return lambda device: group.levels.of_device if device else group.levels
+            return group.host_levels_of
         return partial(group.levels_of, nccl_everywhere=implementation is CommunicationImplementation.NCCL)
 
     def _shape(self, request: Request, operands: Operands) -> _Shape:

@@ -6,18 +6,26 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
+from mpidist.transport.cost_model import CostModel
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.levels import Levels, NcclReach
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Making
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.staging import Staging
+from mpidist.transport.staging_sizes import StagingSizes
 from mpidist.transport.texts import first_line
 from mpidist.transport.topology import Topology
 
@@ -39,17 +47,27 @@ class DeviceLevels:
         topology: The placement of the ranks.
         cuda: What this process has of CuPy and NCCL.
         agreement: That of the ranks.
-        may_use_nccl: Whether NCCL may be used at all.
+        settings: What the environment says.
+        cost_model: The speeds of the machine.
     """
 
     def __init__(
-        self, host: Levels, topology: Topology, cuda: Cuda, agreement: Agreement, may_use_nccl: bool = True
+        self,
+        host: Levels,
+        topology: Topology,
+        cuda: Cuda,
+        agreement: Agreement,
+        settings: Settings,
+        cost_model: CostModel,
     ) -> None:
         self._host = host
         self._topology = topology
         self._cuda = cuda
         self._agreement = agreement
-        self._may_use_nccl = may_use_nccl
+        self._settings = settings
+        spans_nodes = topology.num_nodes > 1
+        speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
+        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed))
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device = 0
@@ -73,6 +91,12 @@ class DeviceLevels:
                 raise
         return self._levels[everywhere]
 
+    @cached_property
+    def staged(self) -> Levels:
+        """The levels through the host. Local."""
+        world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
+        return Levels(world, within, across, self._host.is_even)
+
     @property
     def uses_nccl(self) -> bool:
         """Whether NCCL communicators were made."""
@@ -84,6 +108,7 @@ class DeviceLevels:
         while self._own:
             self._own.pop().free()
         self._levels.clear()
+        self._staging.free()
 
     def abandon(self) -> None:
         """Abort NCCL's communicators, after a call that failed. Local."""
@@ -110,7 +135,7 @@ class DeviceLevels:
                 raise UnavailableError(_cannot(reason))
             if topology.rank == 0:
                 logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
-            return host.of_device
+            return self.staged
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
@@ -120,13 +145,20 @@ class DeviceLevels:
         if not spans_nodes:
             alone = SoloCommunicator("across_nodes", device=True)
             return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD)
-        staged = host.of_device
+        staged = self.staged
         return Levels(staged.world, within, staged.across_nodes, host.is_even, nccl=NcclReach.NODE)
+
+    def _staged(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        staged = HostStagedCommunicator(host, self._staging)
+        staged.watch(self._agreement.require_peers)
+        return staged
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
             return ""
-        if not self._may_use_nccl:
+        if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
         facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
         self._device = facts.device

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.cost_model import CostModel
-from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
@@ -147,16 +145,6 @@ class Levels:
         """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
         if self.streams is not None:
             self.streams.abandon()
-
-    @cached_property
-    def of_device(self) -> Levels:
-        """The same levels for device memory, through the host."""
-        return Levels(
-            HostStagedCommunicator(self.world),
-            HostStagedCommunicator(self.within_node),
-            HostStagedCommunicator(self.across_nodes),
-            self.is_even,
-        )
 
     def free(self) -> None:
         """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""

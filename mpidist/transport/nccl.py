@@ -13,8 +13,9 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import nccl_handles
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.device_sum import join_parts
 from mpidist.transport.nccl_handles import Handle
-from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.texts import first_line
 from mpidist.transport.waiting import never_free, poll
 
@@ -22,7 +23,6 @@ __all__ = ["NcclCommunicator"]
 
 _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
 _NOT_READY: Final = 600  # of CUDA, for an event that has not come
-_UFUNCS: Final = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
 _DTYPES: Final = {
     "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
     "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
@@ -65,7 +65,7 @@ class NcclCommunicator(Communicator):
         self._query = cuda.runtime.eventQuery
         self._pack: Array = None
         self._parts: Array = None
-        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _UFUNCS}
+        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in ("sum", "prod", "min", "max")}
         self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
 
@@ -206,17 +206,7 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._combine(parts, reduction, shard)
-
-    def _combine(self, parts: Array, reduction: Reduction, shard: Array) -> None:
-        ufunc = getattr(self._cupy, _UFUNCS[reduction.op])
-        wide = accumulator_dtype(shard.dtype)
-        total = parts[0].astype(wide)
-        for part in parts[1:]:
-            ufunc(total, part.astype(wide, copy=False), out=total)
-        if reduction.divisor != 1:
-            total /= reduction.divisor
-        shard[...] = total
+            join_parts(self._cupy, list(parts), reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
