@@ -1,8 +1,9 @@
 """Pinned memory and copies of the stand-in for CuPy: late, and merciless to whoever does not wait.
 
 A copy is put on its stream and done when the stream gets there, some looks at events later. Where it goes is filled
-with rubbish at once, so that who reads too early finds it; what it reads is read when it is done, so that who writes
-too early is found as well. The stand-in itself notes streams that work on the same memory without an event between.
+with rubbish when it begins, so that who reads too early finds that, or what was there before; what it reads is read
+when it ends, so that who writes too early is found as well. The stand-in itself notes streams that work on the same
+memory without an event between.
 """
 
 from __future__ import annotations
@@ -110,10 +111,9 @@ def copy(world: StandIn, log: StagingLog, to: int, source: int, nbytes: int, kin
         holds.append(allocation)
         start = address - allocation.address
         memory.append(allocation.memory[start : start + nbytes])
-    if kind == TO_HOST:
-        memory[1][...] = RUBBISH
 
     def work() -> Iterator[None]:
+        memory[1][...] = RUBBISH
         for _ in range(int(log.random.integers(log.slowest + 1))):
             yield
         memory[1][...] = memory[0]

@@ -78,26 +78,22 @@ class Passage(ABC):
 class SlotPassage(Passage):
     """By slots of pinned memory."""
 
-    def __init__(self, staging: Staging) -> None:
-        super().__init__(staging)
-        self._slots: list[Array] = []
-        self._addresses: list[int] = []
-
     def reserve(self, count: int, nbytes: int) -> None:
-        self._slots = self._staging.slots(count, nbytes)
-        self._addresses = [slot.__array_interface__["data"][0] for slot in self._slots]
+        self._staging.reserve(count, nbytes)
 
     def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
-        width, base, host = array.itemsize, _address(array), self._addresses[slot]
+        room = self._staging.slot(slot)
+        host: int = room.__array_interface__["data"][0]
+        width, base = array.itemsize, _address(array)
         sizes = [(stop - start) * width for start, stop in pieces]
         offsets = list(accumulate(sizes, initial=at))
         return Pieces(
-            [self._slots[slot][start:stop] for start, stop in pairwise(offsets)],
+            [room[start:stop] for start, stop in pairwise(offsets)],
             [
                 [(host + offset, base + start * width, nbytes)]
                 for offset, nbytes, (start, _) in zip(offsets, sizes, pieces, strict=False)
             ],
-            self._slots[slot][at : offsets[-1]],
+            room[at : offsets[-1]],
         )
 
 

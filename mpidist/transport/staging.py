@@ -69,6 +69,7 @@ class Staging:
         self.sizes = sizes
         self._cuda = cuda
         self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self._slot_nbytes = 0
         self._scratch: Array = None
         self._is_pinned = True
         self._ended = ""
@@ -78,27 +79,27 @@ class Staging:
         """The module."""
         return self._cuda.cupy
 
-    def slots(self, count: int, nbytes: int) -> list[Array]:
-        """Lend pinned memory, for one call of `run`.
-
-        Returns:
-            For each of the first chunks a slot of `nbytes` bytes; the next ones use them in turn.
-        """
+    def reserve(self, count: int, nbytes: int) -> None:
+        """Have a slot of `nbytes` bytes of pinned memory for each of `count` chunks that are under way at once."""
         count, nbytes = min(count, self.sizes.depth), aligned(nbytes)
         if self._memory.size < count * nbytes:
             self._require_usable("staging")
             self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
             self._memory = self._pinned(_power_of_two(count * nbytes))
-        return [self._memory[at * nbytes : (at + 1) * nbytes] for at in range(count)]
+        self._slot_nbytes = nbytes
+
+    def slot(self, number: int) -> Array:
+        """Lend a slot, for one call of `run`, which `reserve` comes before."""
+        return self._memory[number * self._slot_nbytes : (number + 1) * self._slot_nbytes]
 
     def scratch(self, count: int, nbytes: int) -> list[Array]:
-        """Lend device memory in the same way: arrays of bytes."""
+        """Lend device memory for as many chunks: arrays of bytes."""
         count, nbytes = min(count, self.sizes.depth), aligned(nbytes)
-        if count * nbytes and (self._scratch is None or self._scratch.size < count * nbytes):
+        if self._scratch is None or self._scratch.size < count * nbytes:
             self._require_usable("staging")
             self._scratch = None
             self._scratch = self.cupy.empty(_power_of_two(count * nbytes), np.uint8)
-        return [self._scratch[at * nbytes : (at + 1) * nbytes] if nbytes else None for at in range(count)]
+        return [self._scratch[at * nbytes : (at + 1) * nbytes] for at in range(count)]
 
     def run(self, what: str, count: int, phases_of: PhasesOf, is_over: Callable[[], bool], keeps: Any) -> None:
         """Pass chunks through their phases, after what the current stream holds; return when all is done.
@@ -274,4 +275,4 @@ def aligned(nbytes: int) -> int:
 
 
 def _power_of_two(nbytes: int) -> int:
-    return 1 << (nbytes - 1).bit_length()
+    return 1 << max(nbytes - 1, 0).bit_length()
