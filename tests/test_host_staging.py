@@ -21,6 +21,8 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.device_mpi import DeviceMpiCommunicator
+from mpidist.transport.device_mpi_support import hint
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.node_memory import LINE_BYTES
@@ -44,6 +46,7 @@ ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
 A_FEW = [np.dtype(np.int16), np.dtype(np.float64), *HALVES]
 OPS = ["sum", "prod", "min", "max"]
 KINDS = ["GPUs add", "MPI adds", "shared memory adds"]
+DIRECT = "MPI takes device memory"
 NO_JOIN = 1 << 60
 
 
@@ -58,15 +61,19 @@ class Rig:
             self.host = SharedMemoryCommunicator(self.mpi, StreamReducer(slots, comm.size, 64, self.mpi.traffic))
         join = 1 if kind == "GPUs add" else NO_JOIN
         self.staging = Staging(provider, StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes)
-        self.its = HostStagedCommunicator(self.host, self.staging)
+        self.its: Any = HostStagedCommunicator(self.host, self.staging)
+        if kind == DIRECT:
+            self.its = DeviceMpiCommunicator(self.mpi, self.staging)
 
     def free(self) -> None:
         self.staging.free()
         self.host.free()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, DIRECT])
 def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Iterator[Rig]:
+    if request.param == DIRECT and "standin" not in request.fixturenames and not hint().works:
+        pytest.skip("needs a GPU, and MPI that takes its memory")
     made = Rig(gpus, comm, request.param)
     yield made
     made.free()
@@ -329,7 +336,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
 
 def test_slots_are_few_and_made_once(standin: StandIn, log: Any, comm: Intracomm) -> None:
     rig = Rig(standin.cuda, comm, "GPUs add")
-    buffer = up(np.ones(100 * CHUNK, np.float32))
+    buffer = up(np.ones(10 * CHUNK, np.float32))
     for _ in range(3):
         rig.its.all_reduce(buffer, Reduction())
         rig.its.reduce_scatter(buffer, Reduction())
@@ -338,7 +345,7 @@ def test_slots_are_few_and_made_once(standin: StandIn, log: Any, comm: Intracomm
     assert sum(log.pinned_bytes) <= rig.staging.sizes.depth * 2 * 1024
     gc.collect()
     before = len(standin.allocations), len(standin.events), len(standin.streams)
-    for _ in range(20):
+    for _ in range(10):
         rig.its.all_reduce(buffer, Reduction())
     gc.collect()
     assert (len(standin.allocations), len(standin.events), len(standin.streams)) == before

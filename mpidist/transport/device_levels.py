@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import nccl_handles
+from mpidist.transport import device_mpi_support, nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_mpi import DeviceMpiCommunicator
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
 from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.levels import Levels, NcclReach
@@ -145,8 +146,25 @@ class DeviceLevels:
         if not spans_nodes:
             alone = SoloCommunicator("across_nodes", device=True)
             return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD)
-        staged = self.staged
-        return Levels(staged.world, within, staged.across_nodes, host.is_even, nccl=NcclReach.NODE)
+        world, across = self._between_nodes()
+        return Levels(world, within, across, host.is_even, nccl=NcclReach.NODE)
+
+    def _between_nodes(self) -> tuple[Communicator, Communicator]:
+        """Let MPI read device memory itself, where that is proven; else go through the host. Collective."""
+        answer = device_mpi_support.agree(self._agreement, self._topology, self._cuda, self._settings.device_mpi)
+        if self._topology.rank == 0:
+            way = "by MPI, from where it is" if answer.works else "through the host"
+            logger.info("device memory goes between nodes %s: %s", way, answer.reason)
+        if not answer.works:
+            return self.staged.world, self.staged.across_nodes
+        return self._direct(self._host.world), self._direct(self._host.across_nodes)
+
+    def _direct(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        direct = DeviceMpiCommunicator(host, self._staging)
+        direct.watch(self._agreement.require_peers)
+        return direct
 
     def _staged(self, host: Communicator) -> Communicator:
         if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
