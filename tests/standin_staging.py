@@ -8,6 +8,7 @@ memory without an event between.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,12 +49,6 @@ class StagingLog:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
 
-class Pinned(np.ndarray[Any, Any]):
-    """Pinned memory that lives as long as somebody uses it."""
-
-    allocation: Any
-
-
 def add_staging(world: StandIn) -> StagingLog:
     """Give a stand-in's CuPy pinned memory and copies."""
     log = StagingLog()
@@ -76,9 +71,9 @@ def add_staging(world: StandIn) -> StagingLog:
         world._freed(address)
 
     def pointer(memory: Any, offset: int) -> Any:
-        pinned = memory.memory[offset : memory.nbytes].view(Pinned)
-        pinned.allocation = memory
-        return memoryview(pinned)  # NumPy would leave out an array between a view and its memory
+        pinned = (ctypes.c_uint8 * (memory.nbytes - offset)).from_address(memory.address + offset)
+        pinned.allocation = memory  # lives as long as somebody uses it
+        return pinned
 
     cuda.PinnedMemory, cuda.PinnedMemoryPointer = allocate, pointer
     runtime = cuda.runtime
@@ -102,8 +97,6 @@ def copy(world: StandIn, log: StagingLog, to: int, source: int, nbytes: int, kin
     for address, is_write in ((source, False), (to, True)):
         host = address == (to if kind == TO_HOST else source)
         if host and log.has_no_memory:
-            import ctypes
-
             memory.append(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
             continue
         allocation = world.find(address, nbytes)

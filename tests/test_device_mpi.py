@@ -216,6 +216,19 @@ def test_one_rank_that_cannot_is_enough_for_all_to_go_through_the_host(
 
 
 @pytest.mark.ranks(min=2)
+def test_the_setting_asks_the_probe_whatever_mpi_says(
+    standin: StandIn, comm: Intracomm, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_DEVICE_MPI", "1")
+    monkeypatch.setattr(device_mpi_support, "hint", lambda: Answer(False, "it says no"))
+    group = SyncGroup.from_mpi(comm)
+    reduced(group, comm)
+    assert isinstance(group.levels_of(True).world, DeviceMpiCommunicator)
+    assert sum(comm.allgather(len(nodes))) == 2
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
 def test_a_probe_that_cannot_start_is_an_answer(
     standin: StandIn, comm: Intracomm, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from mpi_session import clean_environment
 from nccl_standin import StandIn
 
 from mpidist.__main__ import main
+from mpidist.cli import doctor
+from mpidist.errors import UnavailableError
 from mpidist.transport import cuda, device_mpi_support
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_mpi_support import Answer, ProbeKey
@@ -39,6 +41,18 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     for text in ("1 rank on 1 node.", "launcher:           none: this process was started alone", "GPUs:  ", "NCCL:  "):
         assert text in done.stdout
     assert "one rank, which sends to nobody" in done.stdout
+
+
+@pytest.mark.no_mpi
+def test_without_mpi_it_says_what_brings_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise UnavailableError("mpidist needs mpi4py; `pip install mpi4py mpich`")
+
+    monkeypatch.setattr(doctor, "load_mpi", fails)
+    assert main(["doctor"]) == 1
+    text = capfd.readouterr().out
+    assert "MPI:   mpidist needs mpi4py; `pip install mpi4py mpich`" in text
+    assert "GPUs:  " in text
 
 
 def test_it_says_what_is_missing_and_what_to_do(

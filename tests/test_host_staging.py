@@ -229,6 +229,23 @@ def test_work_follows_the_current_stream(rig: Rig) -> None:
             assert (down(buffer) == rig.its.size / 2).all()
 
 
+def test_a_copy_that_the_caller_began_is_waited_for(rig: Rig) -> None:
+    """MPI that reads device memory knows no streams."""
+    cupy, nbytes = cuda.current().cupy, 10 * CHUNK
+    pinned = np.ndarray(nbytes, np.uint8, buffer=cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0))
+    numbers = pinned.view(np.float32)
+    numbers[:] = contribution("sum", rig.its.rank, numbers.size, np.dtype(np.float32))
+    expected = reduction_of("sum", rig.its.size, numbers.size, np.dtype(np.float32))
+    runtime = cupy.cuda.runtime
+    for _ in range(5):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            buffer = cupy.empty(numbers.size, np.float32)
+            address = pinned.__array_interface__["data"][0]
+            runtime.memcpyAsync(int(buffer.data.ptr), address, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            rig.its.all_reduce(buffer, Reduction())
+            assert (down(buffer) == expected).all()
+
+
 def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm) -> None:
     rig = Rig(gpus, comm, "GPUs add")
     its, size, count = rig.its, comm.size, 12 * comm.size * CHUNK

@@ -4,8 +4,8 @@ Start it as you start your jobs, with as many ranks on as many nodes, or alone:
 
     mpirun -n 4 python -m mpidist doctor
 
-It changes nothing. The exit status is 0, whatever is missing; ranks that cannot work together are an error, as they are
-in a job.
+It changes nothing. The exit status is 0, whatever is missing but MPI; ranks that cannot work together are an error,
+as they are in a job.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, and let the first rank print. Collective."""
+    try:
+        load_mpi()
+    except UnavailableError as error:
+        print(f"MPI:   {error}")
+        print(f"GPUs:  {_gpus(cuda.current())}")
+        return 1
     group = SyncGroup.from_mpi(None)
     try:
         topology = group.topology

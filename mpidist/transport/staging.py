@@ -68,7 +68,7 @@ class Staging:
     def __init__(self, cuda: Cuda, sizes: StagingSizes) -> None:
         self.sizes = sizes
         self._cuda = cuda
-        self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self._memory: Array = np.empty(0, np.uint8)
         self._slot_nbytes = 0
         self._scratch: Array = None
         self._is_pinned = True
@@ -152,12 +152,12 @@ class Staging:
         events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
         return _Streams(down, up, join, cuda.Event(disable_timing=True), tuple(_Events(*its) for its in events))
 
-    def _pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
+    def _pinned(self, nbytes: int) -> Array:
         cuda = self.cupy.cuda
         if self._is_pinned:
             try:
                 memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
-                return np.frombuffer(memory, np.uint8, nbytes)
+                return np.ndarray(nbytes, np.uint8, buffer=memory)
             except (RuntimeError, MemoryError) as error:  # this rank's affair: its copies are right, only slow
                 self._is_pinned = False
                 logger.warning(
