@@ -158,19 +158,29 @@ class Module:
         stream = world.current
 
         def run() -> None:
-            world.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
-            stream.waits.clear()
-            stream.issue()
             ranges = _ranges_of_combine(name, args) if "combine" in name else _ranges_of_move(args)
-            for low, high, is_write in _joined(ranges):
-                world.note(stream, world.find(low, high - low), low, high, is_write)
-            call(self.code, name, grid[0], block[0], args)
+            world.run_kernel(lambda args: call(self.code, name, grid[0], block[0], args), name, args, _joined(ranges))
             world.num_kernels += 1
 
         if stream.captured is None:
+            world.reach(stream)
             run()
         else:
-            stream.captured.append(run)
+            stream.captured.append(lambda: (world.reach(stream), run()))
+
+
+def with_own_tables(name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], list[Any]]:
+    """Let a kernel that runs later read its tables as they are now. Returns its arguments, and the tables."""
+    mine, tables = list(args), []
+    sizes = {0: args[3]} if "combine" in name else {0: 3 * args[1], 2: 0, 4: 0}
+    if "combine" not in name:
+        rows = words_at(args[0], sizes[0]).reshape(-1, 3)
+        sizes[2] = sizes[4] = int((rows[:, 2] & 0xFFFFFFFF).max()) + 1
+    for at, size in sizes.items():
+        if args[at]:
+            tables.append(words_at(args[at], size))
+            mine[at] = tables[-1].ctypes.data
+    return tuple(mine), tables
 
 
 def words_at(address: int, count: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from nccl_standin import Allocation, FakeArray, StandIn, Stream
+from standin_kernels import with_own_tables
 
 from mpidist.transport.arrays import memory_bounds
 
@@ -20,11 +21,11 @@ class Kernel:
 
     comm = None
 
-    def __init__(self, stream: Stream, action: Callable[[], None], arrays: list[FakeArray]) -> None:
+    def __init__(self, stream: Stream, action: Callable[[], None], used: list[Allocation]) -> None:
         self.waits, stream.waits = stream.waits, []
-        self.memory = [its._allocation.memory for its in arrays]  # so that a fault is found, and not made
+        self.memory = [its.memory for its in used]  # so that a fault is found, and not made
         # CuPy lets memory that is freed be used again in the order of the stream that it was allocated in.
-        self.addresses = {its._allocation.address for its in arrays if its._allocation.stream != stream.ptr}
+        self.addresses = {its.address for its in used if its.stream != stream.ptr}
         self.is_done = False
         self._action = action
 
@@ -140,7 +141,27 @@ class LateStandIn(StandIn):
             low, high = memory_bounds(array._numbers)
             if high > low:
                 self.note(stream, array._allocation, low, high, is_write)
-        stream.queue.append(Kernel(stream, action, [*reads, writes]))
+        stream.queue.append(Kernel(stream, action, [its._allocation for its in (*reads, writes)]))
+
+    def reach(self, stream: Stream) -> None:
+        """Nothing: kernels are queued."""
+
+    def run_kernel(
+        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
+    ) -> None:
+        """Queue a kernel. Its tables, small and brought at once, are read now."""
+        stream, used = self.current, []
+        stream.issue()
+        for low, high, is_write in ranges:
+            used.append(self.find(low, high - low))
+            self.note(stream, used[-1], low, high, is_write)
+        mine, tables = with_own_tables(name, args)
+        stream.queue.append(Kernel(stream, lambda tables=tables: work(mine), used))
+
+    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
+        """Do at once what the host puts on a stream beside kernels and NCCL: copies of tables."""
+        for _ in call:
+            pass
 
     def find(self, address: int, nbytes: int) -> Allocation:
         self.threads.add(threading.get_ident())  # every call of NCCL comes by

@@ -189,5 +189,5 @@ class ChunkCalls:
     def _levels_for(self, options: CommunicationOptions) -> Callable[[bool], Levels]:
         implementation, group = options.implementation, self._group
         if implementation is CommunicationImplementation.RING:  # over MPI, whatever there is
-            return lambda device: group.levels.of_device if device else group.levels
+            return group.host_levels_of
         return partial(group.levels_of, nccl_everywhere=implementation is CommunicationImplementation.NCCL)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["Events", "Launched"]
+__all__ = ["Events", "Launched", "on_stream"]
+
+
+@contextmanager
+def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
+    """Make a stream current for the body of a `with` statement.
+
+    CuPy's own, `with stream:`, goes back to the last one that was entered so, and forgets one made current by `use`.
+    """
+    before = cupy.cuda.get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
 
 
 @final

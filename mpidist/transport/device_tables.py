@@ -30,7 +30,7 @@ class Table:
     """
 
     __slots__ = (
-        "_pinned", "about", "address", "capacity", "device", "generation", "is_kept", "last_stream", "uploaded",
+        "_pinned", "about", "address", "capacity", "device", "generation", "is_kept", "streams", "uploaded",
         "was_used", "words",
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ class Table:
         self.device = cupy.empty(capacity, np.uint64)
         self.address = int(self.device.data.ptr)
         self.uploaded = cupy.cuda.Event(disable_timing=True)
-        self.last_stream = 0
+        self.streams: set[int] = set()  # whose work came after the upload, and may use it
         self.about: Any = None
         self.generation = 0
         self.was_used = False
@@ -58,8 +58,8 @@ class DeviceTables:
     """Tables of 64-bit words, by key.
 
     For each launch: `find` its tables, or `upload` them; `use` them; launch; `mark`. All of a launch's calls are made
-    with one stream, the current one. Streams may change from launch to launch: a table that comes to another stream
-    waits there for what used it last, by an event.
+    with one stream, the current one. Streams may change from launch to launch: one that gets to a table for the first
+    time waits for its upload, by an event, and who writes another in its place waits for all streams that used it.
 
     A launch that is captured for a CUDA graph may only use tables that are there already. They are kept for good, as
     nobody tells when the graph is run again.
@@ -116,7 +116,7 @@ class DeviceTables:
             table.address, table.pinned_address, words.size * _WORD, runtime.memcpyHostToDevice, stream.ptr
         )
         table.uploaded.record(stream)
-        table.last_stream, table.about, table.was_used = stream.ptr, about, False
+        table.streams, table.about, table.was_used = {stream.ptr}, about, False
         self._tables[key] = table
         self._nbytes += capacity * _WORD
         self.mark(stream)
@@ -127,9 +127,9 @@ class DeviceTables:
         table.was_used = True
         if is_capturing:
             table.is_kept = True
-        elif table.last_stream != stream.ptr:
-            stream.wait_event(self._marks[table.last_stream])
-            table.last_stream = stream.ptr
+        elif stream.ptr not in table.streams:
+            stream.wait_event(table.uploaded)
+            table.streams.add(stream.ptr)
             self.mark(stream)  # now, in case that the launch fails
         return table.address
 
@@ -162,7 +162,7 @@ class DeviceTables:
         for at, table in enumerate(spare):
             if query(table.uploaded.ptr) == 0:
                 del spare[at]
-                if table.last_stream != stream.ptr:
-                    stream.wait_event(self._marks[table.last_stream])
+                for ptr in table.streams - {stream.ptr}:
+                    stream.wait_event(self._marks[ptr])
                 return table
         return Table(self._cupy, capacity)

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Any, Final, cast, final
 
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.device_queue import DeviceQueue
-from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
@@ -85,7 +82,7 @@ class Levels:
             RuntimeError: If these are the levels for host memory.
         """
         if self.own_kernels is None:
-            raise RuntimeError("the levels for host memory have no kernels; take those of `of_device`")
+            raise RuntimeError("the levels for host memory have no kernels; take those for device memory")
         return self.own_kernels
 
     @classmethod
@@ -181,17 +178,6 @@ class Levels:
         """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
         if self.streams is not None:
             self.streams.abandon()
-
-    @cached_property
-    def of_device(self) -> Levels:
-        """The same levels for device memory, through the host."""
-        return Levels(
-            HostStagedCommunicator(self.world),
-            HostStagedCommunicator(self.within_node),
-            HostStagedCommunicator(self.across_nodes),
-            self.is_even,
-            own_kernels=DeviceKernels(cuda.current()),
-        )
 
     def free(self) -> None:
         """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""

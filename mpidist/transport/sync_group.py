@@ -162,6 +162,10 @@ class SyncGroup(OpenGroup):
         """Marks in the streams of this rank's GPU."""
         return self._devices.events
 
+    def host_levels_of(self, device: bool) -> Levels:
+        """Return the communicators that do without NCCL, for host or device memory. Local."""
+        return self._devices.staged if device else self.levels
+
     @property
     def is_node_barrier(self) -> bool:
         """Whether `agree` is a barrier of the node's shared memory, too."""
@@ -356,9 +360,7 @@ class SyncGroup(OpenGroup):
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
-            self._devices = DeviceLevels(
-                self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl
-            )
+            self._devices = self._device_levels()
             self.calls = PendingCalls(self._agreement)
             return
         comm = membership.comm
@@ -369,10 +371,14 @@ class SyncGroup(OpenGroup):
         self._watch = watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
-        self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl)
+        self._devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
+
+    def _device_levels(self) -> DeviceLevels:
+        agreement, settings = self._agreement, self.settings
+        return DeviceLevels(self.levels, self.topology, cuda.current(), agreement, settings, self.cost_model)
 
 
 def _prepare_the_end(world: Intracomm, aborts: bool) -> None:
