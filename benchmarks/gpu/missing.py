@@ -34,6 +34,7 @@ def rank_main(cuda: Any) -> dict[str, float]:
     from mpi4py import MPI
 
     import mpidist
+    from mpidist.errors import DeadlineExceededError
 
     comm, cupy = MPI.COMM_WORLD, cuda.cupy
     cupy.cuda.Device(comm.Get_rank() % cuda.support.num_devices).use()
@@ -52,7 +53,7 @@ def rank_main(cuda: Any) -> dict[str, float]:
         start = time.monotonic()
         try:
             strategy.run(reduce)
-        except mpidist.errors.DeadlineExceededError as error:
+        except DeadlineExceededError as error:
             noticed = time.monotonic() - start
             print(f"as it should: {error}", flush=True)
     else:

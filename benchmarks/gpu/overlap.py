@@ -114,7 +114,9 @@ def measure(bench: Bench, report: Report) -> None:
 def _judge(report: Report, size: int, number: int, times: dict[str, Sample]) -> None:
     compute, after, early, last = (times[name].median for name in ("compute", "after", "early", "last pack"))
     exposed, reducing = early - compute, after - compute
-    hidden = 1 - exposed / reducing if reducing > 0 else 0.0
+    if reducing <= 0:
+        raise ArithmeticError(f"nothing to hide: {after * 1e3:.2f} ms with reductions, {compute * 1e3:.2f} ms without")
+    hidden = 1 - exposed / reducing
     note = ", ".join(f"{name} {its}" for name, its in times.items())
     question = f"backward of {number} kernels, {size} ranks over MPI: part of the reductions that is hidden"
     got = f"{hidden:.0%}: {exposed * 1e3:.2f} of {reducing * 1e3:.2f} ms can be seen"

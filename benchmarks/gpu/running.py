@@ -23,6 +23,7 @@ TOKEN = "GPU_CHECK_TOKEN"
 OWN = uuid.uuid4().hex  # of this check: its processes are found by it
 LEAST_SECONDS = 8.0
 GRACE = 5.0
+UNANSWERED = "some questions have no answer"
 HEAD, TAIL = 2_000, 10_000  # characters of a log that are kept
 
 
@@ -78,7 +79,9 @@ def run(part: Part, seconds: float, environment: Environment, folder: Path) -> O
     took = time.monotonic() - start
     facts, rows = read_report(results)
     said = log.read_text(errors="replace")
-    if why and not why.startswith("not done"):
+    if why == "ended with code 1" and any(row.got == "not measured" for row in rows):
+        why = UNANSWERED
+    elif why and not why.startswith("not done"):
         why += f": {_last_line(said)}"
     return Outcome(part.name, took, why, facts, (*rows, *_owed(part, rows, why)), log_text(said))
 
@@ -114,7 +117,7 @@ def _owed(part: Part, rows: list[Row], why: str) -> list[Row]:
         for number, words in part.asks.items()
         if number not in there
     ]
-    if why and not missing and why != "ended with code 1":
+    if why and not missing and why != UNANSWERED:
         missing.append(Row(part.name, "the rest of this part", got="not measured", note=why))
     return missing
 

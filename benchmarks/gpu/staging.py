@@ -44,7 +44,8 @@ class Chunked:
     def __call__(self) -> None:
         """Move it all; returns when it is done."""
         count = -(-self._nbytes // self._chunk)
-        slots = self._staging.slots(count, min(self._chunk, self._nbytes))
+        self._staging.reserve(count, min(self._chunk, self._nbytes))
+        slots = [self._staging.slot(at) for at in range(min(count, self._staging.sizes.depth))]
         if self._source is None and self._looks:
             for slot in slots:
                 slot[:] = 170
