@@ -84,6 +84,15 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     return Environment({**clean_environment(), "PYTHONPATH": path}, (), "there is no mpiexec")
 
 
+@pytest.fixture
+def outside_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs that are started not take themselves for a rank of these tests."""
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    path = [str(BENCHMARKS.parent), str(BENCHMARKS), str(BENCHMARKS.parent / "tests")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
 def run(name: str, environment: Environment, folder: Path, limit: float = 30) -> running.Outcome:
     return running.run(Part(name, (name,), ASKS, limit), 100, environment, folder)
 
@@ -306,12 +315,23 @@ ERROR tests/test_nccl.py::test_two[GPU] - OSError
 
 
 @pytest.mark.no_mpi
-def test_tests_that_cannot_be_run_are_no_success(tmp_path: Path) -> None:
-    report = Report(None)
-    (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): assert False, 'wrong sum'\n")
-    right.measure(report, "1 rank", "1", [str(tmp_path / "test_it.py"), "-p", "mpi_session.plugin"], 40)
+@pytest.mark.usefixtures("outside_mpi")
+@pytest.mark.parametrize(
+    ("body", "got", "met"),
+    [
+        ("assert 1 + 1 == 3", "0 passed, 1 failed, 0 skipped", False),
+        ("assert 1 + 1 == 2", "1 passed, 0 failed, 0 skipped", True),
+        ("pytest.skip('needs a GPU')", "not measured", None),
+        ("import time; time.sleep(60)", "0 passed, 0 failed, 0 skipped", False),
+    ],
+)
+def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, met: bool | None) -> None:
+    report, path = Report(None), tmp_path / "test_it.py"
+    path.write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n")
+    right.measure(report, "1 rank", "1", [str(path), "-p", "mpi_session.plugin"], 6)
     (row,) = report.rows
-    assert row.met is False, row
+    assert (row.got, row.met) == (got, met), row
+    assert "sleep" not in body or "not done within 6 s" in row.note
 
 
 @pytest.mark.no_mpi
@@ -332,7 +352,8 @@ def test_what_the_sanitizer_says_is_read(code: int, said: str, got: str, met: bo
 
 
 @pytest.mark.no_mpi
-def test_digits_are_learnt_on_the_cpu_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("outside_mpi")
+def test_digits_are_learnt_on_the_cpu_and_a_failure_is_told() -> None:
     assert digits.accuracy(1, "cpu", 3, 50) > 0.5
     with pytest.raises(RuntimeError, match=r"exit code [1-9]"):
         digits.accuracy(1, "cpu", -1, 50)
@@ -374,11 +395,15 @@ def measured(world: StandIn, module: str, path: Path | None = None) -> Report:
         ("small_kernels", {"sanitizer"}),
     ],
 )
-def test_measurement_on_the_stand_in(standin: StandIn, tmp_path: Path, module: str, asked: set[str]) -> None:
+def test_measurement_on_the_stand_in(
+    standin: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str], module: str, asked: set[str]
+) -> None:
     report = measured(standin, module, tmp_path / "part.json")
     assert report.num_failed == 0, [row.note for row in report.rows]
     assert {row.id for row in report.rows} == asked
     assert read_report(tmp_path / "part.json")[1] == report.rows
+    said = capfd.readouterr().out
+    assert all(row.got in said for row in report.rows)
     assert [row for row in report.rows if row.got == "not measured" and "torch" not in row.question] == []
 
 

@@ -83,7 +83,7 @@ def prepare(wheels: Path, folder: Path) -> Environment:
         unpack(wheel, site)
     path = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests"), str(site), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(its for its in path if its)}
-    variables["CUPY_CACHE_DIR"] = str(folder / "cupy")
+    variables["CUPY_CACHE_DIR"] = str(folder / "kernel-cache")
     beside = Path(sys.executable).parent
     places = [site / "bin", beside] if (site / "bin" / "mpiexec").exists() else [beside]
     variables["PATH"] = os.pathsep.join([*map(str, places), os.environ.get("PATH", "")])

@@ -39,6 +39,6 @@ def run_part(title: str, measure: Callable[[Bench, Report], None], rank: int = 0
         print(f"nothing can be measured here: {found.support.reason}", file=sys.stderr)
         return NO_GPU
     found.cupy.cuda.Device(rank % found.support.num_devices).use()
-    report = Report(given.out if rank == 0 else None)
+    report = Report(given.out if rank == 0 else None, shows=rank == 0)
     measure(Bench(found, given.tiny), report)
     return int(report.num_failed > 0)

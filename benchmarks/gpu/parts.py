@@ -95,7 +95,7 @@ PARTS: tuple[Part, ...] = (
     Part("waiting", ("gpu.waiting",), {"G13": "how late completion is seen, and the cost"}, 30),
     Part("leaks-1", ("gpu.leaks",), {"leaks": "10,000 calls, 1 rank"}, 45),
     Part("leaks-2", ("gpu.leaks",), {"leaks": "10,000 calls, 2 ranks"}, 50, ranks=2, environment=STAGED),
-    Part("missing", ("gpu.missing",), {"G12": "a rank is missing"}, 60, needs_mpi=True, alone=False),
+    Part("missing", ("gpu.missing",), {"G12": "a rank is missing"}, 60, needs_mpi=True),
     _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 110, STAGED),
     _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID (G10)", 90, ONE_GPU),
     Part("digits", ("gpu.digits",), {"digits": "digits on the GPU"}, 80, needs_mpi=True, alone=False),

@@ -40,14 +40,16 @@ class Report:
     """The rows and facts of one part, on disk after each of them.
 
     Args:
-        path: Where they go; `None` for nowhere (ranks but the first).
+        path: Where they go; `None` for nowhere.
+        shows: Whether rows are printed, too: not by all ranks.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, shows: bool = True) -> None:
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {}
         self.num_failed = 0
         self._path = path
+        self._shows = shows
 
     def add(
         self,
@@ -63,7 +65,7 @@ class Report:
         """Note an answer."""
         row = Row(number, question, target, got, met, note, numbers)
         self.rows.append(row)
-        if self._path is not None:
+        if self._shows:
             verdict = {True: "met", False: "NOT MET", None: ""}[met]
             print(f"  {row.id:8} {row.question}: {row.got}  {row.target and f'[{row.target}]'} {verdict}", flush=True)
         self._write()

@@ -73,6 +73,8 @@ def measure(report: Report, name: str, ranks: str, files: list[str], limit: floa
             why, met = f"{why}pytest's exit code {process.returncode}: {_last_line(said)}; ", False
         got = f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
         note = (why + notes_of(said))[:800]
+        if met is None:
+            got, note = "not measured", f"{got}; {note}"
         report.add("right", question, got, target="all pass", met=met, note=note, **counts)
 
 
