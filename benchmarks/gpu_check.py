@@ -175,6 +175,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="folder of wheels: %(default)s")
     parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="time for all: %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="small arrays and few turns: see whether it runs")
     parser.add_argument("--only", default="", help="parts, as pack,graph")
     parser.add_argument("--skip", default="", help="parts to leave out")
     return parser.parse_args()
@@ -191,6 +192,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
     check = Check(parts, given.out.resolve(), given.seconds)
     signal.signal(signal.SIGTERM, _stop)
+    if given.tiny:
+        os.environ["GPU_CHECK_TINY"] = "1"
     try:
         environment = prepare(given.wheels, folder)
         print(f"MPI: {environment.mpi}", flush=True)

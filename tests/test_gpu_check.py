@@ -213,6 +213,50 @@ def test_without_a_gpu_the_command_says_so_and_leaves_every_question(tmp_path: P
     assert str(BENCHMARKS.parent) not in text
 
 
+STAND_IN = """
+import os
+if "GPU_CHECK_RANKS" in os.environ or os.environ.get("ON_STAND_IN") == "1":
+    from mpidist.transport import cuda
+
+    worlds = []
+
+    def current():
+        if not worlds:
+            from mpi4py import MPI
+            from nccl_standin import StandIn
+            from standin_measuring import add_measuring
+
+            worlds.append(StandIn(MPI.COMM_WORLD))
+            add_measuring(worlds[0])
+        return worlds[0].cuda
+
+    cuda.current = current
+"""
+
+
+@pytest.mark.no_mpi
+def test_the_whole_command_on_the_stand_in(tmp_path: Path) -> None:
+    """Every part that measures, in processes and jobs as on a GPU; what only a GPU can do is left out."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
+    left_out = [part.name for part in PARTS if part.command[0] in ("gpu.right", "gpu.digits", "gpu.sanitizer")]
+    program = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--tiny", "--skip", ",".join(left_out)]
+    path = os.pathsep.join([str(tmp_path / "site"), str(BENCHMARKS.parent), str(BENCHMARKS.parent / "tests")])
+    variables = {**clean_environment(), "PYTHONPATH": path, "ON_STAND_IN": "1"}
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*program, "--out", str(out), "--wheels", str(tmp_path)],
+        env=variables, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr  # it is no GPU, and misses targets
+    written = json.loads((out / "gpu_check.json").read_text())
+    assert {part["name"]: part["why"] for part in written["parts"]} == dict.fromkeys(
+        [part.name for part in PARTS if part.name not in left_out], ""
+    ), (out / "gpu_check.log").read_text()
+    assert {row["id"] for part in written["parts"] for row in part["rows"]} >= GOALS
+    assert "* GPU: Stand-in" in (out / "gpu_check.md").read_text()
+
+
 @pytest.mark.no_mpi
 def test_parts_are_programs_and_ask_for_every_goal() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)

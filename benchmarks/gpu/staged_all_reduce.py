@@ -28,7 +28,7 @@ BYTES = 100 << 20
 def make_ways(bench: Bench, ranks: Ranks, array: Any, strategies: dict[str, Any]) -> dict[str, Any]:
     """Return an all-reduce by each strategy, whole-message staging, and the stages alone."""
     cuda, comm, nbytes = bench.cupy.cuda, ranks.comm, int(array.nbytes)
-    runtime, stream = cuda.runtime, cuda.Stream(non_blocking=True)
+    runtime, stream = cuda.runtime, cuda.get_current_stream()
     memories = [cuda.alloc_pinned_memory(nbytes) for _ in range(2)]
     sent, received = (np.frombuffer(memory, np.uint8, nbytes) for memory in memories)
     sent[:], received[:] = 1, 2
@@ -54,7 +54,7 @@ def make_ways(bench: Bench, ranks: Ranks, array: Any, strategies: dict[str, Any]
     def copy(target: int, source: int, kind: int) -> Any:
         return lambda: (runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr), stream.synchronize())
 
-    def exchange(_keep: Any = memories) -> None:
+    def exchange(_keep: Any = (memories, room)) -> None:
         peer, chunk = ranks.rank ^ 1, 4 << 20
         for start in range(0, nbytes, chunk):
             comm.Sendrecv(sent[start : start + chunk], peer, 7, received[start : start + chunk], peer, 7)
