@@ -20,7 +20,6 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
     # More ranks than cores, or ranks that wait for a GPU which others have: give up the core soon.
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
