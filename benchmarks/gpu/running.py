@@ -68,6 +68,7 @@ def run(part: Part, seconds: float, environment: Environment, folder: Path) -> O
     command = [*launcher, sys.executable, "-m", *part.command, "--out", str(results)]
     token = f"{OWN}/{uuid.uuid4().hex}"
     variables = {**environment.variables, **part.environment, TOKEN: token, "GPU_CHECK_RANKS": str(part.ranks or 1)}
+    variables["GPU_CHECK_LIMIT"] = f"{limit:.1f}"
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(

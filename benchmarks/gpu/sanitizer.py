@@ -6,6 +6,7 @@ python -m gpu.sanitizer --tool memcheck --out file.json
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ __all__ = ["check", "verdict"]
 FOUND = 99  # its exit code if it finds something
 
 
-def check(report: Report, tool: str, seconds: float = 110) -> None:
+def check(report: Report, tool: str, seconds: float) -> None:
     """Run the kernels under one of its tools."""
     question = f"compute-sanitizer {tool} on a small run of the kernels"
     with report.question("sanitizer", question):
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--tool", default="memcheck", choices=["memcheck", "racecheck", "initcheck", "synccheck"])
     given = parser.parse_args()
     report = Report(given.out)
-    check(report, given.tool)
+    check(report, given.tool, float(os.environ.get("GPU_CHECK_LIMIT", "120")) - 10)
     return int(report.num_failed > 0)
 
 
