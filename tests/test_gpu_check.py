@@ -405,6 +405,34 @@ def test_what_the_sanitizer_says_is_read(code: int, said: str, got: str, met: bo
 
 @pytest.mark.no_mpi
 @pytest.mark.usefixtures("outside_mpi")
+@pytest.mark.parametrize(("errors", "met"), [(0, True), (2, False)])
+def test_sanitizer_is_given_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int, met: bool
+) -> None:
+    """By a program of its name that runs what it is given, on the stand-in."""
+    program, summary = tmp_path / "compute-sanitizer", f"========= ERROR SUMMARY: {errors} errors"
+    program.write_text(f'#!/bin/sh\nshift 4\n"$@" || exit 1\necho "{summary}"\nexit {99 if errors else 0}\n')
+    program.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    monkeypatch.setenv("ON_STAND_IN", "1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    report = Report(None)
+    sanitizer.check(report, "memcheck", 40)
+    (row,) = report.rows
+    assert (row.got, row.met, row.note) == (f"{errors} errors", met, ""), row
+
+
+@pytest.mark.no_mpi
+def test_sanitizer_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    report = Report(None)
+    sanitizer.check(report, "memcheck", 40)
+    assert report.rows[0].note.startswith("RuntimeError: compute-sanitizer is not on PATH")
+
+
+@pytest.mark.no_mpi
+@pytest.mark.usefixtures("outside_mpi")
 def test_digits_are_learnt_on_the_cpu_and_a_failure_is_told() -> None:
     assert digits.accuracy(1, "cpu", 3, 50) > 0.5
     with pytest.raises(RuntimeError, match=r"exit code [1-9]"):
