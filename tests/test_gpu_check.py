@@ -387,6 +387,16 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
 
 
 @pytest.mark.no_mpi
+@pytest.mark.usefixtures("outside_mpi")
+def test_tests_that_cannot_be_run_are_no_success() -> None:
+    report = Report(None)
+    right.measure(report, "1 rank", "1", ["tests/test_nowhere.py"], 40)
+    (row,) = report.rows
+    assert row.met is False
+    assert row.note.startswith("pytest's exit code 4")
+
+
+@pytest.mark.no_mpi
 @pytest.mark.parametrize(
     ("code", "said", "got", "met"),
     [
@@ -395,6 +405,7 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
         (0, "right numbers\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
          "0 hazards displayed (0 errors, 0 warnings)", True),
         (1, "ArithmeticError\n========= ERROR SUMMARY: 0 errors", "0 errors", False),
+        (1, "right numbers\n========= ERROR SUMMARY: 0 errors", "0 errors", False),
         (3, "nothing can be measured here", "not measured", None),
         (1, "Device not supported", "not measured", None),
     ],
@@ -541,6 +552,25 @@ def test_wrong_results_are_not_timed(standin: StandIn, monkeypatch: pytest.Monke
     assert all(row.got == "not measured" and "bytes are wrong" in row.note for row in packed), packed
 
 
+@pytest.mark.ranks(max=1)
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_grows_is_a_leak(standin: StandIn, tmp_path: Path, grows: bool) -> None:
+    from gpu import leaks
+
+    report, kept, path = Report(None), [], tmp_path / "file"
+
+    def call() -> None:
+        kept.append(path.open("w"))
+        if not grows:
+            kept.pop().close()
+
+    leaks.call_often(Bench(standin.cuda, True), report, "files", call)
+    for file in kept:
+        file.close()
+    (row,) = report.rows
+    assert (row.got, row.met) == (("open files +50", False) if grows else ("nothing grew", True))
+
+
 @pytest.mark.no_mpi
 def test_sample_gives_medians_and_ends() -> None:
     sample = Sample(tuple(number * 1e-6 for number in range(101)))
@@ -552,6 +582,6 @@ def test_sample_gives_medians_and_ends() -> None:
 def test_packs_are_filled_from_the_last_gradient() -> None:
     from gpu.overlap import packs_of
 
-    arrays = [np.zeros(size, np.uint8) for size in (5, 4, 3, 9, 1, 1)]
+    arrays = [np.zeros(size, np.uint8) for size in (5, 4, 2, 9, 3, 1)]
     packs = packs_of(arrays, 4)
-    assert [[its.size for its in pack] for pack in packs] == [[1, 1, 9], [3, 4], [5]]
+    assert [[its.size for its in pack] for pack in packs] == [[1, 3], [9], [2, 4], [5]]
