@@ -16,6 +16,8 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MPIR_CVAR_POLLS_BEFORE_YIELD ?= 10
 export MPIR_CVAR_ENABLE_HEAVY_YIELD ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where it is set, every process compiles all modules anew: half a second of each rank.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test lint docs bench bench-peers gpu-check gpu-wheels clean
 

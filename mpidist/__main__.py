@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.cli import flight, tune
+from mpidist.cli import doctor, flight, tune
 
 __all__ = ["main"]
 
-_COMMANDS = (tune, flight)
+_COMMANDS = (tune, flight, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

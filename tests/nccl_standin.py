@@ -25,6 +25,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import standin_kernels
+from standin_staging import add_staging
 
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.cuda import Cuda
@@ -56,6 +58,7 @@ class Allocation:
         self.memory = np.empty(nbytes + 16, np.uint8)
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
+        self.stream = 0  # the address of the one that was current
 
 
 class Stream:
@@ -68,12 +71,27 @@ class Stream:
         self.clock = 0
         self.knows: dict[int, int] = {}
         self.queue: deque[Launch] = deque()
-        self.waits: list[Event] = []
+        self.waits: list[Mark] = []
+        self.captured: list[Callable[[], None]] | None = None  # of kernels, instead of their run
         world.streams[self.ptr] = self
 
     def wait_event(self, event: Event) -> None:
-        self.waits.append(event)
+        self.waits = [mark for mark in (*self.waits, event.mark) if not mark.is_complete()]
         _learn(self.knows, event.knows)
+
+    def use(self) -> Stream:
+        self.world.current = self
+        return self
+
+    def is_capturing(self) -> bool:
+        return self.captured is not None or self.ptr in self.world.captured
+
+    def __enter__(self) -> Stream:
+        self.before, self.world.current = self.world.current, self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.world.current = self.before
 
     def issue(self) -> None:
         """Note that work comes after all that this stream, or the host, has seen."""
@@ -86,29 +104,41 @@ class Stream:
         _learn(self.world.host_knows, self.knows)
 
 
+class Mark:
+    """A place in a stream: the launches before it, and what they come after."""
+
+    def __init__(self, launches: list[Launch], waits: list[Mark]) -> None:
+        self.launches, self.waits = launches, waits
+
+    def is_complete(self) -> bool:
+        self.launches = [launch for launch in self.launches if not launch.is_done]
+        self.waits = [mark for mark in self.waits if not mark.is_complete()]
+        return not self.launches and not self.waits
+
+
 class Event:
-    """A place in a stream."""
+    """A name for a place in a stream: who waits for it waits for the place that it has then."""
 
     def __init__(self, world: StandIn, disable_timing: bool = False) -> None:
         assert disable_timing, "timing costs"
         self.world = world
         self.ptr = next(world.numbers)
         self.knows: dict[int, int] = {}
-        self.launches: list[Launch] = []
-        self.waits: list[Event] = []
+        self.mark = Mark([], [])
         world.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
+        if stream.captured is not None:
+            self.world.problems.append("an event was recorded in a capture, and is used outside of it")
         self.knows = dict(stream.knows)
-        self.launches, self.waits = list(stream.queue), list(stream.waits)
+        self.mark = Mark(list(stream.queue), list(stream.waits))
 
     def is_complete(self) -> bool:
-        self.launches = [launch for launch in self.launches if not launch.is_done]
-        return not self.launches and all(event.is_complete() for event in self.waits)
+        return self.mark.is_complete()
 
 
 class Launch:
-    """One launch of NCCL: the calls of a group."""
+    """One launch: the calls of a group of NCCL's, or a copy."""
 
     def __init__(self, calls: list[Iterator[None]], stream: Stream, comm: Any, holds: list[Allocation]) -> None:
         self.calls = calls
@@ -237,10 +267,12 @@ class StandIn:
         self.communicators: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sent: list[Any] = []
         self.folders: list[str] = []
+        self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
         self.busy = threading.Lock()
         self.local = threading.local()
         self.module = _cupy_module(self, driver_version)
         self.nccl = _nccl_module(self, nccl_version)
+        self.staging = add_staging(self)
         self.cuda = Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
 
     # Arrays.
@@ -299,6 +331,8 @@ class StandIn:
         kept = []
         for access in self.accesses[allocation.address]:
             its_low, its_high, its_stream, its_clock, its_write = access
+            if self.host_knows.get(its_stream, 0) >= its_clock:
+                continue  # whatever is issued from now on comes after it
             is_before = stream.knows.get(its_stream, 0) >= its_clock
             if not is_before and its_low < high and low < its_high and (is_write or its_write):
                 self.problems.append(f"race: stream {stream.ptr} came before stream {its_stream} was done")
@@ -325,6 +359,24 @@ class StandIn:
             self.progress()
             if time.monotonic() - start > PATIENCE:
                 raise AssertionError("the host waits for a GPU that waits for ever")
+
+    def reach(self, stream: Stream) -> None:
+        """Do what a stream holds before the kernel that it gets now."""
+        self.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
+        stream.waits.clear()
+
+    def run_kernel(
+        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
+    ) -> None:
+        """Run a kernel on the current stream, and note the memory that it reads and writes."""
+        self.current.issue()
+        for low, high, is_write in ranges:
+            self.note(self.current, self.find(low, high - low), low, high, is_write)
+        work(args)
+
+    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
+        """Put on a stream what is no call of NCCL."""
+        stream.queue.append(Launch([call], stream, None, holds))
 
     def query(self, ptr: int) -> int:
         self.progress()
@@ -388,7 +440,7 @@ def _cupy_module(world: StandIn, driver_version: int) -> Any:
         get_current_stream=lambda: world.current,
     )
     functions = {name: world.ufunc(getattr(np, name)) for name in ("add", "multiply", "minimum", "maximum")}
-    return SimpleNamespace(
+    module = SimpleNamespace(
         __version__="14.2.0",
         cuda=cuda,
         ndarray=FakeArray,
@@ -397,6 +449,8 @@ def _cupy_module(world: StandIn, driver_version: int) -> Any:
         asnumpy=world.asnumpy,
         **functions,
     )
+    standin_kernels.add_to(world, module)
+    return module
 
 
 def _nccl_module(world: StandIn, version: int) -> Any:

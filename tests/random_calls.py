@@ -45,6 +45,8 @@ OPTIONS: Final = [
     CommunicationOptions(reproducible=True),
     CommunicationOptions(bytes_per_pack=300, timeout_seconds=50, reproducible=True),
     CommunicationOptions(implementation="RING"),
+    CommunicationOptions(compression="bf16"),
+    CommunicationOptions(compression="fp16", compress_everywhere=True),
 ]
 
 # How a list of at least one leaf becomes a nest.
@@ -128,7 +130,14 @@ class Numbers:
         return total / count if op == "MEAN" else np.asarray(total)
 
 
-def near(got: Any, want: Array, dtype: DType, scale: int) -> bool:
+def precision_of(dtype: DType, options: CommunicationOptions | None) -> DType:
+    """Say in which dtype arrays of `dtype` may be rounded on their way."""
+    if dtype != np.float32 or options is None:
+        return dtype
+    return {"NONE": dtype, "FP16": np.dtype(np.float16), "BF16": BFLOAT16}[options.compression.name]
+
+
+def near(got: Any, want: Array, dtype: DType, scale: int, precision: DType | None = None) -> bool:
     """Whether a result has this dtype and shape, and is the reference but for rounding.
 
     Args:
@@ -136,6 +145,7 @@ def near(got: Any, want: Array, dtype: DType, scale: int) -> bool:
         want: The reference.
         dtype: What the result must have.
         scale: Number of contributions.
+        precision: In which dtype they may have been rounded; by default `dtype`.
     """
     got = np.asarray(got)
     if got.dtype != dtype or got.shape != want.shape:
@@ -144,5 +154,5 @@ def near(got: Any, want: Array, dtype: DType, scale: int) -> bool:
         return bool((got == want.astype(dtype)).all())
     if not got.size:
         return True
-    slack = 8 * float(ml_dtypes.finfo(dtype).eps) * max(_MAGNITUDE * scale, 2.0 ** min(scale, 60))
+    slack = 8 * float(ml_dtypes.finfo(precision or dtype).eps) * max(_MAGNITUDE * scale, 2.0 ** min(scale, 60))
     return bool(np.abs(got.astype(np.float64) - want).max() <= slack)

@@ -1,4 +1,4 @@
-"""One suite for every communicator: alone, over MPI, and staged through the host; in one piece, and in many chunks."""
+"""One suite for every communicator: alone, over MPI, and in shared memory; in one piece, and in many chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, contribution
 from everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
-from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.node_memory import LINE_BYTES
 from mpidist.transport.reduction import Reduction
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.core
 
 CHUNK_BYTES = 28  # 7 numbers of float32, and less than one of complex longdouble
-KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks", "staged", "staged in chunks"]
+KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks"]
 A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
 OPS = ["sum", "prod", "min", "max"]
 UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -39,7 +38,7 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
     if request.param != "solo":
         host = MpiCommunicator(comm.Dup(), "all", limit)
     if "shared" not in request.param:
-        yield HostStagedCommunicator(host) if "staged" in request.param else host
+        yield host
         host.free()
         return
     assert isinstance(host, MpiCommunicator)

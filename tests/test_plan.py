@@ -131,6 +131,15 @@ def test_arrays_of_one_dtype_travel_together() -> None:
         assert {chunk.wire for chunk in plan.chunks} == {F32, I64}
 
 
+def test_small_device_arrays_share_a_buffer_across_large_ones() -> None:
+    """On the host they go in the order that they are in."""
+    values, sizes = specs(3, 500, 4, 600, 5), Sizes(direct_bytes=400, pack_bytes=1 << 20)
+    on_host = plan_of(values, sizes=sizes)
+    on_device = plan_of([spec._replace(device=True) for spec in values], sizes=sizes)
+    assert elements(on_host) == [[(4, 0, 5)], [(3, 0, 600)], [(2, 0, 4)], [(1, 0, 500)], [(0, 0, 3)]]
+    assert elements(on_device) == [[(3, 0, 600)], [(1, 0, 500)], [(4, 0, 5), (2, 0, 4), (0, 0, 3)]]
+
+
 def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
     plan = plan_of(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
     assert counts(plan) == [5]

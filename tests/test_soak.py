@@ -21,12 +21,24 @@ import numpy as np
 import pytest
 from everywhere import same_everywhere
 from mpi_session.selection import in_ci
-from random_calls import BFLOAT16, FORMS, OPS, OPTIONS, REDUCED, Leaf, Numbers, draw_shape, near, result_dtype
+from random_calls import (
+    BFLOAT16,
+    FORMS,
+    OPS,
+    OPTIONS,
+    REDUCED,
+    Leaf,
+    Numbers,
+    draw_shape,
+    near,
+    precision_of,
+    result_dtype,
+)
 from test_leaks import Used
 
 import mpidist
+from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist import nest
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -80,9 +92,11 @@ class Soak:
         """Call a method of the replica context."""
         return self.strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args, **kwargs))
 
-    def check(self, got: Any, want: Array, dtype: Any, is_common: bool = True) -> None:
+    def check(
+        self, got: Any, want: Array, dtype: Any, is_common: bool = True, options: CommunicationOptions | None = None
+    ) -> None:
         """See that a result is right; if all ranks have it, its bits are compared at the end."""
-        if not near(got, want, dtype, 4 * self.size):
+        if not near(got, want, dtype, 4 * self.size, precision_of(dtype, options)):
             raise AssertionError(f"got {got!r}, needed {want!r} of {dtype}")
         if is_common:
             self.bits = zlib.crc32(np.ascontiguousarray(got).reshape(-1).view(np.uint8).data, self.bits)
@@ -110,17 +124,25 @@ def draw_leaves(soak: Soak, op: str, count: int, dtypes: Sequence[Any] = REDUCED
     return leaves
 
 
-def check_leaves(soak: Soak, op: str, step: int, leaves: list[Leaf], results: Sequence[Any], common: bool) -> None:
+def check_leaves(
+    soak: Soak,
+    op: str,
+    step: int,
+    leaves: list[Leaf],
+    results: Sequence[Any],
+    common: bool,
+    options: CommunicationOptions | None = None,
+) -> None:
     for leaf, result in zip(leaves, results, strict=True):
         want = soak.numbers.reduced(op, step, leaf.index, leaf.shape, leaf.dtype)
-        soak.check(result, want, result_dtype(op, leaf.dtype), common)
+        soak.check(result, want, result_dtype(op, leaf.dtype), common, options)
 
 
 def reduce(soak: Soak) -> None:
     op, options = soak.draw.choice(OPS), soak.draw.choice(OPTIONS)
     (leaf,) = leaves = draw_leaves(soak, op, 1)
     soak.what = "reduce", op, leaf.shape, leaf.dtype, options
-    check_leaves(soak, op, soak.step, leaves, [soak.strategy.reduce(op, leaf.mine, options=options)], True)
+    check_leaves(soak, op, soak.step, leaves, [soak.strategy.reduce(op, leaf.mine, options=options)], True, options)
 
 
 def reduce_along_axis(soak: Soak) -> None:
@@ -173,7 +195,7 @@ def all_reduce(soak: Soak) -> None:
     def check(result: Any, common: bool) -> None:
         assert out is None or result is out
         flat, _ = nest.flatten(result)
-        check_leaves(soak, op, step, [leaves[at] for at in order], flat, common)
+        check_leaves(soak, op, step, [leaves[at] for at in order], flat, common, options)
 
     if method == "all_reduce":
         check(got, True)
@@ -218,7 +240,7 @@ def reduce_to(soak: Soak) -> None:
     for leaf, to, result in zip(leaves, given, results, strict=True):
         meant: Any = range(soak.size) if to == "all" else [int(to[6:])] if isinstance(to, str) else to
         if soak.rank in ([meant] if isinstance(meant, int) else meant):
-            check_leaves(soak, op, soak.step, [leaf], [result], False)
+            check_leaves(soak, op, soak.step, [leaf], [result], False, options)
         else:
             assert result is None
 
@@ -244,7 +266,7 @@ def reduce_scatter(soak: Soak) -> None:
     soak.what = "reduce_scatter", op, dtype, axis, shape, options
     got = soak.inside("reduce_scatter", op, soak.numbers.of(soak.rank, soak.step, 0, shape, dtype, op), axis, options)
     want = np.array_split(soak.numbers.reduced(op, soak.step, 0, shape, dtype), soak.size, axis)[soak.rank]
-    soak.check(got, want, result_dtype(op, dtype), False)
+    soak.check(got, want, result_dtype(op, dtype), False, options)
 
 
 def merge_call(soak: Soak) -> None:

@@ -17,6 +17,7 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.mpi_agreement import MpiAgreement
 from mpidist.transport.node_board import NodeBoard
 from mpidist.transport.notes import GAVE_UP
 from mpidist.transport.ranks import name_ranks
@@ -230,4 +231,27 @@ def test_a_strategy_with_late_notes_closes_and_resets(
         assert strategy.reduce("SUM", 1.0) == comm.size
         if number == 3:
             strategy.reset()
+    strategy.close()
+
+
+@several
+@pytest.mark.parametrize("end", [Strategy.reset, Strategy.close])
+def test_who_wonders_while_notes_are_counted_writes_none(
+    comm: Intracomm, placement: object, end: Callable[[Strategy], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would not know of it, and wait for the wrong number, all of them, for ever."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        really = MpiAgreement.exchange
+
+        def late(agreement: MpiAgreement, item: object) -> list[object]:
+            time.sleep(0.3)
+            return really(agreement, item)
+
+        monkeypatch.setattr(MpiAgreement, "exchange", late)
+        time.sleep(0.2)
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    end(strategy)
+    comm.Barrier()
     strategy.close()

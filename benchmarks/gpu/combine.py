@@ -6,12 +6,12 @@ import sys
 from typing import Any
 
 import numpy as np
-from mpidist.transport.device_kernels import DeviceKernels
 
 from gpu.measuring import Bench
 from gpu.pack import launches_of, share_of_roof
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
-from mpidist.transport.device_kernels import DeviceKernels
 
 from gpu.measuring import Bench
 from gpu.pack import Lists, shapes_of
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.device_kernels import DeviceKernels
 
 __all__ = ["measure"]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpidist.transport.device_kernels import DeviceKernels
 
 import mpidist
 from gpu.measuring import Bench
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.device_kernels import DeviceKernels
 
 __all__ = ["Holdings", "measure"]
 

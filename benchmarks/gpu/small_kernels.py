@@ -9,12 +9,12 @@ import sys
 from itertools import pairwise
 
 import numpy as np
-from mpidist.transport.device_kernels import DeviceKernels
 
 from gpu.combine import added
 from gpu.measuring import Bench
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 

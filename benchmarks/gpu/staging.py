@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mpidist.transport.staging import Phase, Staging
-from mpidist.transport.staging_sizes import StagingSizes
 
 from gpu.measuring import Bench, Sample
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.staging import Phase, Staging
+from mpidist.transport.staging_sizes import StagingSizes
 
 __all__ = ["CHUNKS", "measure"]
 

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from mpidist.transport.device_queue import DeviceQueue
-from mpidist.transport.staging import Staging
-from mpidist.transport.staging_sizes import StagingSizes
-
 from gpu.measuring import NOT_READY, Bench, time_text
 from gpu.part import run_part
 from gpu.report import Report
+from mpidist.transport.device_queue import DeviceQueue
+from mpidist.transport.staging import Staging
+from mpidist.transport.staging_sizes import StagingSizes
 
 __all__ = ["measure"]
 

@@ -10,16 +10,17 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.cross_device_ops.chunk_calls import ChunkCalls, Layout, Parts
 from mpidist.cross_device_ops.compressing import Compressing, OverflowReport
 from mpidist.cross_device_ops.describing import describe, packs_text, specs_text
-from mpidist.cross_device_ops.destinations import send_to
-from mpidist.cross_device_ops.operands import Operands, result_arrays
-from mpidist.cross_device_ops.outs import KnownOuts, keep_apart, target_arrays
+from mpidist.cross_device_ops.operands import Operands
+from mpidist.cross_device_ops.outs import KnownOuts
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
 from mpidist.cross_device_ops.request import Request
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
-from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
+from mpidist.options import CommunicationOptions, Compression
 from mpidist.transport.agreement import Joining, fingerprint_of
+from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
@@ -27,7 +28,7 @@ from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.sync_group import SyncGroup
-from mpidist.transport.texts import size_text
+from mpidist.transport.texts import count_text, size_text
 
 __all__ = ["BatchReducer", "Request"]
 
@@ -43,9 +44,10 @@ class _Shape:
     """A request with the shapes of its values: what is planned once."""
 
     fingerprint: int
-    parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
+    parts: Parts
     streams: StreamCalls | None = None  # who runs such calls, if they go in streams
     details: str = ""  # for the flight recorder
+    uses_device: bool = False
     known_outs: dict[int, KnownOuts] = field(default_factory=dict)
 
     def know(self, outs: Sequence[Any], operands: Operands, shared: SharedArrays) -> KnownOuts:
@@ -73,7 +75,7 @@ _UNPLANNED: Final = _Shape(0, ())
 class _Call:
     """What is known of one call before the ranks agree on it."""
 
-    __slots__ = ("begun", "error", "known", "operands", "outs", "placement", "request", "shape", "together")
+    __slots__ = ("begun", "error", "known", "layout", "operands", "outs", "placement", "request", "shape", "together")
 
     def __init__(self, request: Request, outs: Sequence[Any] | None) -> None:
         self.request = request
@@ -84,6 +86,7 @@ class _Call:
         self.together = 0  # tells which outs are one for all ranks of a node
         self.placement = NOWHERE
         self.begun: Any = None
+        self.layout: Layout | None = None
         self.error: Exception | None = None
 
 
@@ -115,7 +118,7 @@ class BatchReducer:
         self._configuration = configuration
         self._algorithm = algorithm
         self._num_packs = num_packs
-        self._reduce_buffer = reduce_buffer
+        self._chunks = ChunkCalls(group, reduce_buffer)
         self._streams = streams
         self._by_node = by_node
         self._overflows = OverflowReport()
@@ -143,6 +146,7 @@ class BatchReducer:
         if self._group.calls:
             self._group.calls.finish()
         call = self._prepare(request, values, outs, error)
+        self._begin(call)
         try:
             results = self._finish(call, self._group.agree(self._joining(call)))
             self._group.end()
@@ -159,35 +163,42 @@ class BatchReducer:
         Returns:
             The call. Its values and outs must not be touched until it is done.
         """
+        self._group.enter(request.call)
+        call = self._prepare(request, values, outs, error, is_later=True)
 
         def steps(pending: Pending) -> Steps:
-            call = self._prepare(request, values, outs, error)
+            self._begin(call)
             with self._group.moving():
                 arrival = self._group.arrive(self._joining(call))
                 while not (pending.is_waited_for or self._group.have_all_arrived()):
                     yield 0
                 is_same = self._group.conclude(arrival)
+                if call.layout is not None:
+                    return self._restored(call, (yield from self._chunks.steps(call.layout, pending, arrival)))
                 if call.shape.streams is None:  # messages that this rank cannot leave alone
-                    # A GPU's work follows the stream, on the device, of the thread that the caller is in.
-                    is_caller = any(spec.device for spec in call.operands.specs)
-                    while (
-                        not (pending.is_waited_for if is_caller else pending.may_wait) and self._group.topology.size > 1
-                    ):
+                    while not pending.may_wait and self._group.topology.size > 1:
                         yield 0
                     return self._finish(call, is_same)
                 return (yield from self._steps(call, call.shape.streams, is_same))
 
-        self._group.enter(request.call)
-        return self._group.calls.start(steps)
+        return self._group.calls.start(steps, needs_caller=call.layout is not None)
 
     def _prepare(
-        self, request: Request, values: Sequence[Any], outs: Sequence[Any] | None, error: Exception | None
+        self,
+        request: Request,
+        values: Sequence[Any],
+        outs: Sequence[Any] | None,
+        error: Exception | None,
+        is_later: bool = False,
     ) -> _Call:
-        """Look at the arguments, and stage the first chunk. Local; never raises."""
+        """Look at the arguments. Local; never raises. `is_later`: whether other calls come before this one."""
         call = _Call(request, outs)
         if error is None:
             try:
                 self._look(call, values)
+                if call.shape.uses_device:
+                    require_not_capturing(request.call)
+                    call.layout = self._lay_out(call, is_later)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
         call.error = error
@@ -200,11 +211,19 @@ class BatchReducer:
         if call.outs is not None:
             call.known = shape.know(call.outs, operands, group.shared)
             call.together = call.known.together
-        if shape.streams is not None:
+
+    def _begin(self, call: _Call) -> None:
+        """Stage the first chunk of a call that goes in streams, when no call is before it. Local; never raises."""
+        group, shape, operands = self._group, call.shape, call.operands
+        if call.error is not None or shape.streams is None:
+            return
+        try:
             if call.together or not shape.streams.is_small:
                 call.placement = Placement.of(group.shared, operands.arrays, call.outs, call.known)
             if call.placement.is_private and group.is_node_barrier:
                 call.begun = shape.streams.begin(operands.arrays)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            call.error = problem
 
     def _joining(self, call: _Call) -> Joining:
         return Joining(
@@ -220,14 +239,24 @@ class BatchReducer:
     def _finish(self, call: _Call, is_same: bool) -> list[Any]:
         streams, operands = call.shape.streams, call.operands
         if streams is None:
-            results = self._run_chunks(call.request, call.shape, operands, call.outs)
-        else:
-            if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
-                call.begun, call.placement = None, NOWHERE
-            results = streams.finish(
-                call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.require_peers
-            )
+            layout = self._lay_out(call, is_later=False) if call.layout is None else call.layout
+            return self._restored(call, self._chunks.run(layout, call.shape.uses_device))
+        if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
+            call.begun, call.placement = None, NOWHERE
+        results = streams.finish(
+            call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.require_peers
+        )
         return self._deliver(call, results)
+
+    def _lay_out(self, call: _Call, is_later: bool) -> Layout:
+        deliver = None if call.outs is None else partial(self._deliver, call)
+        request, operands, outs = call.request, call.operands, call.outs
+        return self._chunks.lay_out(
+            request.call, request.options, call.shape.parts, operands, outs, deliver, marks=is_later
+        )
+
+    def _restored(self, call: _Call, results: list[Any]) -> list[Any]:
+        return self._deliver(call, results) if call.outs is None else results
 
     def _steps(self, call: _Call, streams: StreamCalls, is_same: bool) -> Steps:
         if not is_same:
@@ -235,24 +264,6 @@ class BatchReducer:
         arrays = call.operands.arrays
         results = yield from streams.steps(call.begun, arrays, call.outs, call.placement, call.known)
         return self._deliver(call, results)
-
-    def _run_chunks(self, request: Request, shape: _Shape, operands: Operands, outs: Sequence[Any] | None) -> list[Any]:
-        results: list[Any] = [None] * len(operands.specs)
-        for destinations, indices, plan in shape.parts:
-            arrays = [operands.arrays[index] for index in indices]
-            if outs is None:
-                targets = result_arrays(plan.specs, plan.results)
-            else:
-                targets = target_arrays(plan, [outs[index] for index in indices], self._group.shared)
-                arrays = keep_apart(arrays, targets)
-            if destinations is None:
-                self._run_all(request, plan, arrays, targets)
-            else:
-                self._run_some(request, destinations, plan, arrays, targets)
-            if destinations is None or self._group.topology.rank in destinations:
-                for index, target in zip(indices, targets, strict=True):
-                    results[index] = target
-        return results
 
     def _deliver(self, call: _Call, results: list[Any]) -> list[Any]:
         if call.request.options.compression is not Compression.NONE:
@@ -267,29 +278,6 @@ class BatchReducer:
             else:  # it was not contiguous, or of another byte order
                 out[...] = result
         return list(call.outs)
-
-    def _run_all(self, request: Request, plan: Plan, arrays: list[Any], targets: list[Any]) -> None:
-        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-            self._reduce_buffer(request.options, levels, buffer, reduction, None)
-
-        plan.run(arrays, targets, self._levels_for(request), reduce)
-
-    def _run_some(
-        self, request: Request, destinations: tuple[int, ...], plan: Plan, arrays: list[Any], targets: list[Any]
-    ) -> None:
-        root = destinations[0]
-
-        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-            self._reduce_buffer(request.options, levels, buffer, reduction, root)
-            send_to(levels.world, buffer, root, destinations)
-
-        plan.run(arrays, targets, self._levels_for(request), reduce)
-
-    def _levels_for(self, request: Request) -> Callable[[bool], Levels]:
-        implementation, group = request.options.implementation, self._group
-        if implementation is CommunicationImplementation.RING:  # over MPI, whatever there is
-            return lambda device: group.levels.of_device if device else group.levels
-        return partial(group.levels_of, nccl_everywhere=implementation is CommunicationImplementation.NCCL)
 
     def _shape(self, request: Request, operands: Operands) -> _Shape:
         options = request.options
@@ -336,7 +324,7 @@ class BatchReducer:
             calls = self._stream_calls(request.options, *parts[0])
         packs = packs_text(sum(plan.num_packs for _, _, plan in parts), calls is not None)
         details = f"{request.op} of {specs_text(specs)}, {self._algorithm(request.options)}{packs}"
-        return _Shape(fingerprint, tuple(parts), calls, details)
+        return _Shape(fingerprint, tuple(parts), calls, details, any(spec.device for spec in specs))
 
     def _stream_calls(
         self, options: CommunicationOptions, ranks: tuple[int, ...] | None, _: tuple[int, ...], plan: Plan
@@ -357,15 +345,15 @@ class BatchReducer:
         topology = self._group.topology
         logger.log(
             logging.DEBUG if topology.rank else logging.INFO,
-            "r%d | %s: %s of %d arrays, %d packs in %d messages, %s, %d ranks, %s%s",
+            "r%d | %s: %s of %s, %s in %s, %s, %s, %s%s",
             topology.rank,
             request.call,
             request.op,
-            len(plan.specs),
-            plan.num_packs,
-            len(plan.chunks),
+            count_text(len(plan.specs), "array"),
+            count_text(plan.num_packs, "pack"),
+            count_text(len(plan.chunks), "message"),
             size_text(sum(chunk.nbytes for chunk in plan.chunks)),
-            topology.size,
+            count_text(topology.size, "rank"),
             self._algorithm(request.options),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )

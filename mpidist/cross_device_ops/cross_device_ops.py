@@ -17,7 +17,7 @@ from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.cross_device_ops.request import Request
 from mpidist.errors import InvalidArgumentError, UnavailableError
-from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
@@ -352,9 +352,12 @@ class CrossDeviceOps(ABC):
 
     @final
     def _name_of(self, options: CommunicationOptions) -> str:
-        if options.reproducible:
-            return "in rank order"
-        return "RING" if options.implementation is CommunicationImplementation.RING else type(self).__name__
+        name = "in rank order" if options.reproducible else type(self).__name__
+        if options.implementation is CommunicationImplementation.RING and not options.reproducible:
+            name = "RING"
+        if options.compression is Compression.NONE:
+            return name
+        return f"{name}, {options.compression} {'everywhere' if options.compress_everywhere else 'between nodes'}"
 
     @final
     def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:

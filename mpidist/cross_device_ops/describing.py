@@ -9,7 +9,7 @@ from typing import Any
 from mpidist.cross_device_ops.plan import Spec
 from mpidist.cross_device_ops.request import Request
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.texts import size_text
+from mpidist.transport.texts import count_text, size_text
 
 __all__ = ["describe", "packs_text", "specs_text"]
 
@@ -27,7 +27,7 @@ def specs_text(specs: tuple[Spec, ...]) -> str:
 
 def packs_text(num_packs: int, is_stream: bool) -> str:
     """Say in which form arrays travel, after other words."""
-    return ", in a stream" if is_stream else f", {num_packs} pack{'' if num_packs == 1 else 's'}"
+    return ", in a stream" if is_stream else f", {count_text(num_packs, 'pack')}"
 
 
 def describe(

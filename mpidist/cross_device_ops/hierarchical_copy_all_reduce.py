@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.transport.compression import all_reduce_between_nodes
-from mpidist.transport.levels import Levels
+from mpidist.transport.levels import Levels, NcclReach
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.streams import StreamReducer
 
@@ -44,18 +44,27 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         super().__init__(num_packs)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        node, nodes = levels.within_node, levels.across_nodes
+        node = levels.within_node
         if node.size == levels.world.size or (levels.is_even and node.size == 1):
             all_reduce_between_nodes(levels.world, buffer, reduction)
         elif levels.is_even and buffer.nbytes > LEADER_BYTES:
             shard = node.reduce_scatter(buffer, reduction)
-            all_reduce_between_nodes(nodes, shard, reduction.rest)
+            _all_reduce_across(levels, shard, reduction.rest)
             node.all_gather(buffer)
         else:
             node.reduce(buffer, reduction, root=0)
             if node.rank == 0:
-                all_reduce_between_nodes(nodes, buffer, reduction.rest)
+                _all_reduce_across(levels, buffer, reduction.rest)
             node.broadcast(buffer, root=0)
 
     def _streams_of(self, levels: Levels) -> StreamReducer | None:
         return levels.streams
+
+
+def _all_reduce_across(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    def all_reduce(part: Any, rest: Reduction) -> None:
+        if levels.nccl is NcclReach.NODE:  # then the host carries it, and must not wait for a GPU but by polling
+            levels.settle()
+        levels.across_nodes.all_reduce(part, rest)
+
+    all_reduce_between_nodes(levels.across_nodes, buffer, reduction, all_reduce)

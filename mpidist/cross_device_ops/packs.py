@@ -83,7 +83,7 @@ def packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
 
 
 def messages(
-    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int
+    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
     """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
 
@@ -92,12 +92,13 @@ def messages(
         keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
         direct_count: From how many elements on a piece is large.
         pack_count: How many elements a pack buffer holds.
+        device: Whether small pieces on both sides of a large one share a buffer: there are launches to save.
     """
     run: list[Piece] = []
     held = 0
     for piece, keep in zip(pack, keeps, strict=True):
         if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
-            if run:
+            if run and not device:
                 yield False, run
                 run, held = [], 0
             yield True, [piece]

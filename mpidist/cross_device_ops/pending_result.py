@@ -18,6 +18,10 @@ class PendingResult:
     Reductions get on, in the order of their start, whenever this rank starts or waits for one, asks whether one is
     done, or makes any other collective call, which finishes them first. With several nodes, a thread looks after them
     between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
+
+    A reduction of a GPU's arrays is launched on its streams as a whole, behind those before it, when this rank looks
+    after it and all ranks have started it. It comes after what the current stream held when it was started. Where data
+    goes through the host (between nodes, but for `implementation="NCCL"`) it is done in `wait` instead.
     """
 
     def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:
@@ -31,13 +35,15 @@ class PendingResult:
         """Whether the result is there, and let reductions under way get on.
 
         Does not wait, but where ranks send messages and MPI allows no thread: there it may, for ranks that started
-        the same reductions.
+        the same reductions. Never for a GPU's arrays.
         """
         self._calls.advance(may_wait=True)
         return self._call.is_done
 
     def wait(self) -> Any:
         """Wait for the result, and return it: what `all_reduce` would. Collective. May be called again.
+
+        A GPU is done with the reduction then: arguments and results can be used in any stream.
 
         Raises:
             Exception: What `all_reduce` would have raised.

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.cross_device_ops.compressing import Compressing
+from mpidist.cross_device_ops.device_chunks import run_on_device
 from mpidist.cross_device_ops.packs import Piece, messages, packs_by_number, packs_by_size
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -144,7 +145,7 @@ class Plan:
     streams: tuple[StreamPlan, ...] | None = None
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], levels_of: LevelsOf, reduce: Reduce) -> None:
-        """Send every chunk.
+        """Send every chunk, those of device memory first.
 
         Args:
             arrays: Native arrays as in `specs`; any layout and byte order. They are only read.
@@ -153,8 +154,13 @@ class Plan:
             levels_of: The levels for host (`False`) or device memory (`True`).
             reduce: Reduces a flat buffer in place.
         """
+        on_device = [chunk for chunk in self.chunks if chunk.device]
+        if on_device:
+            run_on_device(on_device, arrays, results, levels_of(True), reduce)
         for chunk in self.chunks:
-            levels = levels_of(chunk.device)
+            if chunk.device:
+                continue
+            levels = levels_of(False)
             if chunk.direct:
                 _run_direct(chunk, arrays, results, levels, reduce)
             else:
@@ -268,7 +274,8 @@ def make_plan(
         count += len(packs)
         for pack in packs:
             keeps = [dtypes[piece.index][1] == wire for piece in pack]
-            for direct, run in messages(pack, keeps, direct_bytes // wire.itemsize, pack_bytes // wire.itemsize):
+            limits = direct_bytes // wire.itemsize, pack_bytes // wire.itemsize
+            for direct, run in messages(pack, keeps, *limits, device):
                 chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by, is_compressed))
     can_stream = sizes.streams is not None and not any(device or is_compressed for device, _, is_compressed in groups)
     results = tuple(result for _, result in dtypes)

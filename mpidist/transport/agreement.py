@@ -137,8 +137,13 @@ class Agreement(ABC):
         """Note that the call which was joined last is over. Local."""
 
     @abstractmethod
-    def restart_clock(self) -> None:
-        """Count the time that this rank is kept waiting in a call from now on. Local."""
+    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+        """Count the time that this rank is kept waiting in a call from now on. Local.
+
+        Args:
+            since: From when on instead, in seconds of the monotonic clock.
+            arrival: The call, if others have been joined since.
+        """
 
     @property
     @abstractmethod
@@ -180,7 +185,7 @@ class SoloAgreement(Agreement):
     def end(self) -> None:
         pass  # whoever looks at one rank sees where it is
 
-    def restart_clock(self) -> None:
+    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
         pass
 
     @property

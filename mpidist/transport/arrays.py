@@ -30,6 +30,7 @@ __all__ = [
     "library_of",
     "memory_bounds",
     "num_visible_gpus",
+    "require_not_capturing",
     "share_memory",
     "to_device",
     "to_host",
@@ -231,6 +232,19 @@ def num_visible_gpus() -> int:
 def use_gpu(index: int) -> None:
     """Make a GPU the current device of this thread."""
     _cupy().cuda.Device(index).use()
+
+
+def require_not_capturing(call: str) -> None:
+    """Refuse a call while the current stream is captured in a CUDA graph.
+
+    Raises:
+        RuntimeError: If it is.
+    """
+    if _cupy().cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            f"{call} cannot be captured in a CUDA graph: the ranks agree on each call over MPI, which replaying the "
+            "graph would leave out; call it between graphs"
+        )
 
 
 def _cupy() -> Any:

@@ -6,18 +6,30 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import nccl_handles
+from mpidist.transport import device_mpi_support, nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.communicator import Communicator, SoloCommunicator
+from mpidist.transport.cost_model import CostModel
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_events import Events
+from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.device_mpi import DeviceMpiCommunicator
+from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+from mpidist.transport.host_staged import HostStagedCommunicator
 from mpidist.transport.levels import Levels, NcclReach
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Making
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.staging import Staging
+from mpidist.transport.staging_sizes import StagingSizes
 from mpidist.transport.texts import first_line
 from mpidist.transport.topology import Topology
 
@@ -39,20 +51,36 @@ class DeviceLevels:
         topology: The placement of the ranks.
         cuda: What this process has of CuPy and NCCL.
         agreement: That of the ranks.
-        may_use_nccl: Whether NCCL may be used at all.
+        settings: What the environment says.
+        cost_model: The speeds of the machine.
+
+    Attributes:
+        events: Marks in the streams of this rank.
     """
 
     def __init__(
-        self, host: Levels, topology: Topology, cuda: Cuda, agreement: Agreement, may_use_nccl: bool = True
+        self,
+        host: Levels,
+        topology: Topology,
+        cuda: Cuda,
+        agreement: Agreement,
+        settings: Settings,
+        cost_model: CostModel,
     ) -> None:
         self._host = host
         self._topology = topology
         self._cuda = cuda
         self._agreement = agreement
-        self._may_use_nccl = may_use_nccl
+        self._settings = settings
+        spans_nodes = topology.num_nodes > 1
+        speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
+        self._kernels = DeviceKernels(cuda)
+        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed))
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device = 0
+        self._queue: DeviceQueue | None = None
+        self.events = Events(cuda)
 
     def levels(self, everywhere: bool = False) -> Levels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
@@ -73,6 +101,16 @@ class DeviceLevels:
                 raise
         return self._levels[everywhere]
 
+    def made(self, everywhere: bool = False) -> Levels | None:
+        """Return the levels if a call has made them, which is so on all ranks or on none. Local."""
+        return self._levels.get(everywhere)
+
+    @cached_property
+    def staged(self) -> Levels:
+        """The levels through the host. Local."""
+        world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
+        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+
     @property
     def uses_nccl(self) -> bool:
         """Whether NCCL communicators were made."""
@@ -84,19 +122,24 @@ class DeviceLevels:
         while self._own:
             self._own.pop().free()
         self._levels.clear()
+        self._queue = None
+        self._staging.free()
 
     def abandon(self) -> None:
         """Abort NCCL's communicators, after a call that failed. Local."""
         if self._own:
             nccl_handles.abort_all("a call of its ranks failed")
             nccl_handles.settle()
+        if self._queue is not None:
+            self._queue.give_up(RuntimeError("a call of its ranks failed"))
+        self._queue = None
         self._own.clear()
         self._levels.clear()
 
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
         if topology.size == 1:
-            return _solo()
+            return _solo(self._kernels)
         spans_nodes = topology.num_nodes > 1
         if everywhere and not spans_nodes:
             levels = self.levels()
@@ -110,23 +153,50 @@ class DeviceLevels:
                 raise UnavailableError(_cannot(reason))
             if topology.rank == 0:
                 logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
-            return host.of_device
+            return self.staged
+        if self._queue is None:
+            self._queue = DeviceQueue(self._cuda, self.events)
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
             lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
-            return Levels(world, within, self._connect("across_nodes", lanes), host.is_even, nccl=NcclReach.WORLD)
+            across = self._connect("across_nodes", lanes)
+            return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
         within = self._connect("within_node", topology.nodes)
         if not spans_nodes:
             alone = SoloCommunicator("across_nodes", device=True)
-            return Levels(within, within, alone, host.is_even, nccl=NcclReach.WORLD)
-        staged = host.of_device
-        return Levels(staged.world, within, staged.across_nodes, host.is_even, nccl=NcclReach.NODE)
+            return Levels(within, within, alone, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
+        world, across = self._between_nodes()
+        return Levels(world, within, across, host.is_even, None, NcclReach.NODE, self._queue, self._kernels)
+
+    def _between_nodes(self) -> tuple[Communicator, Communicator]:
+        """Let MPI read device memory itself, where that is proven; else go through the host. Collective."""
+        answer = device_mpi_support.agree(self._agreement, self._topology, self._cuda, self._settings.device_mpi)
+        if self._topology.rank == 0:
+            way = "by MPI, from where it is" if answer.works else "through the host"
+            logger.info("device memory goes between nodes %s: %s", way, answer.reason)
+        if not answer.works:
+            return self.staged.world, self.staged.across_nodes
+        return self._direct(self._host.world), self._direct(self._host.across_nodes)
+
+    def _direct(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        direct = DeviceMpiCommunicator(host, self._staging)
+        direct.watch(self._agreement.require_peers)
+        return direct
+
+    def _staged(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        staged = HostStagedCommunicator(host, self._staging)
+        staged.watch(self._agreement.require_peers)
+        return staged
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
             return ""
-        if not self._may_use_nccl:
+        if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
         facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
         self._device = facts.device
@@ -147,7 +217,7 @@ class DeviceLevels:
         except BaseException:
             making.give_up()
             raise
-        communicator = NcclCommunicator(making.take(), name, place, len(ranks))
+        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue)
         communicator.watch(self._agreement.require_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
@@ -179,9 +249,9 @@ class DeviceLevels:
             nap = min(2 * nap, _LAST_NAP)
 
 
-def _solo() -> Levels:
+def _solo(kernels: DeviceKernels) -> Levels:
     world, within, across = (SoloCommunicator(name, device=True) for name in ("world", "within_node", "across_nodes"))
-    return Levels(world, within, across, True, nccl=NcclReach.WORLD)
+    return Levels(world, within, across, True, nccl=NcclReach.WORLD, own_kernels=kernels)
 
 
 def _ranks_at(topology: Topology, place: int) -> list[int]:

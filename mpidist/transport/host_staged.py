@@ -1,81 +1,164 @@
-"""Device memory by way of the host: every call copies out, moves host memory, and copies back."""
+"""Device memory by way of the host: pinned slots, chunk by chunk, copies and messages at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from mpidist.transport import arrays
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.device_messages import DeviceMessages
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.passages import Piece, Pieces, SlotPassage, cut_evenly, cut_shards, room_of
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
+from mpidist.transport.staging import Phase, Staging
 
 __all__ = ["HostStagedCommunicator"]
+
+Work = Callable[[Array, list[int]], object]  # on a chunk in host memory, and the bounds of the ranks' pieces in it
 
 
 @final
 class HostStagedCommunicator(Communicator):
     """A communicator of host memory, for device arrays.
 
-    Each call moves as much between ranks as the one it stands on, and the buffer (or the shard) once each way
-    between device and host. Copies are in the order of the current stream.
+    A call moves as much between ranks as the one it stands on, and the buffer (or the shard) once each way between
+    device and host, in chunks: while one is on the network, the next is copied down and the one before up. Between
+    nodes MPI only carries, and GPUs add (`DeviceMessages`): what came goes up once more, and the result down, S / P
+    bytes each. MPI adds messages below `StagingSizes.join_bytes`, and those of very many ranks; within a node shared
+    memory adds.
+
+    Work comes after what the caller's current stream holds, and a call returns when its work is done.
 
     Args:
-        host: The communicator of host memory. It stays its owner's, who frees it; its traffic is counted there.
+        host: The communicator of host memory. It stays its owner's, who frees it. Traffic is counted there: one call
+            for each of this one's that messages serve; one for each chunk where the host communicator does the work.
+        staging: The slots, which communicators that are used in turn can share. They stay their owner's.
     """
 
-    def __init__(self, host: Communicator) -> None:
+    def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:
         super().__init__(f"{host.name} through the host", host.rank, host.size)
         self._host = host
+        self._staging = staging
+        self._adds_by_messages = isinstance(host, MpiCommunicator)
+        mpi = host if isinstance(host, MpiCommunicator) else host.mpi
+        self._passage = SlotPassage(staging)
+        self._messages = DeviceMessages(mpi, staging, self._passage, lambda: self._is_over())
         self.traffic = host.traffic
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return arrays.empty((count,), dtype, device=True)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
-        staged = arrays.to_host(buffer)
-        self._host.all_reduce(staged, reduction)
-        buffer[...] = arrays.from_host(staged, buffer)
+        if self._joins(buffer):
+            self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
+            self._messages.all_reduce(buffer, reduction)
+            return
+        self._through("all_reduce", buffer, lambda staged, _: self._host.all_reduce(staged, reduction))
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
-        staged = arrays.to_host(buffer)
-        self._host.reduce(staged, reduction, root)
-        if self.rank == root:
-            buffer[...] = arrays.from_host(staged, buffer)
+        if self._joins(buffer):
+            self.traffic.add("reduce", buffer.nbytes)
+            self._messages.reduce(buffer, reduction, root)
+            return
+        is_root = self.rank == root
+        self._through("reduce", buffer, lambda staged, _: self._host.reduce(staged, reduction, root), up=is_root)
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
         if bounds is None:
             bounds = shard_bounds(buffer.size, self.size)
-        shard = self._host.reduce_scatter(arrays.to_host(buffer), reduction, bounds)
-        own = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
-        own[...] = arrays.from_host(shard, buffer)
-        return own
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        shard: Array = buffer[start:stop] if into is None else into
+        if self._joins(buffer):
+            self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+            self._messages.reduce_scatter(buffer, reduction, bounds, shard)
+            return shard
+        chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
+        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+
+        def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
+            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            first, last = chunks[chunk][self.rank]
+            own = sum(to - at for at, to in chunks[chunk][: self.rank]) * buffer.itemsize
+            up = self._passage.open(slot, own, shard, [(first - start, last - start)])
+            move = self._on(whole, buffer, chunks[chunk], lambda its, at: self._host.reduce_scatter(its, reduction, at))
+            return [Phase(move, whole.all_copies(), up.all_copies())]
+
+        self._staging.run("reduce_scatter", len(chunks), phases_of, self._is_over, (buffer, shard))
+        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        staged = arrays.to_host(buffer)
-        self._host.all_gather(staged, bounds)
-        buffer[...] = arrays.from_host(staged, buffer)
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        if self._adds_by_messages:
+            self._start_all_gather(buffer, bounds)
+            self._messages.all_gather(buffer, bounds)
+            return
+        chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
+        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+
+        def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
+            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            move = self._on(whole, buffer, chunks[chunk], self._host.all_gather)
+            down = [copy for copy in whole.copies[self.rank] if copy[2]]
+            return [Phase(move, down, whole.all_copies(without=self.rank))]
+
+        self._staging.run("all_gather", len(chunks), phases_of, self._is_over, buffer)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        target = buffer if into is None else into
-        staged = arrays.to_host(buffer) if self.rank == root else np.empty(target.size, target.dtype)
-        self._host.broadcast(staged, root)
-        if self.rank != root:
-            target[...] = arrays.from_host(staged, target)
-        elif into is not None:
+        is_root = self.rank == root
+        if self._adds_by_messages:
+            self._messages.broadcast(self._start_broadcast(buffer, root, into), root)
+            return
+        if into is not None and is_root:
             into[...] = buffer
+        target = buffer if into is None else into
+        self._through("broadcast", target, lambda its, _: self._host.broadcast(its, root), is_root, not is_root)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
-        rows = self._host.gather(arrays.to_host(buffer), root)
-        return None if rows is None else arrays.from_host(rows, buffer)
+        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if self.rank == root else 1))
+        rows = None
+        if self.rank == root:
+            rows = arrays.empty((self.size, buffer.size), buffer.dtype, device=True)
+            rows[root] = buffer
+        self._messages.gather(buffer, root, rows)
+        return rows
 
     def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        received = np.empty(incoming.size, incoming.dtype)
-        self._host.exchange(arrays.to_host(outgoing), to, received, source)
-        incoming[...] = arrays.from_host(received, incoming)
+        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
+        if to == source == self.rank:
+            incoming[...] = outgoing
+            return
+        self._messages.exchange(outgoing, to, incoming, source)
 
     def free(self) -> None:
         pass
+
+    def _joins(self, buffer: Array) -> bool:
+        """Whether GPUs add, and MPI only carries."""
+        sizes = self._staging.sizes
+        return self._adds_by_messages and buffer.nbytes >= sizes.join_bytes and self.size <= sizes.join_ranks
+
+    def _through(self, what: str, buffer: Array, work: Work, down: bool = True, up: bool = True) -> None:
+        """Let the host communicator work on every chunk, with copies of all of it down before and up after."""
+        chunks = cut_evenly(buffer.size, 1, self._staging.sizes.num_chunks(buffer.nbytes))
+        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+
+        def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
+            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            copies = whole.all_copies()
+            move = self._on(whole, buffer, chunks[chunk], work)
+            return [Phase(move, copies if down else (), copies if up else ())]
+
+        self._staging.run(what, len(chunks), phases_of, self._is_over, buffer)
+
+    def _on(self, whole: Pieces, buffer: Array, pieces: Sequence[Piece], work: Work) -> Callable[[], object]:
+        staged = whole.whole.view(buffer.dtype)
+        bounds = [0]
+        for start, stop in pieces:
+            bounds.append(bounds[-1] + stop - start)
+        return lambda: work(staged, bounds)

@@ -29,15 +29,20 @@ class Lateness(NamedTuple):
     hostnames: Sequence[str]
 
     @classmethod
-    def of(cls, sequence: int, statuses: Mapping[int, Status], hostnames: Sequence[str]) -> Lateness:
+    def of(
+        cls, sequence: int, statuses: Mapping[int, Status], hostnames: Sequence[str], is_agreed: bool = False
+    ) -> Lateness:
         """Pick the ranks that have not come to a call, or cannot do their part in it.
 
         Args:
             sequence: The number of the call.
             statuses: What is known, of any ranks.
             hostnames: The host of each rank.
+            is_agreed: Whether all have come: then those that started it, and do not look after it, keep the others.
         """
         known = {rank: status for rank, status in statuses.items() if not status.has_joined(sequence)}
+        if is_agreed and not known:
+            known = {rank: status for rank, status in statuses.items() if status.is_waiting_in(sequence)}
         return cls(known, [rank for rank in range(len(hostnames)) if rank not in statuses], hostnames)
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -14,7 +14,8 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.cost_model import CostModel
-from mpidist.transport.host_staged import HostStagedCommunicator
+from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.lane_exchange import LaneExchange
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
@@ -36,6 +37,7 @@ _PACK_BYTES: Final = (256 << 10, 4 << 20)
 # For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
+_NO_LANE: Final = nullcontext()
 
 
 @final
@@ -59,6 +61,8 @@ class Levels:
         is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
         streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
         nccl: Which of them are NCCL's.
+        queue: Where the work of NCCL's goes; `None` if there are none.
+        own_kernels: Those of the levels for device memory; `None` of others.
     """
 
     world: Communicator
@@ -67,6 +71,19 @@ class Levels:
     is_even: bool
     streams: StreamReducer | None = None
     nccl: NcclReach = NcclReach.NOWHERE
+    queue: DeviceQueue | None = None
+    own_kernels: DeviceKernels | None = None
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """What moves and joins arrays of device memory.
+
+        Raises:
+            RuntimeError: If these are the levels for host memory.
+        """
+        if self.own_kernels is None:
+            raise RuntimeError("the levels for host memory have no kernels; take those for device memory")
+        return self.own_kernels
 
     @classmethod
     def solo(cls) -> Levels:
@@ -141,6 +158,15 @@ class Levels:
         """Lend memory to pack into: that of the innermost transport."""
         return self.within_node.pack_buffer(count, dtype)
 
+    def lane(self) -> AbstractContextManager[None]:
+        """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
+        return _NO_LANE if self.queue is None else self.queue.lane()
+
+    def settle(self) -> None:
+        """Wait for what this rank has launched in the call under way, before the host goes on with it. Local."""
+        if self.queue is not None:
+            self.queue.settle(self.within_node.name)
+
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Ask `is_over` while a rank waits for others; it may raise."""
         for level in (self.world, self.within_node, self.across_nodes):
@@ -152,16 +178,6 @@ class Levels:
         """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
         if self.streams is not None:
             self.streams.abandon()
-
-    @cached_property
-    def of_device(self) -> Levels:
-        """The same levels for device memory, through the host."""
-        return Levels(
-            HostStagedCommunicator(self.world),
-            HostStagedCommunicator(self.within_node),
-            HostStagedCommunicator(self.across_nodes),
-            self.is_even,
-        )
 
     def free(self) -> None:
         """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""

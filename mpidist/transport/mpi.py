@@ -110,6 +110,11 @@ class MpiCommunicator(Communicator):
         """The mpi4py communicator."""
         return self._comm
 
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one, from the next one on."""
+        return self._others
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         nbytes = count * dtype.itemsize
         if self._pack.size < nbytes:
@@ -209,6 +214,19 @@ class MpiCommunicator(Communicator):
     def receive(self, buffer: Array, source: int, tag: int) -> Request:
         """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
         return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
+
+    def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
+        """Send and receive some messages at once, and wait for all of them. Counts nothing.
+
+        Args:
+            sends: Arrays of at most `MAX_CHUNK_BYTES`, or MPI's buffers, each with the rank it goes to. Empty ones
+                are left out.
+            receives: As many bytes as are sent, each with the rank they come from.
+        """
+        requests = [self._comm.Irecv([_bytes(part), self._byte], source) for part, source in receives if part.nbytes]
+        requests += [self._comm.Isend([_bytes(part), self._byte], to) for part, to in sends if part.nbytes]
+        if requests:
+            self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
     def test_all(self, requests: list[Request]) -> bool:
         """Say whether messages are through, and let them get on. Local."""
@@ -310,4 +328,4 @@ def _busy_seconds(memory: tuple[Any, ...]) -> float:
 
 
 def _bytes(buffer: Array) -> Array:
-    return buffer.view(np.uint8)
+    return buffer.view(np.uint8) if isinstance(buffer, np.ndarray) else buffer  # MPI's own buffers are bytes

@@ -85,6 +85,7 @@ class MpiAgreement(Agreement):
         if self._found is None:
             self._found = self._rounds.is_equal()
             if self._confirms and self._found[0]:
+                self._note_agreed()  # a rank that has not, but has come, does not look after what it started
                 # A rank that comes after others gave up completes the first round, but waits in vain in this one.
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()
@@ -102,6 +103,9 @@ class MpiAgreement(Agreement):
             return True
         have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
         if not have_arrived():
+            if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
+                raise self._again(self._watch.broken)
+            self._watch.limit(arrival.timeout)
             self._wait(have_arrived, lambda: self._rounds.memory, call)
         equal, same_placement = self._found or self._rounds.is_equal()
         if not equal and self._check:
@@ -156,8 +160,10 @@ class MpiAgreement(Agreement):
     def require_peers(self) -> bool:
         return self._watch.look()
 
-    def restart_clock(self) -> None:
-        self._watch.restart()
+    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+        self._watch.restart(since)
+        if arrival is not None:
+            self._watch.limit(arrival.timeout)
 
     @property
     def broken(self) -> Exception | None:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import nccl_handles
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.device_queue import DeviceQueue
 from mpidist.transport.nccl_handles import Handle
-from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
-from mpidist.transport.texts import first_line
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.reduction import Reduction, is_half
 
 __all__ = ["NcclCommunicator"]
 
-_CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
-_NOT_READY: Final = 600  # of CUDA, for an event that has not come
-_UFUNCS: Final = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+_ALIGNMENT: Final = 16  # bytes: of what is joined fastest
+_OPS: Final = ("sum", "prod", "min", "max")
 _DTYPES: Final = {
     "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
     "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
 }  # fmt: skip
-_REMOTE: Final = (2, 6)  # statuses: a call of the system failed; another process or the network did
 
 Launch = Callable[[Any, int], None]  # with CuPy's communicator, and the address of the stream
 
@@ -43,37 +38,37 @@ class NcclCommunicator(Communicator):
     the dtypes that NCCL lacks (16-bit integers, other complex operations); and reductions that ask for rank order.
     That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
 
-    Work goes to a stream of its own, after what the caller's current stream holds, and a call returns when its work is
-    done: the host polls an event, and meanwhile looks at NCCL's errors and at what `watch` gave it. After an error all
-    NCCL communicators of the process are aborted.
+    Work goes to NCCL's own stream, after what the caller's current stream holds, which then waits for it. Within
+    `DeviceQueue.launch` a call returns at once. Else it returns when its work is done: the host polls an event, and
+    meanwhile looks at NCCL's errors and at what `watch` gave it. After an error all NCCL communicators of the process
+    are aborted.
 
     Args:
         handle: NCCL's communicator of the ranks. This object owns it and ends it.
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
+        queue: Where its work goes, with that of the other communicators of this rank; by default one of its own.
     """
 
-    def __init__(self, handle: Handle, name: str, rank: int, size: int) -> None:
+    def __init__(self, handle: Handle, name: str, rank: int, size: int, queue: DeviceQueue | None = None) -> None:
         super().__init__(name, rank, size)
-        cuda = handle.cuda.cupy.cuda
         self._handle = handle
         self._nccl = handle.cuda.nccl
         self._cupy = handle.cuda.cupy
-        self._stream = cuda.Stream(non_blocking=True)
-        self._ready, self._done = (cuda.Event(disable_timing=True) for _ in range(2))
-        self._query = cuda.runtime.eventQuery
-        self._pack: Array = None
-        self._parts: Array = None
-        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _UFUNCS}
+        self._queue = DeviceQueue(handle.cuda) if queue is None else queue
+        self._queue.add(handle, f"rank {rank} of {size} ({name})")
+        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _OPS}
         self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
+        self._kernels = DeviceKernels(handle.cuda)
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        super().watch(is_over)
+        self._queue.watch(is_over)
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        nbytes = count * dtype.itemsize
-        if self._pack is None or self._pack.size < nbytes:
-            self._pack = self._cupy.empty(nbytes, np.uint8)
-        return self._pack[:nbytes].view(dtype)
+        return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
@@ -170,7 +165,7 @@ class NcclCommunicator(Communicator):
 
     def free(self) -> None:
         nccl_handles.destroy([self._handle])
-        self._pack = self._parts = None
+        self._queue.remove(self._handle)
 
     def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
         """Say as which numbers, and how many of them for one, NCCL can reduce; `None` if it cannot or should not."""
@@ -188,10 +183,9 @@ class NcclCommunicator(Communicator):
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
         width, count = buffer.itemsize, shard.size
-        nbytes = count * width
-        if self._parts is None or self._parts.size < self.size * nbytes:
-            self._parts = self._cupy.empty(self.size * nbytes, np.uint8)
-        parts = self._parts[: self.size * nbytes].view(buffer.dtype).reshape(self.size, count)
+        nbytes, step = count * width, -(-count * width // _ALIGNMENT) * _ALIGNMENT
+        memory = self._queue.buffer("parts", self.size * step)
+        parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
         parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         at, first = _address(buffer), _address(parts)
 
@@ -202,21 +196,11 @@ class NcclCommunicator(Communicator):
                 if stop > start:
                     comm.send(at + start * width, (stop - start) * width, self._byte, peer, to)
                 if count:
-                    comm.recv(first + peer * nbytes, nbytes, self._byte, peer, to)
+                    comm.recv(first + peer * step, nbytes, self._byte, peer, to)
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._combine(parts, reduction, shard)
-
-    def _combine(self, parts: Array, reduction: Reduction, shard: Array) -> None:
-        ufunc = getattr(self._cupy, _UFUNCS[reduction.op])
-        wide = accumulator_dtype(shard.dtype)
-        total = parts[0].astype(wide)
-        for part in parts[1:]:
-            ufunc(total, part.astype(wide, copy=False), out=total)
-        if reduction.divisor != 1:
-            total /= reduction.divisor
-        shard[...] = total
+            self._kernels.combine(parts, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
@@ -247,7 +231,7 @@ class NcclCommunicator(Communicator):
         self._run("reduce", buffer, launch, is_empty=not buffer.size)
 
     def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None) -> None:
-        """Launch work after what the current stream holds, as one group, and wait for it.
+        """Launch work after what the current stream holds, as one group: `DeviceQueue.issue`.
 
         Args:
             what: The primitive, for errors.
@@ -255,79 +239,10 @@ class NcclCommunicator(Communicator):
             launch: Gives the work to NCCL.
             is_empty: Whether there is none; by default, whether `memory`, one array, is empty.
         """
-        if self._handle.ended:
-            raise RuntimeError(
-                f"{what} with NCCL on {self._name}: the communicator cannot be used any more, because "
-                f"{self._handle.ended}; call strategy.reset() on all ranks"
-            )
         if is_empty is None:
             is_empty = not memory.size
-        if is_empty:
-            return
-        try:
-            with self._translated(what):
-                self._ready.record(self._cupy.cuda.get_current_stream())
-                self._stream.wait_event(self._ready)
-                self._nccl.groupStart()
-                try:
-                    launch(self._handle.comm, self._stream.ptr)
-                finally:
-                    self._nccl.groupEnd()
-                self._done.record(self._stream)
-                self._wait(what)
-        except BaseException as error:
-            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
-            never_free((memory, self._pack, self._parts, self._stream, self._ready, self._done))
-            raise
-
-    def _wait(self, what: str) -> None:
-        event, check, next_check = self._done.ptr, self._handle.comm.check_async_error, 0.0
-
-        def has_come() -> bool:
-            status = self._query(event)
-            if status not in (0, _NOT_READY):
-                raise UnavailableError(
-                    f"{what} with NCCL on {self._name} failed: CUDA's status {status}. The GPU's context is lost: end "
-                    "the job, look for memory errors with `dmesg` and compute-sanitizer, and start it again"
-                )
-            return bool(status == 0)
-
-        def is_over() -> bool:
-            nonlocal next_check
-            now = time.monotonic()
-            if now >= next_check:
-                next_check = now + _CHECK_SECONDS
-                check()
-            return self._is_over()
-
-        if not poll(has_come, is_over):
-            raise PeerFailedError(f"{what} with NCCL on {self._name} was given up: other ranks do not come")
-
-    @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
-        """Raise NCCL's errors as ours."""
-        try:
-            yield
-        except self._nccl.NcclError as error:
-            head = f"{what} with NCCL on {self._name} failed: {first_line(error)}. "
-            if error.status in _REMOTE:
-                raise PeerFailedError(
-                    f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
-                    "After strategy.reset() on all ranks the calls can be made again"
-                ) from error
-            raise UnavailableError(
-                f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
-            ) from error
-        except KeyError as status:  # CuPy has no word for NCCL's newer ones: 7 in progress, 8 timeout
-            kind = DeadlineExceededError if status.args == (8,) else UnavailableError
-            raise kind(
-                f"{what} with NCCL on {self._name} failed with NCCL's status {status}; unset NCCL_COMM_BLOCKING, and "
-                "see what NCCL_DEBUG=WARN says"
-            ) from status
-
-    @property
-    def _name(self) -> str:
-        return f"rank {self.rank} of {self.size} ({self.name})"
+        if not is_empty:
+            self._queue.issue(what, self._handle, memory, launch)
 
 
 def _are_even(bounds: Sequence[int]) -> bool:

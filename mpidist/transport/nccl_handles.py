@@ -36,6 +36,7 @@ class Handle:
         comm: CuPy's `NcclCommunicator`.
         device: The index of its GPU.
         ended: Why it cannot be used any more; empty while it can.
+        keeps: What may not be collected before it.
     """
 
     def __init__(self, cuda: Cuda, comm: Any, device: int) -> None:
@@ -43,6 +44,7 @@ class Handle:
         self.comm = comm
         self.device = device
         self.ended = ""
+        self.keeps: Any = None
         with _lock:
             _open.append(self)
 

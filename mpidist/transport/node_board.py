@@ -55,6 +55,10 @@ class Status(NamedTuple):
         """Whether it waits in a reset."""
         return self.last is not None and self.last.sequence >= RESET and self.last.state == "waiting"
 
+    def is_waiting_in(self, sequence: int) -> bool:
+        """Whether it has come to a call, and does not know yet that the others have."""
+        return self.last is not None and self.last.sequence == sequence and self.last.state == "waiting"
+
     def has_joined(self, sequence: int) -> bool:
         """Whether it has come to a call, or to a reset, and can still do its part."""
         at = 0 if self.last is None else self.last.sequence

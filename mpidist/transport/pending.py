@@ -31,12 +31,18 @@ class Pending:
         is_waited_for: Whether the caller has nothing better to do.
         may_wait: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
             or a thread.
+        is_launched: Whether this rank has given all of it to its GPU, so that the next call may get on.
         is_done: Whether the result, or an error, is there.
+        needs_caller: Whether only the thread that makes the group's calls may advance it: it works on a GPU, whose
+            current device and stream are a thread's own, and NCCL wants all its calls from one.
+        meanwhile: Lets the other calls get on, for who waits for this one.
     """
 
-    def __init__(self, steps: Callable[[Pending], Steps]) -> None:
+    def __init__(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> None:
         self.is_waited_for = self.may_wait = False
-        self.is_done = False
+        self.is_launched = self.is_done = False
+        self.needs_caller = needs_caller
+        self.meanwhile: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
         self._error: BaseException | None = None
@@ -70,23 +76,35 @@ class Pending:
                 self._end(None, error)
             raise
 
-    def finish(self, is_over: Callable[[], bool]) -> None:
-        """Do all of it. Waits for the other ranks."""
+    def finish(self, is_over: Callable[[], bool], to_launch: bool = False) -> None:
+        """Do all of it, or what comes before its launch on a GPU. Waits for the other ranks."""
         self.is_waited_for = self.may_wait = True
         try:
             with np.errstate(all="ignore"):
-                self._end(complete(self._steps, is_over), None)
+                complete(self._until_launched() if to_launch else self._until_done(), is_over)
         except BaseException as error:
             with suppress(BaseException):
                 self._steps.throw(error)  # if this rank was interrupted, the call tells the others
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
                 raise
+        if to_launch:  # what follows must not keep waiting who asks on behalf of another call
+            self.is_waited_for = self.may_wait = False
 
     def abandon(self, why: str) -> None:
         """Let waiting for this call raise."""
         self._steps.close()
         self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
+
+    def _until_done(self) -> Steps:
+        self._end((yield from self._steps), None)
+
+    def _until_launched(self) -> Steps:
+        try:
+            while not self.is_launched:
+                yield next(self._steps)
+        except StopIteration as end:
+            self._end(end.value, None)
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self.is_done = True
@@ -97,36 +115,36 @@ class Pending:
 class PendingCalls:
     """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
 
+    A call that was launched on a GPU is out of the others' way: the next one gets on, and is launched behind it.
+
     Within a node whatever moves data is work of this rank's core, so calls get on when the rank looks after them.
     Messages mostly wait for the network: there a thread can look after them while the rank computes.
 
     Args:
         agreement: How long the ranks wait for each other.
-        uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads.
+        uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads. It leaves
+            alone what works on a GPU.
     """
 
     def __init__(self, agreement: Agreement, uses_thread: bool = False) -> None:
         self._agreement = agreement
         self._uses_thread = uses_thread
         self._calls: deque[Pending] = deque()
+        self._launched: deque[Pending] = deque()
         self._lock = threading.RLock()
         self._has_work = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def __bool__(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls or self._launched)
 
-    def start(self, steps: Callable[[Pending], Steps]) -> Pending:
-        """Put a call behind the others, and let the first get on. Local."""
-        call = Pending(steps)
+    def start(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> Pending:
+        """Put a call behind the others, and let the first get on. Local. `needs_caller`: as in `Pending`."""
+        call = Pending(steps, needs_caller)
+        call.meanwhile = self.advance
         self._calls.append(call)
         self.advance()
-        if self._uses_thread and self._calls:
-            self._has_work.set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
-                self._thread.start()
         return call
 
     def advance(self, may_wait: bool = False) -> None:
@@ -137,36 +155,74 @@ class PendingCalls:
         """
         if self._lock.acquire(blocking=False):  # else the thread is at it
             try:
-                self._advance(may_wait and not self._uses_thread)
+                self._advance(may_wait and not self._uses_thread, is_caller=True)
             finally:
                 self._lock.release()
+        self._wake()
 
     def finish(self, last: Pending | None = None) -> None:
         """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
         with self._lock:
-            while self._calls and (last is None or not last.is_done):
-                try:
-                    self._agreement.restart_clock()
-                    self._calls[0].finish(self._agreement.require_peers)
-                finally:
-                    self._calls.popleft()
+            while last is None or not last.is_done:
+                if self._calls and self._calls[0].needs_caller and (last is None or last in self._calls):
+                    self._launch_first()
+                elif self._launched:
+                    self._finish_first(self._launched)
+                elif self._calls:
+                    self._finish_first(self._calls)
+                else:
+                    break
+        self._wake()
 
     def abandon(self, why: str) -> None:
         """Give the calls up, and end the thread. `why`: what does so, for people."""
         with self._lock:
-            while self._calls:
-                self._calls.popleft().abandon(why)
+            for call in (*self._launched, *self._calls):
+                call.abandon(why)
+            self._launched.clear()
+            self._calls.clear()
             self._is_closed = True
             self._has_work.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _advance(self, may_wait: bool) -> None:
-        while self._calls:
-            self._calls[0].advance(may_wait)
-            if not self._calls[0].is_done:
+    def _launch_first(self) -> None:
+        """Bring the first call to its launch, so that those behind it can follow. Waits for the other ranks."""
+        call = self._calls.popleft()
+        self._agreement.restart_clock()
+        try:
+            call.finish(self._agreement.require_peers, to_launch=True)
+        finally:
+            if not call.is_done:
+                self._launched.append(call)
+
+    def _finish_first(self, calls: deque[Pending]) -> None:
+        call = calls.popleft()
+        self._agreement.restart_clock()
+        call.finish(self._agreement.require_peers)
+
+    def _advance(self, may_wait: bool, is_caller: bool) -> None:
+        while is_caller and self._launched:
+            self._launched[0].advance()
+            if not self._launched[0].is_done:
+                break
+            self._launched.popleft()
+        while self._calls and (is_caller or not self._calls[0].needs_caller):
+            call = self._calls[0]
+            call.advance(may_wait)
+            if not (call.is_done or call.is_launched):
                 return
             self._calls.popleft()
+            if not call.is_done:
+                self._launched.append(call)
+
+    def _wake(self) -> None:
+        """Let the thread look after what it may."""
+        if self._uses_thread and self._calls and not self._calls[0].needs_caller and not self._is_closed:
+            self._has_work.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
+                self._thread.start()
 
     def _look_after(self) -> None:
         while True:
@@ -174,7 +230,7 @@ class PendingCalls:
             with self._lock:
                 if self._is_closed:
                     return
-                self._advance(may_wait=True)
-                if not self._calls:
+                self._advance(may_wait=True, is_caller=False)
+                if not self._calls or self._calls[0].needs_caller:
                     self._has_work.clear()
             time.sleep(_PAUSE_SECONDS)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
+from mpidist.transport.staging_sizes import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
+
 __all__ = ["Settings"]
 
 _T = TypeVar("_T")
@@ -32,6 +34,9 @@ class Settings:
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
         nccl: Whether NCCL may carry device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
+        staging_bytes: Size of the chunks in which device memory goes through the host; 0 for the best by formula.
+        device_mpi: Whether MPI may be given device memory, where a probe proves that it can take it: `True` asks the
+            probe even if MPI itself says no, `None` only if MPI does not.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -42,6 +47,8 @@ class Settings:
     log_level: str | None = None
     stall_seconds: float = 60.0
     nccl: bool = True
+    staging_bytes: int = 0
+    device_mpi: bool | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -58,6 +65,8 @@ class Settings:
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
+            staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES),
+            device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"auto": None, "1": True, "0": False}, default=None),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 
@@ -107,3 +116,12 @@ def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
     if math.isnan(seconds) or seconds < 0:
         raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of seconds >= 0")
     return seconds
+
+
+def _bytes(environ: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of bytes, {least} to {most}")
+    return int(text)

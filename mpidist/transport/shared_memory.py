@@ -47,6 +47,11 @@ class SharedMemoryCommunicator(Communicator):
         """The mpi4py communicator."""
         return self._mpi.comm
 
+    @property
+    def mpi(self) -> MpiCommunicator:
+        """The same ranks over MPI."""
+        return self._mpi
+
     def watch(self, is_over: Callable[[], bool]) -> None:
         self._mpi.watch(is_over)
         self.streams.is_over = is_over

@@ -18,6 +18,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableErro
 from mpidist.transport import cuda, on_error, open_groups
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
+from mpidist.transport.device_events import Events
 from mpidist.transport.device_levels import DeviceLevels
 from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
 from mpidist.transport.flight_files import GroupFlight
@@ -152,6 +153,19 @@ class SyncGroup(OpenGroup):
         """
         return self._devices.levels(nccl_everywhere) if device else self.levels
 
+    def device_levels_made(self, nccl_everywhere: bool = False) -> Levels | None:
+        """Return what `levels_of` has made for device memory. Local; alike on all ranks."""
+        return self._devices.made(nccl_everywhere)
+
+    @property
+    def events(self) -> Events:
+        """Marks in the streams of this rank's GPU."""
+        return self._devices.events
+
+    def host_levels_of(self, device: bool) -> Levels:
+        """Return the communicators that do without NCCL, for host or device memory. Local."""
+        return self._devices.staged if device else self.levels
+
     @property
     def is_node_barrier(self) -> bool:
         """Whether `agree` is a barrier of the node's shared memory, too."""
@@ -220,15 +234,24 @@ class SyncGroup(OpenGroup):
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over."""
+        """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over.
+
+        Another may have been joined since, where this one's part was left to a GPU.
+        """
+        number = self._agreement.sequence + 1
         try:
             yield
-            self.end()
+            if self._agreement.sequence == number:
+                self.end()
         except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
             raise
         except BaseException as error:
             self.break_off(error)
             raise
+
+    def restart_clock(self, since: float, arrival: Arrival) -> None:
+        """Count the time of a call that was joined before others: `Agreement.restart_clock`."""
+        self._agreement.restart_clock(since, arrival)
 
     def disown(self) -> None:
         """Leave the group to the process that this one was forked from. Local."""
@@ -337,9 +360,7 @@ class SyncGroup(OpenGroup):
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
-            self._devices = DeviceLevels(
-                self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl
-            )
+            self._devices = self._device_levels()
             self.calls = PendingCalls(self._agreement)
             return
         comm = membership.comm
@@ -350,10 +371,14 @@ class SyncGroup(OpenGroup):
         self._watch = watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
-        self._devices = DeviceLevels(self.levels, self.topology, cuda.current(), self._agreement, self.settings.nccl)
+        self._devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
+
+    def _device_levels(self) -> DeviceLevels:
+        agreement, settings = self._agreement, self.settings
+        return DeviceLevels(self.levels, self.topology, cuda.current(), agreement, settings, self.cost_model)
 
 
 def _prepare_the_end(world: Intracomm, aborts: bool) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["first_line", "size_text", "text_of"]
+__all__ = ["count_text", "first_line", "size_text", "text_of"]
+
+
+def count_text(number: int, noun: str) -> str:
+    """Write a number of things: `1 pack`, `2 packs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(nbytes: float) -> str:

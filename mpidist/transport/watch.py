@@ -89,9 +89,17 @@ class Watch:
         self._sequence, self._call, self._timeout, self._next_look = sequence, call, timeout, _FRESH
         self.recorder.begin(sequence, call, details)
 
-    def restart(self) -> None:
-        """Count the time that this rank is kept waiting from now on: it did other work since the call began."""
-        self._since, self._next_look = time.monotonic(), 0.0
+    def restart(self, since: float | None = None) -> None:
+        """Count the time that this rank is kept waiting from now on: it did other work since the call began.
+
+        Args:
+            since: From when on instead, in seconds of the monotonic clock.
+        """
+        self._since, self._next_look = time.monotonic() if since is None else since, 0.0
+
+    def limit(self, timeout: float | None) -> None:
+        """Set how long this rank may be kept waiting, in seconds; `None` or 0 for ever."""
+        self._timeout = timeout
 
     def require_no_notes(self, probes: int = 1, is_waiting: bool = False) -> None:
         """Raise if another rank has given up or ended. Local.
@@ -248,7 +256,7 @@ class Watch:
             is_all = len(known) == self._size
             # A rank that is in a reset already has left a note of where it was before.
             if (is_all and not any(its.is_resetting for its in known.values())) or time.monotonic() > until:
-                return Lateness.of(self._sequence, known, self._hostnames)
+                return Lateness.of(self._sequence, known, self._hostnames, self.recorder.is_agreed)
             time.sleep(_ANSWER_SECONDS / 100)
 
     def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
@@ -262,7 +270,8 @@ class Watch:
         if self._warn_at == math.inf:
             if waited >= self._stall_seconds and self._speaks():
                 self._stalled.clear()
-                self.tell(STALLED, _ASKS)
+                if self._answers:
+                    self.tell(STALLED, _ASKS)
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
             self._warn_at = -math.inf  # said once

@@ -43,11 +43,14 @@ def inside_mpi() -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return os.environ without what makes a child process believe it is a rank of this launch."""
+    """Return os.environ without what makes a child process believe it is a rank of this launch.
+
+    Also without what lets every one of thousands of processes compile our modules anew.
+    """
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_SETTINGS) or not name.startswith(_MPI_PREFIXES)
+        if (name.startswith(_SETTINGS) or not name.startswith(_MPI_PREFIXES)) and name != "PYTHONDONTWRITEBYTECODE"
     }
 
 

@@ -1,0 +1,195 @@
+"""Print what mpidist sees here: MPI, ranks and nodes, shared memory, GPUs, NCCL, and what to do about what is missing.
+
+Start it as you start your jobs, with as many ranks on as many nodes, or alone:
+
+    mpirun -n 4 python -m mpidist doctor
+
+It changes nothing. The exit status is 0, whatever is missing but MPI; ranks that cannot work together are an error,
+as they are in a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy
+
+import mpidist
+from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport import cuda, device_mpi_support
+from mpidist.transport.cost_model import name_placement
+from mpidist.transport.cuda import nccl_version_text
+from mpidist.transport.device_mpi_support import ProbeKey
+from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+from mpidist.transport.mpi import load_mpi
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.texts import first_line
+from mpidist.transport.topology import Topology
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "doctor"
+HELP: Final = "print what mpidist sees here, and what to do about what is missing"
+
+# What a launcher leaves in the environment; the first that is there names it.
+_LAUNCHERS: Final = (
+    ("PMI_RANK", "an mpiexec of MPICH or its kin"),
+    ("OMPI_COMM_WORLD_RANK", "mpiexec of Open MPI"),
+    ("MV2_COMM_WORLD_RANK", "mpiexec of MVAPICH"),
+    ("PMIX_RANK", "a launcher with PMIx"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments: none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, and let the first rank print. Collective."""
+    try:
+        load_mpi()
+    except UnavailableError as error:
+        print(f"MPI:   {error}")
+        print(f"GPUs:  {_gpus(cuda.current())}")
+        return 1
+    group = SyncGroup.from_mpi(None)
+    try:
+        topology = group.topology
+        comm = load_mpi().COMM_WORLD
+        reports = comm.allgather(_Report.here(topology))
+        if topology.rank == 0:
+            print("\n".join(_lines(group, reports)), flush=True)
+        return 0
+    finally:
+        group.close()
+
+
+@final
+@dataclass(frozen=True)
+class _Report:
+    """What one rank sees.
+
+    Attributes:
+        software: Versions, by name.
+        gpus: The GPUs that it may use; or why there are none.
+        nccl: The version of NCCL; or why it cannot be used.
+        device_mpi: Whether MPI may have device memory, and why.
+        facts: What it would tell the others of its GPU.
+    """
+
+    software: tuple[tuple[str, str], ...]
+    gpus: str
+    nccl: str
+    device_mpi: str
+    facts: GpuFacts
+
+    @classmethod
+    def here(cls, topology: Topology) -> _Report:
+        its = cuda.current()
+        support = its.support
+        hostname = topology.hostnames[topology.rank]
+        software = (
+            ("mpidist", f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}"),
+            ("MPI", first_line(load_mpi().Get_library_version().rstrip("\0"))),
+            ("launcher", _launcher(os.environ)),
+            ("CuPy", support.cupy_version or "none"),
+        )
+        facts = GpuFacts.here(its, os.environ, hostname)
+        nccl = facts.reason or nccl_version_text(support.nccl_version)
+        return cls(software, _gpus(its), nccl, _device_mpi(its, hostname), facts)
+
+
+def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
+    topology = group.topology
+    lines = [f"{name_placement(topology.node_sizes)}."]
+    for node, ranks in enumerate(topology.nodes):
+        lines += ["", f"Node {node} ({topology.hostnames[ranks[0]]}): {name_ranks(ranks)}"]
+        for title, texts in _rows(group, reports, ranks):
+            lines += [f"  {title + ':':<20}{line}" for line in _by_rank(texts, ranks)]
+    lines += ["", f"Within nodes, host memory:     {_host_memory(group)}"]
+    lines += [f"Within nodes, device memory:   {_device_memory(group, reports)}"]
+    return lines
+
+
+def _rows(group: SyncGroup, reports: Sequence[_Report], ranks: Sequence[int]) -> list[tuple[str, list[str]]]:
+    its = [reports[rank] for rank in ranks]
+    rows = [(title, [report.software[at][1] for report in its]) for at, (title, _) in enumerate(its[0].software)]
+    rows.append(("GPUs", [report.gpus for report in its]))
+    rows.append(("NCCL", [report.nccl for report in its]))
+    rows.append(("MPI on GPU memory", [report.device_mpi for report in its]))
+    return rows
+
+
+def _by_rank(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    """Say once what all ranks of a node say; else who says what."""
+    if len(set(texts)) == 1:
+        return [texts[0]]
+    return [
+        f"{name_ranks([rank for rank, its in zip(ranks, texts, strict=True) if its == text])}: {text}"
+        for text in dict.fromkeys(texts)
+    ]
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    found = [text for name, text in _LAUNCHERS if name in environ][:1]
+    if "SLURM_STEP_ID" in environ:
+        found.append(f"in step {environ['SLURM_STEP_ID']} of Slurm's job {environ.get('SLURM_JOB_ID', '?')}")
+    return ", ".join(found) or "none: this process was started alone"
+
+
+def _gpus(its: cuda.Cuda) -> str:
+    count = its.support.num_devices
+    if not count:
+        return f"none; {its.support.reason}"
+    names = [_gpu_name(its.cupy.cuda.runtime, index) for index in range(count)]
+    drivers = its.support.driver_version
+    return f"{count} ({', '.join(dict.fromkeys(names))}), driver for CUDA {drivers // 1000}.{drivers // 10 % 100}"
+
+
+def _gpu_name(runtime: Any, index: int) -> str:
+    try:
+        name = runtime.getDeviceProperties(index).get("name", "unknown")
+    except RuntimeError as error:
+        return f"does not answer: {first_line(error)}"
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _device_mpi(its: cuda.Cuda, hostname: str) -> str:
+    hint = device_mpi_support.hint()
+    if not hint.works:
+        return f"no: {hint.reason}; device memory goes through the host"
+    answer = device_mpi_support.load(ProbeKey.here(its, hostname))
+    if answer is None:
+        return f"perhaps: {hint.reason}; a probe decides when a job needs to know"
+    kept = ProbeKey.here(its, hostname).path(os.environ)
+    return f"{'yes' if answer.works else 'no'}: {answer.reason} (kept in {kept})"
+
+
+def _host_memory(group: SyncGroup) -> str:
+    if group.topology.size == 1:
+        return "one rank, which shares with nobody"
+    if group.levels.streams is None:
+        return "messages of MPI; see the warning above on what is wrong with shared memory"
+    return "shared memory"
+
+
+def _device_memory(group: SyncGroup, reports: Sequence[_Report]) -> str:
+    topology = group.topology
+    if topology.size == 1:
+        return "one rank, which sends to nobody"
+    if not group.settings.nccl:
+        return "through the host: MPIDIST_NCCL=0 asks to do without NCCL"
+    groups = [ranks for ranks in topology.nodes if len(ranks) > 1]
+    if not groups:
+        return "one rank on each node, which sends to nobody there"
+    try:
+        reason = reason_against_nccl([report.facts for report in reports], groups, topology.hostnames)
+    except (TopologyError, UnavailableError) as error:  # as a job would be told at its first call
+        return f"refused: {error}"
+    return f"through the host: {reason}" if reason else "NCCL"

@@ -1,0 +1,76 @@
+"""What a rank knows of its GPU's work: events that mark places in streams, and what comes before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from mpidist.transport.cuda import Cuda
+
+__all__ = ["Events", "Launched", "on_stream"]
+
+
+@contextmanager
+def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
+    """Make a stream current for the body of a `with` statement.
+
+    CuPy's own, `with stream:`, goes back to the last one that was entered so, and forgets one made current by `use`.
+    """
+    before = cupy.cuda.get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
+
+
+@final
+class Events:
+    """CUDA events, used again: a stream that was told to wait for one knows what it stood for then.
+
+    Args:
+        cuda: What makes them.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._free: list[Any] = []
+
+    def record(self, stream: Any = None) -> Any:
+        """Mark what a stream holds now; by default the current one."""
+        cuda = self._cuda.cupy.cuda
+        event = self._free.pop() if self._free else cuda.Event(disable_timing=True)
+        event.record(cuda.get_current_stream() if stream is None else stream)
+        return event
+
+    def give_back(self, event: Any) -> None:
+        """Let an event be recorded anew, that nobody asks for any more."""
+        self._free.append(event)
+
+    def follow(self, event: Any) -> None:
+        """Let the current stream wait for an event, and give it back."""
+        self._cuda.cupy.cuda.get_current_stream().wait_event(event)
+        self.give_back(event)
+
+
+@final
+class Launched:
+    """Work on the GPU that the host may not have waited for.
+
+    Attributes:
+        what: The call, for errors.
+        result: What launched it returned.
+        event: Comes when it is done; `None` in a CUDA graph, where nobody can ask.
+        memory: What must live as long as it.
+        is_done: Whether the host has seen the event.
+    """
+
+    __slots__ = ("event", "is_done", "memory", "result", "what")
+
+    def __init__(self, what: str, result: Any, event: Any, memory: Any) -> None:
+        self.what = what
+        self.result = result
+        self.event = event
+        self.memory = memory
+        self.is_done = False

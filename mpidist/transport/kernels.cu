@@ -1,0 +1,426 @@
+// Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
+// header; the tests compile the same text for the host. What a kernel is called with is in device_kernels.py.
+//
+// The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
+// others. float32 is added in PTX, because CuPy compiles with -ftz=true, and then C++ makes subnormal numbers zeros.
+
+typedef signed char i1;
+typedef unsigned char u1;
+typedef short i2;
+typedef unsigned short u2;
+typedef int i4;
+typedef unsigned int u4;
+typedef long long i8;
+typedef unsigned long long u8;
+typedef float f4;
+typedef double f8;
+
+struct f2 { u2 bits; };                  // float16
+struct bf { u2 bits; };                  // bfloat16
+struct c8 { f4 re, im; };                // complex64
+struct c16 { f8 re, im; };               // complex128
+struct b16 { u8 low, high; };            // whatever has 16 bytes
+
+#define INLINE static __device__ __forceinline__
+
+constexpr u4 WARP = 32;
+
+// ---- Half precision, as NumPy and ml_dtypes round it: to nearest, ties to even. No number stays no number.
+
+INLINE u4 bits_of(f4 x) {
+    union { f4 number; u4 bits; } its;
+    its.number = x;
+    return its.bits;
+}
+
+INLINE f4 float_of(u4 bits) {
+    union { f4 number; u4 bits; } its;
+    its.bits = bits;
+    return its.number;
+}
+
+INLINE f4 widened(bf x) { return float_of((u4)x.bits << 16); }
+
+INLINE bf to_bf(f4 x) {
+    const u4 bits = bits_of(x);
+    bf result;
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        result.bits = (u2)((bits >> 16) | 0x0040u);
+    else
+        result.bits = (u2)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    return result;
+}
+
+#ifdef __CUDA_ARCH__
+
+INLINE f4 widened(f2 x) {
+    f4 result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+    return result;
+}
+
+INLINE f2 to_f2(f4 x) {
+    f2 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+    return result;
+}
+
+#else
+
+INLINE f4 widened(f2 x) {
+    const u4 sign = (u4)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+    if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | (rest << 13));
+    return float_of(sign | bits_of(float_of(rest << 13) * float_of((127 + 112) << 23)));  // exact, also subnormals
+}
+
+INLINE f2 to_f2(f4 x) {
+    const u4 bits = bits_of(x), size = bits & 0x7fffffffu;
+    u4 rest;
+    if (size > 0x7f800000u) rest = 0x7e00u;
+    else if (size >= 0x477ff000u) rest = 0x7c00u;  // 65520 is the least that rounds to infinity
+    else if (size < 0x38800000u) rest = bits_of(float_of(size) + 0.5f) - 0x3f000000u;  // subnormal: the sum rounds it
+    else rest = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    f2 result;
+    result.bits = (u2)((bits >> 16 & 0x8000u) | rest);
+    return result;
+}
+
+#endif
+
+// ---- Arithmetic that keeps subnormal numbers.
+
+#ifdef __CUDA_ARCH__
+
+#define IN_PTX(NAME, INSTRUCTION) \
+    INLINE f4 NAME(f4 a, f4 b) { \
+        f4 c; \
+        asm(INSTRUCTION " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); \
+        return c; \
+    }
+IN_PTX(plus, "add.rn.f32")
+IN_PTX(minus, "sub.rn.f32")
+IN_PTX(times, "mul.rn.f32")
+IN_PTX(over, "div.rn.f32")
+
+INLINE bool is_less(f4 a, f4 b) {
+    u4 is;
+    asm("{.reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" : "=r"(is) : "f"(a), "f"(b));
+    return is;
+}
+
+INLINE f4 narrowed(f8 x) {
+    f4 result;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
+    return result;
+}
+
+#else
+
+INLINE f4 plus(f4 a, f4 b) { return a + b; }
+INLINE f4 minus(f4 a, f4 b) { return a - b; }
+INLINE f4 times(f4 a, f4 b) { return a * b; }
+INLINE f4 over(f4 a, f4 b) { return a / b; }
+INLINE bool is_less(f4 a, f4 b) { return a < b; }
+INLINE f4 narrowed(f8 x) { return (f4)x; }
+
+#endif
+
+INLINE f8 plus(f8 a, f8 b) { return a + b; }
+INLINE f8 minus(f8 a, f8 b) { return a - b; }
+INLINE f8 times(f8 a, f8 b) { return a * b; }
+INLINE f8 over(f8 a, f8 b) { return a / b; }
+INLINE bool is_less(f8 a, f8 b) { return a < b; }
+
+INLINE bool is_nan(f4 x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
+INLINE bool is_nan(f8 x) { return x != x; }
+
+INLINE bool is_finite(f4 x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+// ---- One number to another dtype.
+
+template <class To> struct Cast {
+    template <class From> INLINE To of(From x) { return (To)x; }
+};
+template <> struct Cast<f2> {
+    INLINE f2 of(f4 x) { return to_f2(x); }
+    INLINE f2 of(f2 x) { return x; }
+};
+template <> struct Cast<bf> {
+    INLINE bf of(f4 x) { return to_bf(x); }
+    INLINE bf of(bf x) { return x; }
+};
+template <> struct Cast<f4> {
+    template <class From> INLINE f4 of(From x) { return (f4)x; }
+    INLINE f4 of(f8 x) { return narrowed(x); }
+    INLINE f4 of(f2 x) { return widened(x); }
+    INLINE f4 of(bf x) { return widened(x); }
+};
+
+// Whether a finite number has become an infinity.
+template <class From, class To> INLINE u4 overflows(From, To) { return 0; }
+INLINE u4 overflows(f4 x, f2 y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7c00u; }
+INLINE u4 overflows(f4 x, bf y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7f80u; }
+
+// x / n as NumPy divides: integers in float64, complex numbers by Smith's way, half precision in float32.
+INLINE f4 quotient(f4 x, i8 n) { return over(x, (f4)n); }
+INLINE f8 quotient(f8 x, i8 n) { return over(x, (f8)n); }
+INLINE f8 quotient(i4 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f8 quotient(i8 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f8 quotient(u8 x, i8 n) { return over((f8)x, (f8)n); }
+INLINE f4 quotient(f2 x, i8 n) { return over(widened(x), (f4)n); }
+INLINE f4 quotient(bf x, i8 n) { return over(widened(x), (f4)n); }
+template <class Complex, class Real> INLINE Complex by_smith(Complex x, Real n) {
+    const Real zero = (Real)0, scale = over((Real)1, n);
+    Complex result;
+    result.re = times(plus(x.re, times(x.im, zero)), scale);
+    result.im = times(minus(x.im, times(x.re, zero)), scale);
+    return result;
+}
+INLINE c8 quotient(c8 x, i8 n) { return by_smith(x, (f4)n); }
+INLINE c16 quotient(c16 x, i8 n) { return by_smith(x, (f8)n); }
+
+template <class From, class To, bool DIVIDES> struct One {
+    INLINE To of(From x, i8) { return Cast<To>::of(x); }
+};
+template <class From, class To> struct One<From, To, true> {
+    INLINE To of(From x, i8 divisor) { return Cast<To>::of(quotient(x, divisor)); }
+};
+
+// ---- Up to 16 bytes at once.
+
+template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Several { T at[N]; };
+
+template <class Its> INLINE bool is_aligned(const void* at) { return ((u8)at & (alignof(Its) - 1)) == 0; }
+
+// ---- Moving: a warp takes a row of the table, which is up to 8 KiB of one array.
+
+struct Row {
+    u8 start;    // in the array, in elements
+    u8 offset;   // on the other side, in elements
+    u4 index;    // of the array
+    u2 count;    // elements
+    u2 kind;     // which of the moves below
+};
+
+template <class From, class To, bool DIVIDES> struct Move {
+    static constexpr int WIDER = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
+    static constexpr int N = WIDER < 16 ? 16 / WIDER : 1;
+
+    INLINE To one(From x, i8 divisor, u4& overflow) {
+        const To y = One<From, To, DIVIDES>::of(x, divisor);
+        overflow += overflows(x, y);
+        return y;
+    }
+
+    template <int M> INLINE void step(const Several<From, M>& read, Several<To, M>* to, i8 divisor, u4& overflow) {
+        Several<To, M> written;
+        #pragma unroll
+        for (int at = 0; at < M; at++) written.at[at] = one(read.at[at], divisor, overflow);
+        *to = written;
+    }
+
+    // M at a time; DEPTH reads are under way before the first is written, as the memory takes long to answer.
+    template <int M, int DEPTH> INLINE void all(
+        const From* from, To* to, u4 count, u4 lane, i8 divisor, u4& overflow
+    ) {
+        typedef Several<From, M> Read;
+        const Read* reads = (const Read*)from;
+        Several<To, M>* writes = (Several<To, M>*)to;
+        u4 at = lane;
+        #pragma unroll 1
+        for (; at + (DEPTH - 1) * WARP < count / M; at += DEPTH * WARP) {
+            Read held[DEPTH];
+            #pragma unroll
+            for (int its = 0; its < DEPTH; its++) held[its] = reads[at + its * WARP];
+            #pragma unroll
+            for (int its = 0; its < DEPTH; its++) step<M>(held[its], writes + at + its * WARP, divisor, overflow);
+        }
+        #pragma unroll 1
+        for (; at < count / M; at += WARP) {
+            const Read held = reads[at];
+            step<M>(held, writes + at, divisor, overflow);
+        }
+    }
+
+    INLINE void row(u8 read_from, u8 write_to, u4 count, u4 lane, i8 divisor, u4& overflow) {
+        const From* from = (const From*)read_from;
+        To* to = (To*)write_to;
+        const u4 head = (u4)((0 - write_to) / sizeof(To)) & (N - 1);  // until `to` is aligned
+        if (head >= count || !is_aligned<Several<From, N>>(from + head) || !is_aligned<Several<To, N>>(to + head)) {
+            all<1, 4>(from, to, count, lane, divisor, overflow);
+            return;
+        }
+        const u4 tail = head + (count - head) / N * N;
+        if (lane < head) to[lane] = one(from[lane], divisor, overflow);
+        all<N, 4>(from + head, to + head, tail - head, lane, divisor, overflow);
+        if (lane < count - tail) to[tail + lane] = one(from[tail + lane], divisor, overflow);
+    }
+};
+
+// Kind, dtype that is read, dtype that is written. device_kernels.py has the same lists.
+#define COPIES(MOVE) MOVE(0, u1, u1) MOVE(1, u2, u2) MOVE(2, u4, u4) MOVE(3, u8, u8) MOVE(4, b16, b16)
+#define CASTS(MOVE) \
+    MOVE(16, i1, i4) MOVE(17, u1, i4) MOVE(18, i2, i4) MOVE(19, u2, i4) MOVE(20, i4, i8) MOVE(21, u4, u8) \
+    MOVE(22, i4, f4) MOVE(23, i8, f8) MOVE(24, u8, f8) MOVE(25, f4, f2) MOVE(26, f4, bf) MOVE(27, f2, f4) MOVE(28, bf, f4)
+#define QUOTIENTS(MOVE) \
+    MOVE(32, i4, f4) MOVE(33, i8, f8) MOVE(34, u8, f8) MOVE(35, f4, f4) MOVE(36, f8, f8) MOVE(37, c8, c8) \
+    MOVE(38, c16, c16) MOVE(39, f2, f2) MOVE(40, bf, bf) MOVE(41, f2, f4) MOVE(42, bf, f4)
+
+#define AS_CASE(KIND, FROM, TO, DIVIDES) \
+    case KIND: \
+        Move<FROM, TO, DIVIDES>::row( \
+            from + from_at * sizeof(FROM), to + to_at * sizeof(TO), row.count, lane, divisor, overflow); \
+        break;
+#define AS_IT_IS(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, false)
+#define DIVIDED(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, true)
+
+// From arrays to a flat buffer, from it to arrays, or from arrays to others. A side is a flat buffer (`arrays` is 0 and
+// `flat` its address, and rows say where in it) or arrays (their addresses in a table). Three kernels of it, because
+// one with all kinds of moves takes long to compile and many registers.
+#define MOVER(NAME, CASES) \
+    extern "C" __global__ void NAME( \
+        const Row* rows, i8 num_rows, const u8* from_arrays, u8 from_flat, const u8* to_arrays, u8 to_flat, \
+        i8 divisor, u4* overflows_seen \
+    ) { \
+        const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, which = thread / WARP; \
+        if (which >= (u8)num_rows) return; \
+        const Row row = rows[which]; \
+        const u4 lane = (u4)(thread % WARP); \
+        const u8 from = from_arrays ? from_arrays[row.index] : from_flat; \
+        const u8 to = to_arrays ? to_arrays[row.index] : to_flat; \
+        const u8 from_at = from_arrays ? row.start : row.offset, to_at = to_arrays ? row.start : row.offset; \
+        u4 overflow = 0; \
+        switch (row.kind) { CASES } \
+        if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
+    }
+
+MOVER(mpidist_copy, COPIES(AS_IT_IS))
+MOVER(mpidist_cast, COPIES(AS_IT_IS) CASTS(AS_IT_IS))
+MOVER(mpidist_divide, QUOTIENTS(DIVIDED))
+
+// ---- Joining: several pieces, in order, into one.
+
+enum { SUM = 0, PROD = 1, MIN = 2, MAX = 3 };
+
+template <class T> struct Of { typedef T Total; };
+template <> struct Of<f2> { typedef f4 Total; };
+template <> struct Of<bf> { typedef f4 Total; };
+
+template <class T, class Wide> INLINE T joined_integers(i8 op, T a, T b) {  // wraps round, as NumPy's do
+    if (op == SUM) return (T)((Wide)a + (Wide)b);
+    if (op == PROD) return (T)((Wide)a * (Wide)b);
+    return (op == MIN) == (a < b) ? a : b;
+}
+
+template <class T> INLINE T joined_floats(i8 op, T a, T b) {  // the first that is no number wins
+    if (op == SUM) return plus(a, b);
+    if (op == PROD) return times(a, b);
+    return is_nan(a) || (op == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
+}
+
+template <class T> INLINE T joined_pairs(i8 op, T a, T b) {
+    T c;
+    c.re = op == SUM ? plus(a.re, b.re) : minus(times(a.re, b.re), times(a.im, b.im));
+    c.im = op == SUM ? plus(a.im, b.im) : plus(times(a.re, b.im), times(a.im, b.re));
+    return c;
+}
+
+INLINE i1 joined(i8 op, i1 a, i1 b) { return joined_integers<i1, u4>(op, a, b); }
+INLINE u1 joined(i8 op, u1 a, u1 b) { return joined_integers<u1, u4>(op, a, b); }
+INLINE i2 joined(i8 op, i2 a, i2 b) { return joined_integers<i2, u4>(op, a, b); }
+INLINE u2 joined(i8 op, u2 a, u2 b) { return joined_integers<u2, u4>(op, a, b); }
+INLINE i4 joined(i8 op, i4 a, i4 b) { return joined_integers<i4, u4>(op, a, b); }
+INLINE u4 joined(i8 op, u4 a, u4 b) { return joined_integers<u4, u4>(op, a, b); }
+INLINE i8 joined(i8 op, i8 a, i8 b) { return joined_integers<i8, u8>(op, a, b); }
+INLINE u8 joined(i8 op, u8 a, u8 b) { return joined_integers<u8, u8>(op, a, b); }
+INLINE f4 joined(i8 op, f4 a, f4 b) { return joined_floats(op, a, b); }
+INLINE f8 joined(i8 op, f8 a, f8 b) { return joined_floats(op, a, b); }
+INLINE c8 joined(i8 op, c8 a, c8 b) { return joined_pairs(op, a, b); }
+INLINE c16 joined(i8 op, c16 a, c16 b) { return joined_pairs(op, a, b); }
+
+template <class T> INLINE T divided(T x, i8) { return x; }  // of integers nobody asks for it
+INLINE f4 divided(f4 x, i8 n) { return n == 1 ? x : quotient(x, n); }
+INLINE f8 divided(f8 x, i8 n) { return n == 1 ? x : quotient(x, n); }
+INLINE c8 divided(c8 x, i8 n) { return n == 1 ? x : quotient(x, n); }
+INLINE c16 divided(c16 x, i8 n) { return n == 1 ? x : quotient(x, n); }
+
+struct Parts {
+    const u8* table;  // addresses of the parts, or 0
+    u8 first;         // the address of the first, and how far the others are from each other, in bytes
+    u8 stride;
+    i8 number;
+
+    template <class T> INLINE const T* at(const Parts& its, i8 which) {
+        return (const T*)(its.table ? its.table[which] : its.first + (u8)which * its.stride);
+    }
+};
+
+// Elements `begin` to `end`, N at a time. `out` may be one of the parts: what goes into a result is read before it is
+// written, by the same thread.
+template <class Part, class Out, int N> INLINE void combine(
+    const Parts& parts, u8 begin, u8 end, Out* out, i8 op, i8 divisor, bool is_out_aligned, u4& overflow
+) {
+    typedef typename Of<Part>::Total Total;
+    typedef Several<Part, N> Read;
+    typedef Several<Out, N> Written;
+    const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (u8)gridDim.x * blockDim.x;
+    for (u8 at = begin + thread * N; at + N <= end; at += num_threads * N) {
+        Total totals[N];
+        const Read first = *(const Read*)(Parts::at<Part>(parts, 0) + at);
+        #pragma unroll
+        for (int its = 0; its < N; its++) totals[its] = Cast<Total>::of(first.at[its]);
+        #pragma unroll 4
+        for (i8 which = 1; which < parts.number; which++) {
+            const Read next = *(const Read*)(Parts::at<Part>(parts, which) + at);
+            #pragma unroll
+            for (int its = 0; its < N; its++) totals[its] = joined(op, totals[its], Cast<Total>::of(next.at[its]));
+        }
+        Written written;
+        #pragma unroll
+        for (int its = 0; its < N; its++) {
+            const Total total = divided(totals[its], divisor);
+            written.at[its] = Cast<Out>::of(total);
+            overflow += overflows(total, written.at[its]);
+        }
+        if (is_out_aligned) {
+            *(Written*)(out + at) = written;
+        } else {
+            #pragma unroll
+            for (int its = 0; its < N; its++) out[at + its] = written.at[its];
+        }
+    }
+}
+
+#define COMBINE(NAME, PART, OUT) \
+    extern "C" __global__ void mpidist_combine_##NAME( \
+        const u8* table, u8 first, u8 stride, i8 number, i8 count, OUT* out, i8 op, i8 divisor, i8 are_parts_aligned, \
+        u4* overflows_seen \
+    ) { \
+        constexpr int N = sizeof(PART) < 16 ? 16 / sizeof(PART) : 1; \
+        const Parts parts = {table, first, stride, number}; \
+        const u8 whole = are_parts_aligned ? (u8)count / N * N : 0; \
+        const bool is_out_aligned = is_aligned<Several<OUT, N>>(out); \
+        u4 overflow = 0; \
+        combine<PART, OUT, N>(parts, 0, whole, out, op, divisor, is_out_aligned, overflow); \
+        combine<PART, OUT, 1>(parts, whole, (u8)count, out, op, divisor, true, overflow); \
+        if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
+    }
+
+COMBINE(i1_i1, i1, i1)
+COMBINE(u1_u1, u1, u1)
+COMBINE(i2_i2, i2, i2)
+COMBINE(u2_u2, u2, u2)
+COMBINE(i4_i4, i4, i4)
+COMBINE(u4_u4, u4, u4)
+COMBINE(i8_i8, i8, i8)
+COMBINE(u8_u8, u8, u8)
+COMBINE(f2_f2, f2, f2)
+COMBINE(f2_f4, f2, f4)
+COMBINE(bf_bf, bf, bf)
+COMBINE(bf_f4, bf, f4)
+COMBINE(f4_f4, f4, f4)
+COMBINE(f4_f2, f4, f2)
+COMBINE(f4_bf, f4, bf)
+COMBINE(f8_f8, f8, f8)
+COMBINE(c8_c8, c8, c8)
+COMBINE(c16_c16, c16, c16)

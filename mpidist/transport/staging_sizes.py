@@ -1,0 +1,48 @@
+"""In how many chunks device memory goes through the host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, final
+
+__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "StagingSizes"]
+
+LEAST_CHUNK_BYTES: Final = 256 << 10
+MOST_CHUNK_BYTES: Final = 8 << 20
+_LEAST_CHUNKS: Final = 4  # of fewer, too little overlaps
+_CHUNK_SECONDS: Final = 20e-6  # Python, launches and messages of one chunk; a guess, not measured on a GPU
+
+
+@final
+@dataclass(frozen=True)
+class StagingSizes:
+    """Sizes of staging. They must be the same on all ranks.
+
+    A message of n bytes goes in chunks of c = sqrt(n a B / 2), between 256 KiB and 8 MiB: three stages (down, network,
+    up) take (n / c + 2) (a + c / B), which is least there. a is a chunk's own cost, 20 us; B the speed of the slowest
+    stage, taken to be the network. There are at least 4 chunks, or, below 1 MiB, one.
+
+    Attributes:
+        chunk_bytes: The size of all chunks, whatever the formula says; 0 for the formula.
+        bytes_per_second: B.
+        join_bytes: Size from which on GPUs add what MPI brings; MPI adds what is smaller.
+        join_ranks: Number of ranks up to which they do: every rank sends a part to each other.
+        depth: Number of chunks under way at once.
+    """
+
+    chunk_bytes: int = 0
+    bytes_per_second: float = 1.25e9
+    join_bytes: int = 256 << 10
+    join_ranks: int = 32
+    depth: int = 3
+
+    def num_chunks(self, nbytes: int) -> int:
+        """Say in how many chunks a message goes; 0 for an empty one."""
+        if self.chunk_bytes:
+            return math.ceil(nbytes / self.chunk_bytes)
+        if nbytes < _LEAST_CHUNKS * LEAST_CHUNK_BYTES:
+            return min(1, nbytes)
+        best = math.sqrt(nbytes * _CHUNK_SECONDS * self.bytes_per_second / 2)
+        chunk = min(max(best, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+        return max(_LEAST_CHUNKS, math.ceil(nbytes / chunk))
