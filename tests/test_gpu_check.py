@@ -516,6 +516,33 @@ def test_measurement_of_two_ranks_on_the_stand_in(
     assert [row.note for row in report.rows if row.got == "not measured" and "nothing to hide" not in row.note] == []
 
 
+@pytest.mark.parametrize("way", ["through the host", "NCCL", "slow"])
+def test_numbers_on_the_stand_in(standin: StandIn, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setenv("GPU_CHECK_RANKS", str(standin.comm.size))
+    monkeypatch.setenv("MPIDIST_NCCL", "0" if way == "through the host" else "1")
+    monkeypatch.setenv("MPIDIST_TEST_HOSTIDS", "1" if way == "slow" else "0")
+    if standin.comm.size == 4:
+        monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1,1")
+    report = measured(standin, "numbers")
+    assert len(report.rows) == (4 if way == "slow" else 8)
+    assert [row for row in report.rows if not row.met] == []
+
+
+@pytest.mark.ranks(max=1)
+def test_wrong_numbers_are_seen(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import numbers
+
+    right_one = numbers.expected
+
+    def wrong(op: str, size: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        return right_one(op, size, shape, dtype) + (op == "MAX" and dtype == np.int16 and shape == (7,))
+
+    monkeypatch.setattr(numbers, "expected", wrong)
+    for row in measured(standin, "numbers").rows:
+        assert row.met is False
+        assert row.note == "; ".join(f"MAX {way} int16[7]" for way in ("all_reduce", "out=", "start_all_reduce"))
+
+
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize("nccl", ["0", "1"])
 def test_missing_rank_is_noticed_and_the_ranks_begin_anew(

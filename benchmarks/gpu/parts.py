@@ -63,6 +63,14 @@ def _sanitizer(tool: str) -> Part:
     return Part(f"sanitizer-{tool}", ("gpu.sanitizer", "--tool", tool), {"sanitizer": words}, 120, alone=False)
 
 
+def _numbers(name: str, ranks: int, words: str, limit: float, environment: Mapping[str, str]) -> Part:
+    asks = {"numbers": f"right numbers, {words}"}
+    environment = {**environment, "GPU_CHECK_WAY": words}
+    return Part(name, ("gpu.numbers",), asks, limit, ranks, environment=environment, alone=False)
+
+
+TWO_NODES: Mapping[str, str] = {"MPIDIST_PRETEND_NODES": "0,0,1,1"}
+
 # In the order of their importance: what comes last is left out if time runs short.
 PARTS: tuple[Part, ...] = (
     Part(
@@ -96,6 +104,11 @@ PARTS: tuple[Part, ...] = (
     Part("leaks-1", ("gpu.leaks",), {"leaks": "10,000 calls, 1 rank"}, 45),
     Part("leaks-2", ("gpu.leaks",), {"leaks": "10,000 calls, 2 ranks"}, 50, ranks=2, environment=STAGED),
     Part("missing", ("gpu.missing",), {"G12": "a rank is missing"}, 60, needs_mpi=True),
+    _numbers("numbers-1", 0, "1 rank", 45, {}),
+    _numbers("numbers-staged", 3, "through the host", 60, STAGED),
+    _numbers("numbers-2x2", 4, "2 + 2 on pretended nodes, through the host", 60, {**STAGED, **TWO_NODES}),
+    _numbers("numbers-hostid-2", 2, "real NCCL by NCCL_HOSTID (G10)", 60, ONE_GPU),
+    _numbers("numbers-hostid-2x2", 4, "real NCCL in pretended nodes, MPI between (G10)", 80, {**ONE_GPU, **TWO_NODES}),
     _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 110, STAGED),
     _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID (G10)", 90, ONE_GPU),
     Part("digits", ("gpu.digits",), {"digits": "digits on the GPU"}, 80, needs_mpi=True, alone=False),
@@ -105,7 +118,7 @@ PARTS: tuple[Part, ...] = (
         "4",
         "2 + 2 ranks on pretended nodes, through the host",
         90,
-        {**STAGED, "MPIDIST_PRETEND_NODES": "0,0,1,1"},
+        {**STAGED, **TWO_NODES},
     ),
     _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID (G10)", 110, ONE_GPU),
     _sanitizer("racecheck"),
