@@ -106,7 +106,7 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     else:
         row = int(np.prod(moved.shape[1:], dtype=np.int64))
         flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
-        reduce_scatter_between_nodes(levels.world, flat, reduction, bounds, shard)
+        reduce_scatter_between_nodes(levels, levels.world, flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
         np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
@@ -129,7 +129,7 @@ def _scatter_by_levels(
     of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
     first = topology.local_rank * width
     bounds = [end - ends[first] for end in ends[first : first + width + 1]]
-    reduce_scatter_between_nodes(levels.across_nodes, of_lane, reduction.rest, bounds, shard)
+    reduce_scatter_between_nodes(levels, levels.across_nodes, of_lane, reduction.rest, bounds, shard)
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -80,7 +80,7 @@ class Strategy(ABC):
 
         Every rank sees those that it rounds itself. The results are infinite on all ranks.
         """
-        return self._extended.group.levels.overflowed
+        return self._extended.group.overflowed
 
     @property
     def is_chief(self) -> bool:

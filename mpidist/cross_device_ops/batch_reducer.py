@@ -267,7 +267,7 @@ class BatchReducer:
 
     def _deliver(self, call: _Call, results: list[Any]) -> list[Any]:
         if call.request.options.compression is not Compression.NONE:
-            self._overflows.look(call.request.call, self._group.topology.rank, self._group.levels.overflowed)
+            self._overflows.look(call.request.call, self._group.topology.rank, self._group.overflowed)
         if call.outs is None:
             return call.operands.restore(results)
         for out, result in zip(call.outs, results, strict=True):

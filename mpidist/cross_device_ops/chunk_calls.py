@@ -92,7 +92,7 @@ class ChunkCalls:
                 targets = target_arrays(plan, [outs[index] for index in indices], self._group.shared)
                 arrays = keep_apart(arrays, targets)
             laid.append((destinations, indices, plan, arrays, targets))
-        after = self._group.events.record() if marks else None
+        after = self._group.devices.events.record() if marks else None
         return Layout(call, options, tuple(laid), len(operands.specs), deliver, after)
 
     def run(self, layout: Layout, uses_device: bool) -> list[Any]:
@@ -116,7 +116,7 @@ class ChunkCalls:
         while not (pending.is_waited_for or size == 1 or self._can_be_launched(layout)):
             yield 0
         if not self._can_be_launched(layout):
-            group.events.follow(layout.after)
+            group.devices.events.follow(layout.after)
             return self.run(layout, uses_device=True)
         queue = self._levels_for(layout.options)(True).queue
         assert queue is not None
@@ -149,7 +149,7 @@ class ChunkCalls:
         if options.implementation is CommunicationImplementation.RING:
             return False
         everywhere = options.implementation is CommunicationImplementation.NCCL
-        levels = self._group.device_levels_made(everywhere)
+        levels = self._group.devices.made(everywhere)
         if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
             return False
         return all(spec.device for _, _, plan, _, _ in layout.parts for spec in plan.specs)

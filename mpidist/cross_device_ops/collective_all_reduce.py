@@ -38,7 +38,7 @@ class CollectiveAllReduce(CrossDeviceOps):
             self._options = self._merge(options)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        all_reduce_between_nodes(levels.world, buffer, reduction)
+        all_reduce_between_nodes(levels, levels.world, buffer, reduction)
 
     def _streams_of(self, levels: Levels) -> StreamReducer | None:
         return levels.streams

@@ -45,7 +45,8 @@ def run_on_device(
             continue
         with levels.lane():
             buffer = levels.pack_buffer(chunk.count, chunk.wire)
-            kernels.pack(_parts(chunk.pieces, arrays), buffer)
+            overflow = kernels.overflow_of(chunk.wire) if chunk.is_compressed else None
+            kernels.pack(_parts(chunk.pieces, arrays), buffer, overflow)
             reduce(levels, buffer, chunk.reduction)
             kernels.unpack(buffer, _parts(chunk.pieces, results), chunk.divide_by)
     for divide_by in dict.fromkeys(chunk.divide_by for chunk, _ in direct if chunk.divide_by != 1):

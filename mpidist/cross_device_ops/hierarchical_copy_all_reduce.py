@@ -46,7 +46,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         node = levels.within_node
         if node.size == levels.world.size or (levels.is_even and node.size == 1):
-            all_reduce_between_nodes(levels.world, buffer, reduction)
+            all_reduce_between_nodes(levels, levels.world, buffer, reduction)
         elif levels.is_even and buffer.nbytes > LEADER_BYTES:
             shard = node.reduce_scatter(buffer, reduction)
             _all_reduce_across(levels, shard, reduction.rest)
@@ -67,4 +67,4 @@ def _all_reduce_across(levels: Levels, buffer: Any, reduction: Reduction) -> Non
             levels.settle()
         levels.across_nodes.all_reduce(part, rest)
 
-    all_reduce_between_nodes(levels.across_nodes, buffer, reduction, all_reduce)
+    all_reduce_between_nodes(levels, levels.across_nodes, buffer, reduction, all_reduce)

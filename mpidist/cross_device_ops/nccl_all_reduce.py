@@ -37,9 +37,9 @@ class NcclAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         if levels.nccl is NcclReach.WORLD:
-            all_reduce_between_nodes(levels.world, buffer, reduction)
+            all_reduce_between_nodes(levels, levels.world, buffer, reduction)
         elif levels.nccl is NcclReach.NODE:
             self._by_node._all_reduce(levels, buffer, reduction)
         else:
             fallback = partial(self._fallback._all_reduce, levels)
-            all_reduce_between_nodes(levels.world, buffer, reduction, fallback)
+            all_reduce_between_nodes(levels, levels.world, buffer, reduction, fallback)

@@ -189,7 +189,7 @@ def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], lev
     for piece in chunk.pieces:
         part = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
         if chunk.is_compressed:
-            levels.world.traffic.overflowed += compression.narrow(part, buffer[at : at + piece.count])
+            compression.narrow(levels, part, buffer[at : at + piece.count])
         else:
             buffer[at : at + piece.count] = part
         at += piece.count
@@ -199,7 +199,7 @@ def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], lev
         part = buffer[at : at + piece.count]
         into = results[piece.index].reshape(-1)[piece.start : piece.stop]
         if chunk.is_compressed:
-            compression.widen(part, into)
+            compression.widen(levels, part, into)
         else:
             into[...] = part if chunk.divide_by == 1 else part / chunk.divide_by
         at += piece.count

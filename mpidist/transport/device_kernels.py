@@ -12,6 +12,7 @@ from functools import cached_property
 from importlib.resources import files
 from itertools import pairwise
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = ["KERNEL_OPTIONS", "DeviceKernels", "kernel_source"]
 KERNEL_OPTIONS: Final = ("--fmad=false",)
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _MAX_LISTS: Final = 256
+_COUNTER_BYTES: Final = 512  # the least that is allocated
 _COMBINED: Final = frozenset({
     "i1 i1", "u1 u1", "i2 i2", "u2 u2", "i4 i4", "u4 u4", "i8 i8", "u8 u8", "f4 f4", "f8 f8", "c8 c8", "c16 c16",
     "f2 f2", "f2 f4", "f4 f2", "bf bf", "bf f4", "f4 bf",
@@ -59,6 +61,15 @@ class _Known:
     def is_there(self) -> bool:
         """Whether all tables still are what they were."""
         return self.generations == [self.rows.generation, *(its.generation for its in self.addresses)]
+
+
+@final
+class _Counter(np.ndarray[Any, Any]):
+    """Pinned memory in the place of an array of device memory: kernels reach it by the same address."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
 
 
 @final
@@ -192,6 +203,24 @@ class DeviceKernels:
         self._launch(f"combine_{pair.replace(' ', '_')}", num_blocks, arguments)
         if table and not is_capturing:
             self._tables.mark(stream)
+
+    def overflow_of(self, dtype: np.dtype[Any]) -> Array | None:
+        """Return the counter for numbers that are rounded to `dtype`: float16 has one, which `overflowed` reads."""
+        return self._counter if dtype == np.float16 else None
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers became infinite float16 in what was launched with `overflow_of`, and is done."""
+        return int(self._counter[0]) if "_counter" in vars(self) else 0
+
+    @cached_property
+    def _counter(self) -> Any:
+        """One number in pinned memory, which the GPU writes, rarely, and the host reads without a copy."""
+        cuda = self._cuda.cupy.cuda
+        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        counter = np.ndarray(1, np.int32, buffer=memory).view(_Counter)
+        counter[0] = 0
+        return counter
 
     @cached_property
     def _tables(self) -> DeviceTables:

@@ -75,7 +75,7 @@ class DeviceLevels:
         spans_nodes = topology.num_nodes > 1
         speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
-        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed))
+        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed), self._kernels)
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device = 0
@@ -110,6 +110,11 @@ class DeviceLevels:
         """The levels through the host. Local."""
         world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
         return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
+        return self._kernels.overflowed
 
     @property
     def uses_nccl(self) -> bool:
@@ -217,7 +222,7 @@ class DeviceLevels:
         except BaseException:
             making.give_up()
             raise
-        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue)
+        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
         communicator.watch(self._agreement.require_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:

@@ -167,7 +167,8 @@ class DeviceMessages:
         def join() -> None:
             parts = [flat[at * count : (at + 1) * count] for at in range(self._size - 1)]
             parts.insert(self._rank, own)
-            self._staging.kernels.combine(parts, reduction, target)
+            kernels = self._staging.kernels
+            kernels.combine(parts, reduction, target, kernels.overflow_of(target.dtype))
 
         return Phase(lambda: self._mpi.transfer(sends, receives), down, rows.all_copies(), join)
 

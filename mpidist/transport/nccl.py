@@ -49,9 +49,18 @@ class NcclCommunicator(Communicator):
         rank: This rank in it.
         size: Number of ranks.
         queue: Where its work goes, with that of the other communicators of this rank; by default one of its own.
+        kernels: What joins parts; by default its own.
     """
 
-    def __init__(self, handle: Handle, name: str, rank: int, size: int, queue: DeviceQueue | None = None) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        name: str,
+        rank: int,
+        size: int,
+        queue: DeviceQueue | None = None,
+        kernels: DeviceKernels | None = None,
+    ) -> None:
         super().__init__(name, rank, size)
         self._handle = handle
         self._nccl = handle.cuda.nccl
@@ -61,7 +70,7 @@ class NcclCommunicator(Communicator):
         self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _OPS}
         self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
-        self._kernels = DeviceKernels(handle.cuda)
+        self._kernels = DeviceKernels(handle.cuda) if kernels is None else kernels
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         super().watch(is_over)
@@ -200,7 +209,7 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._kernels.combine(parts, reduction, shard)
+            self._kernels.combine(parts, reduction, shard, self._kernels.overflow_of(shard.dtype))
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize

@@ -65,14 +65,15 @@ class Staging:
     Args:
         cuda: What this process has of CuPy.
         sizes: Those of chunks.
+        kernels: What joins parts on the GPU; by default its own.
 
     Attributes:
-        kernels: What joins parts on the GPU.
+        kernels: The same.
     """
 
-    def __init__(self, cuda: Cuda, sizes: StagingSizes) -> None:
+    def __init__(self, cuda: Cuda, sizes: StagingSizes, kernels: DeviceKernels | None = None) -> None:
         self.sizes = sizes
-        self.kernels = DeviceKernels(cuda)
+        self.kernels = DeviceKernels(cuda) if kernels is None else kernels
         self._cuda = cuda
         self._memory: Array = np.empty(0, np.uint8)
         self._slot_nbytes = 0

@@ -18,7 +18,6 @@ from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableErro
 from mpidist.transport import cuda, on_error, open_groups
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
 from mpidist.transport.cost_model import CostModel
-from mpidist.transport.device_events import Events
 from mpidist.transport.device_levels import DeviceLevels
 from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
 from mpidist.transport.flight_files import GroupFlight
@@ -51,6 +50,7 @@ class SyncGroup(OpenGroup):
     Attributes:
         topology: The placement of the ranks.
         levels: The communicators of the topology, for host memory; `levels_of` has those for device memory.
+        devices: Those for device memory, which are made at their first use.
         shared: The arrays in memory that all ranks of a node reach.
         settings: What the environment says.
         cost_model: The speeds of the machine.
@@ -78,7 +78,7 @@ class SyncGroup(OpenGroup):
         self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
         self.levels: Levels
-        self._devices: DeviceLevels
+        self.devices: DeviceLevels
         self._agreement: Agreement
         self._connect()
         self.shared = SharedArrays(self.levels.within_node)
@@ -151,20 +151,16 @@ class SyncGroup(OpenGroup):
             device: Whether the memory is a GPU's.
             nccl_everywhere: Whether NCCL must carry it, also between nodes: `DeviceLevels.levels`.
         """
-        return self._devices.levels(nccl_everywhere) if device else self.levels
-
-    def device_levels_made(self, nccl_everywhere: bool = False) -> Levels | None:
-        """Return what `levels_of` has made for device memory. Local; alike on all ranks."""
-        return self._devices.made(nccl_everywhere)
-
-    @property
-    def events(self) -> Events:
-        """Marks in the streams of this rank's GPU."""
-        return self._devices.events
+        return self.devices.levels(nccl_everywhere) if device else self.levels
 
     def host_levels_of(self, device: bool) -> Levels:
         """Return the communicators that do without NCCL, for host or device memory. Local."""
-        return self._devices.staged if device else self.levels
+        return self.devices.staged if device else self.levels
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank saw become infinite float16 on the way, since the last reset."""
+        return self.levels.overflowed + self.devices.overflowed
 
     @property
     def is_node_barrier(self) -> bool:
@@ -289,7 +285,7 @@ class SyncGroup(OpenGroup):
             )
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
-                self._devices.abandon()
+                self.devices.abandon()
                 self.levels.abandon()
             else:
                 self._free_levels()
@@ -316,7 +312,7 @@ class SyncGroup(OpenGroup):
         finally:
             open_groups.forget(self, has_failed=self._agreement.broken is not None)
             if self._agreement.broken is not None:  # ranks that do not come cannot free together
-                self._devices.abandon()
+                self.devices.abandon()
                 self.levels.abandon()
         if self._agreement.broken is not None:
             return
@@ -352,7 +348,7 @@ class SyncGroup(OpenGroup):
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
-        self._devices.free()
+        self.devices.free()
         self._agreement.free()
         self.levels.free()
 
@@ -360,7 +356,7 @@ class SyncGroup(OpenGroup):
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
             self.levels, self._agreement = Levels.solo(), SoloAgreement()
-            self._devices = self._device_levels()
+            self.devices = self._device_levels()
             self.calls = PendingCalls(self._agreement)
             return
         comm = membership.comm
@@ -371,7 +367,7 @@ class SyncGroup(OpenGroup):
         self._watch = watch = membership.make_watch(comm)
         self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
-        self._devices = self._device_levels()
+        self.devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
