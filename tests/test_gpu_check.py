@@ -244,6 +244,7 @@ if "GPU_CHECK_RANKS" in os.environ or os.environ.get("ON_STAND_IN") == "1":
 
 
 @pytest.mark.no_mpi
+@pytest.mark.timeout(120)
 def test_the_whole_command_on_the_stand_in(tmp_path: Path) -> None:
     """Every part that measures, in processes and jobs as on a GPU; what only a GPU can do is left out."""
     (tmp_path / "site").mkdir()
@@ -523,22 +524,22 @@ def test_numbers_on_the_stand_in(standin: StandIn, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MPIDIST_TEST_HOSTIDS", "1" if way == "slow" else "0")
     if standin.comm.size == 4:
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1,1")
-    report = measured(standin, "numbers")
+    report = measured(standin, "sums")
     assert len(report.rows) == (4 if way == "slow" else 8)
     assert [row for row in report.rows if not row.met] == []
 
 
 @pytest.mark.ranks(max=1)
 def test_wrong_numbers_are_seen(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu import numbers
+    from gpu import sums
 
-    right_one = numbers.expected
+    right_one = sums.expected
 
     def wrong(op: str, size: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return right_one(op, size, shape, dtype) + (op == "MAX" and dtype == np.int16 and shape == (7,))
 
-    monkeypatch.setattr(numbers, "expected", wrong)
-    for row in measured(standin, "numbers").rows:
+    monkeypatch.setattr(sums, "expected", wrong)
+    for row in measured(standin, "sums").rows:
         assert row.met is False
         assert row.note == "; ".join(f"MAX {way} int16[7]" for way in ("all_reduce", "out=", "start_all_reduce"))
 

@@ -66,7 +66,7 @@ def _sanitizer(tool: str) -> Part:
 def _numbers(name: str, ranks: int, words: str, limit: float, environment: Mapping[str, str]) -> Part:
     asks = {"numbers": f"right numbers, {words}"}
     environment = {**environment, "GPU_CHECK_WAY": words}
-    return Part(name, ("gpu.numbers",), asks, limit, ranks, environment=environment, alone=False)
+    return Part(name, ("gpu.sums",), asks, limit, ranks, environment=environment, alone=False)
 
 
 TWO_NODES: Mapping[str, str] = {"MPIDIST_PRETEND_NODES": "0,0,1,1"}

@@ -1,7 +1,7 @@
 """Are the numbers right? Every operation, dtype and algorithm, nests of device arrays, against NumPy in float64.
 
-    python -m gpu.numbers                  one rank
-    mpiexec -n 4 python -m gpu.numbers     four, which may share the GPU
+    python -m gpu.sums                  one rank
+    mpiexec -n 4 python -m gpu.sums     four, which may share the GPU
 
 Contributions are small whole numbers, so that sums are exact in every dtype and order, also compressed; means are
 compared within a rounding.
