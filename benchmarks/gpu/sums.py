@@ -126,7 +126,7 @@ def measure(bench: Bench, report: Report) -> None:
     """Answer for each algorithm. Collective."""
     size, rank, comm = _who()
     for name, (ops, options) in algorithms().items():
-        question = f"{name}, {size} rank" + "s" * (size > 1) + f", {os.environ.get('GPU_CHECK_WAY', 'as they meet')}"
+        question = f"{name}, {os.environ.get('GPU_CHECK_WAY', f'{size} ranks')}"
         with report.question("numbers", question):
             strategy = (
                 mpidist.MultiWorkerMirroredStrategy(cross_device_ops=ops) if size > 1 else mpidist.OneDeviceStrategy()
