@@ -116,6 +116,14 @@ class DeviceLevels:
         """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
         return self._kernels.overflowed
 
+    def settle(self, what: str) -> None:
+        """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
+        if self._queue is not None:
+            self._queue.drain()
+        event = self.events.record()
+        self._staging.wait(event, what, self._agreement.require_peers)
+        self.events.give_back(event)
+
     @property
     def uses_nccl(self) -> bool:
         """Whether NCCL communicators were made."""
