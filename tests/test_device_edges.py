@@ -101,3 +101,25 @@ def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, com
     value = up(np.ones(5, ">f4" if comm.rank else "=f4"))
     with raises_everywhere(comm, InvalidArgumentError, "byte order of '>f4'"):
         NcclAllReduce().bound_to(group).all_reduce("SUM", value)
+
+
+def shifted(standin: LateStandIn, numbers: Any) -> Any:
+    """Complex numbers that begin in the middle of one."""
+    array = up(np.zeros(2 * numbers.size + 2, numbers.real.dtype))[1:-1].view(numbers.dtype)
+    array[...] = up(numbers)
+    assert array.data.ptr % array.itemsize
+    return array
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers_in_any_place(standin: LateStandIn, group: SyncGroup, comm: Intracomm, dtype: Any) -> None:
+    """No GPU reads 16 bytes from an address that is no multiple of 16: it gives up, and the process with it."""
+    for op in ("SUM", "MEAN"):
+        for ops in (NcclAllReduce(0).bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+            numbers = [np.full(count, 2 + 1j, dtype) for count in (3, 600)]
+            values, outs = [shifted(standin, its) for its in numbers], [shifted(standin, 0 * its) for its in numbers]
+            factor = comm.size if op == "SUM" else 1
+            for results in (ops.all_reduce(op, values), ops.all_reduce(op, values, out=outs), outs):
+                assert all((down(result) == factor * (2 + 1j)).all() for result in results)
+            assert all((down(its) == 2 + 1j).all() for its in values)
+            assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))

@@ -26,6 +26,7 @@ __all__ = [
     "PythonNumbers",
     "empty",
     "from_host",
+    "is_aligned",
     "is_device",
     "library_of",
     "memory_bounds",
@@ -191,6 +192,11 @@ def library_of(value: Any) -> ArrayLibrary:
 def is_device(array: NativeArray) -> bool:
     """Whether a native array lies in device memory."""
     return not isinstance(array, np.ndarray)
+
+
+def is_aligned(array: NativeArray) -> bool:
+    """Whether an array of device memory begins at a multiple of its numbers' size; others do not matter."""
+    return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
