@@ -13,6 +13,7 @@ from nccl_standin import Stream
 from standin_overlap import LateStandIn
 from test_device_overlap import down, standin, up
 
+from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
@@ -123,3 +124,38 @@ def test_complex_numbers_in_any_place(standin: LateStandIn, group: SyncGroup, co
                 assert all((down(result) == factor * (2 + 1j)).all() for result in results)
             assert all((down(its) == 2 + 1j).all() for its in values)
             assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
+
+
+CALLS = {
+    "all_reduce": lambda strategy, value: strategy.reduce("SUM", value),
+    "broadcast": lambda strategy, value: strategy.extended.broadcast_to(value, "all"),
+    "gather": lambda strategy, value: strategy.gather(value, 0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_another_current_device_is_everybodys_error(
+    standin: LateStandIn, comm: Intracomm, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a thread, which begins with GPU 0. CuPy's streams are of a device, and arrays of another cannot be read."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        make, value = CALLS[call], up(np.ones(5))
+        make(strategy, value)
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                patch.setattr(standin.module.cuda.runtime, "getDevice", lambda: 6)
+            kind = RuntimeError if comm.size == 1 else InvalidArgumentError
+            with raises_everywhere(comm, kind, "GPU 6 as the current device, and this strategy works on GPU"):
+                make(strategy, value)
+        make(strategy, value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_call_goes_into_a_graph(standin: LateStandIn, comm: Intracomm, call: str) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        value = up(np.ones(5))
+        CALLS[call](strategy, value)
+        standin.captured.add(standin.current.ptr)
+        with raises_everywhere(comm, RuntimeError, "cannot be captured in a CUDA graph"):
+            CALLS[call](strategy, value)
+        standin.captured.clear()

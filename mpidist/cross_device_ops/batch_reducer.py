@@ -20,7 +20,6 @@ from mpidist.cross_device_ops.request import Request
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
 from mpidist.options import CommunicationOptions, Compression
 from mpidist.transport.agreement import Joining, fingerprint_of
-from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
@@ -199,7 +198,7 @@ class BatchReducer:
             try:
                 self._look(call, values)
                 if call.shape.uses_device:
-                    require_not_capturing(request.call)
+                    self._group.devices.require_usable(request.call)
                     call.layout = self._lay_out(call, is_later)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
