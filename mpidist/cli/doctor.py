@@ -96,7 +96,7 @@ class _Report:
         hostname = topology.hostnames[topology.rank]
         software = (
             ("mpidist", f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}"),
-            ("MPI", first_line(load_mpi().Get_library_version().rstrip("\0"))),
+            ("MPI", " ".join(load_mpi().Get_library_version().rstrip("\0").splitlines()[0].split())),
             ("launcher", _launcher(os.environ)),
             ("CuPy", support.cupy_version or "none"),
         )
