@@ -64,6 +64,8 @@ def all_gather(
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
+        if operands.uses_device:
+            group.devices.require_usable(call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for array in operands.arrays:
             _movable(array.dtype)

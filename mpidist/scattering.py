@@ -72,6 +72,8 @@ def reduce_scatter(
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
+        if operands.uses_device:
+            group.devices.require_usable(call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)

@@ -447,6 +447,7 @@ def _cupy_module(world: StandIn, driver_version: int) -> Any:
         empty=world.empty,
         asarray=world.asarray,
         asnumpy=world.asnumpy,
+        from_dlpack=lambda value: value.__dlpack__(stream=world.current.ptr),
         **functions,
     )
     standin_kernels.add_to(world, module)

@@ -20,7 +20,6 @@ from mpidist.cross_device_ops.request import Request
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
 from mpidist.options import CommunicationOptions, Compression
 from mpidist.transport.agreement import Joining, fingerprint_of
-from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.levels import Levels
 from mpidist.transport.pending import Pending, Steps
 from mpidist.transport.ranks import name_ranks
@@ -150,7 +149,7 @@ class BatchReducer:
         try:
             results = self._finish(call, self._group.agree(self._joining(call)))
             self._group.end()
-            return results
+            return self._watched(call, results)
         except BaseException as error:
             self._group.break_off(error)
             raise
@@ -174,12 +173,14 @@ class BatchReducer:
                     yield 0
                 is_same = self._group.conclude(arrival)
                 if call.layout is not None:
-                    return self._restored(call, (yield from self._chunks.steps(call.layout, pending, arrival)))
-                if call.shape.streams is None:  # messages that this rank cannot leave alone
+                    results = self._restored(call, (yield from self._chunks.steps(call.layout, pending, arrival)))
+                elif call.shape.streams is None:  # messages that this rank cannot leave alone
                     while not pending.may_wait and self._group.topology.size > 1:
                         yield 0
-                    return self._finish(call, is_same)
-                return (yield from self._steps(call, call.shape.streams, is_same))
+                    results = self._finish(call, is_same)
+                else:
+                    results = yield from self._steps(call, call.shape.streams, is_same)
+                return self._watched(call, results)
 
         return self._group.calls.start(steps, needs_caller=call.layout is not None)
 
@@ -197,7 +198,7 @@ class BatchReducer:
             try:
                 self._look(call, values)
                 if call.shape.uses_device:
-                    require_not_capturing(request.call)
+                    self._group.devices.require_usable(request.call)
                     call.layout = self._lay_out(call, is_later)
             except Exception as problem:  # whatever it is, the other ranks must learn of it
                 error = problem
@@ -265,9 +266,13 @@ class BatchReducer:
         results = yield from streams.steps(call.begun, arrays, call.outs, call.placement, call.known)
         return self._deliver(call, results)
 
-    def _deliver(self, call: _Call, results: list[Any]) -> list[Any]:
+    def _watched(self, call: _Call, results: list[Any]) -> list[Any]:
+        """Log what has overflowed. When the call is done: a GPU counts late."""
         if call.request.options.compression is not Compression.NONE:
             self._overflows.look(call.request.call, self._group.topology.rank, self._group.overflowed)
+        return results
+
+    def _deliver(self, call: _Call, results: list[Any]) -> list[Any]:
         if call.outs is None:
             return call.operands.restore(results)
         for out, result in zip(call.outs, results, strict=True):

@@ -116,8 +116,11 @@ class ChunkCalls:
         while not (pending.is_waited_for or size == 1 or self._can_be_launched(layout)):
             yield 0
         if not self._can_be_launched(layout):
+            group.devices.settle(layout.call)  # device memory that MPI takes is not in flight together with NCCL
             group.devices.events.follow(layout.after)
-            return self.run(layout, uses_device=True)
+            results = self.run(layout, uses_device=True)
+            group.devices.settle(layout.call)  # so that the results can be used in any stream
+            return results
         queue = self._levels_for(layout.options)(True).queue
         assert queue is not None
         launched = queue.launch(layout.call, partial(self._work, layout, queue), layout, layout.after)

@@ -61,6 +61,11 @@ class Operands:
             )
         return self._specs
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether some lie in device memory."""
+        return not self._is_plain and any(map(arrays.is_device, self.arrays))
+
     def restore(self, results: Sequence[Any]) -> list[Any]:
         """Give native results the kinds that the values came in; `None` stays `None`."""
         if self._is_plain:

@@ -118,7 +118,8 @@ class KnownOuts:
 
 
 def _is_target(out: Any, shared: SharedArrays) -> bool:
-    return bool(out.flags.c_contiguous and out.dtype.isnative and not shared.is_per_node(out))
+    is_plain = out.flags.c_contiguous and out.dtype.isnative and native.is_aligned(out)
+    return bool(is_plain and not shared.is_per_node(out))
 
 
 def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "PythonNumbers",
     "empty",
     "from_host",
+    "is_aligned",
     "is_device",
     "library_of",
     "memory_bounds",
@@ -110,13 +111,24 @@ class PythonNumbers(ArrayLibrary):
 
 @final
 class CuPyArrays(ArrayLibrary):
-    """Device memory: CuPy's arrays, and whatever has `__cuda_array_interface__`."""
+    """Device memory: CuPy's arrays, and whatever has `__cuda_array_interface__`.
+
+    Other libraries have streams of their own: through DLPack they let CuPy's current one wait for what they have
+    launched on theirs, which the interface of CUDA arrays leaves to the user. An array of another device is copied to
+    the current one.
+    """
 
     def owns(self, value: Any) -> bool:
         return hasattr(value, "__cuda_array_interface__")
 
     def to_native(self, value: Any) -> NativeArray:
-        return _cupy().asarray(value)
+        cupy = _cupy()
+        if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
+            value = cupy.from_dlpack(value)
+        array = cupy.asarray(value)
+        if not array.dtype.isnative:
+            raise TypeError(f"a GPU cannot reckon with the byte order of {array.dtype.str!r}; pass native numbers")
+        return array
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
@@ -180,6 +192,11 @@ def library_of(value: Any) -> ArrayLibrary:
 def is_device(array: NativeArray) -> bool:
     """Whether a native array lies in device memory."""
     return not isinstance(array, np.ndarray)
+
+
+def is_aligned(array: NativeArray) -> bool:
+    """Whether an array of device memory begins at a multiple of its numbers' size; others do not matter."""
+    return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:

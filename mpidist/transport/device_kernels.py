@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_tables import DeviceTables, Table
 from mpidist.transport.move_rows import BLOCK, Move, Rows, dtype_code, rows_of
@@ -101,8 +102,8 @@ class DeviceKernels:
         """Copy arrays one after another into a buffer, with its dtype. One launch.
 
         Args:
-            sources: Arrays of any shapes, some perhaps empty. Those that are not contiguous are copied before, in a
-                launch each.
+            sources: Arrays of any shapes, some perhaps empty. Those that are not contiguous, or not aligned to their
+                numbers' size, are copied before, in a launch each.
             buffer: [sum of the sizes], contiguous.
             overflow: [1], of 32 bits: to it the number of finite numbers is added that became infinities.
 
@@ -172,8 +173,8 @@ class DeviceKernels:
             raise ValueError(
                 f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes"
             )
-        if not all(map(_is_contiguous, (*rows, out))):
-            raise ValueError("cannot combine arrays that are not contiguous; pass array.copy()")
+        if not all(map(_is_plain, (*rows, out))):
+            raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
         pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
         kind = out.dtype.kind
         if pair not in _COMBINED or (kind == "c" and reduction.op in ("min", "max")):
@@ -256,7 +257,7 @@ class DeviceKernels:
 
     def _require_size(self, what: str, known: _Known | None, buffer: Array) -> None:
         size = 0 if known is None else known.rows.about.num_elements
-        if buffer.size != size or not _is_contiguous(buffer):
+        if buffer.size != size or not _is_plain(buffer):
             raise ValueError(f"{what} needs a contiguous buffer of {size} elements, got {_text(buffer)}")
 
     def _known(self, move: Move, sources: Sequence[Array], targets: Sequence[Array]) -> _Known | None:
@@ -269,7 +270,7 @@ class DeviceKernels:
         arrays = [*sources, *targets]
         if not any(map(_size_of, arrays)):
             return None
-        if not all(map(_is_contiguous, arrays)):
+        if not all(map(_is_plain, arrays)):
             copies = _contiguous(arrays, len(sources))
             known = self._found(move, copies[: len(sources)], copies[len(sources) :])
             known.refs = copies  # until the launch
@@ -308,12 +309,17 @@ def kernel_source() -> str:
     return (files("mpidist.transport") / "kernels.cu").read_text(encoding="utf-8")
 
 
+def _is_plain(array: Array) -> bool:
+    """Whether kernels can use an array: contiguous, and aligned, as a GPU's context does not survive what is not."""
+    return bool(_is_contiguous(array)) and is_aligned(array)
+
+
 def _contiguous(arrays: Sequence[Array], num_read: int) -> list[Array]:
-    """Copy what is read and not contiguous; refuse what is written and not contiguous."""
+    """Copy what is read and not plain; refuse what is written and not plain."""
     for array in arrays[num_read:]:
-        if not _is_contiguous(array):
-            raise ValueError(f"cannot write to {_text(array)}, which is not contiguous")
-    return [array if _is_contiguous(array) else array.copy() for array in arrays]
+        if not _is_plain(array):
+            raise ValueError(f"cannot write to {_text(array)}, which is not contiguous, or not aligned")
+    return [array if _is_plain(array) else array.copy() for array in arrays]
 
 
 def _counter(overflow: Array | None) -> int:

@@ -12,6 +12,7 @@ from typing import Final, final
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import device_mpi_support, nccl_handles
 from mpidist.transport.agreement import Agreement
+from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.cuda import Cuda
@@ -78,9 +79,27 @@ class DeviceLevels:
         self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed), self._kernels)
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
-        self._device = 0
+        self._device: int | None = None
         self._queue: DeviceQueue | None = None
         self.events = Events(cuda)
+
+    def require_usable(self, call: str) -> None:
+        """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
+
+        The current device is a thread's own: one that was started later begins with GPU 0.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        require_not_capturing(call)
+        current = int(self._cuda.cupy.cuda.runtime.getDevice())
+        if self._device is None:
+            self._device = current
+        if current != self._device:
+            raise RuntimeError(
+                f"{call} with GPU {current} as the current device, and this strategy works on GPU {self._device}: call "
+                f"cupy.cuda.Device({self._device}).use() in this thread, or use one strategy for each device"
+            )
 
     def levels(self, everywhere: bool = False) -> Levels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
@@ -115,6 +134,14 @@ class DeviceLevels:
     def overflowed(self) -> int:
         """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
         return self._kernels.overflowed
+
+    def settle(self, what: str) -> None:
+        """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
+        if self._queue is not None:
+            self._queue.drain()
+        event = self.events.record()
+        self._staging.wait(event, what, self._agreement.require_peers)
+        self.events.give_back(event)
 
     @property
     def uses_nccl(self) -> bool:
@@ -204,7 +231,6 @@ class DeviceLevels:
         if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
         facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
-        self._device = facts.device
         return reason_against_nccl(self._agreement.exchange(facts), groups, self._topology.hostnames)
 
     def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -216,7 +242,8 @@ class DeviceLevels:
         if len(ranks) == 1:
             self._wait_for_all(name, None)
             return SoloCommunicator(name, device=True)
-        making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, self._device)
+        device = int(self._cuda.cupy.cuda.runtime.getDevice())
+        making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
         try:
             self._wait_for_all(name, making)
         except BaseException:

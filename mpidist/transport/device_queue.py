@@ -276,6 +276,11 @@ class DeviceQueue:
             raise
         self.has_come(launched)
 
+    def drain(self) -> None:
+        """Wait on the host for all that is under way."""
+        for launched in tuple(self._flying):
+            self.wait(launched)
+
     def give_up(self, error: BaseException, memory: Any = None) -> None:
         """Abort NCCL's communicators. What the GPU may still work on is never freed."""
         if self._failure is None:
