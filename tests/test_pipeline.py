@@ -267,10 +267,11 @@ class Dawdling:
     def rest(self) -> Any:
         return Dawdling(self._reduction.rest, self._nap)
 
-    def combine(self, parts: Any, out: Any) -> None:
+    def combine(self, parts: Any, out: Any) -> int:
         self._nap()
-        self._reduction.combine(parts, out)
+        overflowed = self._reduction.combine(parts, out)
         self._nap()
+        return overflowed
 
 
 def nap(random_: random.Random, often: float) -> None:
