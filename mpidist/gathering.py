@@ -64,12 +64,9 @@ def all_gather(
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
-        if operands.uses_device:
-            group.devices.require_usable(call)
+        group.devices.require_usable(call, operands.uses_device)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
-        for array in operands.arrays:
-            _movable(array.dtype)
-        lengths = tuple(array.shape[at] for array, at in zip(operands.arrays, axes, strict=True))
+        lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))
         word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
         fingerprint = group.fingerprint(call, (repr(axis), structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
@@ -119,6 +116,8 @@ def _axis_of(shape: tuple[int, ...], axis: int) -> int:
     return at % len(shape)
 
 
-def _movable(dtype: np.dtype[Any]) -> None:
+def _movable(array: Any) -> Any:
+    dtype = array.dtype
     if dtype.hasobject or dtype.names is not None or dtype.kind in "USM" or dtype.kind == "m":
         raise InvalidArgumentError(f"cannot gather an array of dtype {dtype.name}; needed numbers or booleans")
+    return array

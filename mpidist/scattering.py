@@ -72,8 +72,7 @@ def reduce_scatter(
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         operands = Operands(leaves)
-        if operands.uses_device:
-            group.devices.require_usable(call)
+        group.devices.require_usable(call, operands.uses_device)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)

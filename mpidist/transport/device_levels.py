@@ -83,7 +83,7 @@ class DeviceLevels:
         self._queue: DeviceQueue | None = None
         self.events = Events(cuda)
 
-    def require_usable(self, call: str) -> None:
+    def require_usable(self, call: str, uses_device: bool = True) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
 
         The current device is a thread's own: one that was started later begins with GPU 0.
@@ -91,6 +91,8 @@ class DeviceLevels:
         Raises:
             RuntimeError: If it is one.
         """
+        if not uses_device:
+            return
         require_not_capturing(call)
         current = int(self._cuda.cupy.cuda.runtime.getDevice())
         if self._device is None:

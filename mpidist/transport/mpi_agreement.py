@@ -85,7 +85,7 @@ class MpiAgreement(Agreement):
         if self._found is None:
             self._found = self._rounds.is_equal()
             if self._confirms and self._found[0]:
-                self._note_agreed()  # a rank that has not, but has come, does not look after what it started
+                self._watch.meet()
                 # A rank that comes after others gave up completes the first round, but waits in vain in this one.
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()

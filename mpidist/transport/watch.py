@@ -26,6 +26,7 @@ logger = logging.getLogger("mpidist.transport")
 _LOOK_SECONDS: Final = 0.1  # between two looks at processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
 PROBES: Final = 20
+_MET_SECONDS: Final = 0.02  # in which a rank that comes too late hears that others gave up before
 _FRESH: Final = -1.0
 _ASKS: Final = "?"
 
@@ -74,6 +75,7 @@ class Watch:
         self._next_look = _FRESH
         self._warn_at = math.inf
         self._gone: tuple[int, ...] = ()
+        self._met = math.inf
         self._answers = True
         self._resetting: dict[int, int] = {}  # the last calls of ranks that are in reset()
 
@@ -86,7 +88,13 @@ class Watch:
             details: What the flight recorder shall say of it.
             timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
         """
-        self._sequence, self._call, self._timeout, self._next_look = sequence, call, timeout, _FRESH
+        self._sequence, self._call, self._timeout, self._next_look, self._met = (
+            sequence,
+            call,
+            timeout,
+            _FRESH,
+            math.inf,
+        )
         self.recorder.begin(sequence, call, details)
 
     def restart(self, since: float | None = None) -> None:
@@ -96,6 +104,10 @@ class Watch:
             since: From when on instead, in seconds of the monotonic clock.
         """
         self._since, self._next_look = time.monotonic() if since is None else since, 0.0
+
+    def meet(self) -> None:
+        """Note that all ranks have come to the call: who does not get on now does not look after what it started."""
+        self._met = time.monotonic()
 
     def limit(self, timeout: float | None) -> None:
         """Set how long this rank may be kept waiting, in seconds; `None` or 0 for ever."""
@@ -182,6 +194,10 @@ class Watch:
         if self._stall_seconds and not self._timeout:
             self._wonder(now, waited)
         self._next_look = now + _LOOK_SECONDS
+        if now >= self._met + _MET_SECONDS:
+            self.recorder.agree()
+            self._met = math.inf
+        self._next_look = min(self._next_look, self._met + _MET_SECONDS)
         if self._timeout:
             self._next_look = min(self._next_look, self._since + self._timeout)
 
