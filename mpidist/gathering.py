@@ -63,9 +63,7 @@ def all_gather(
     try:
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
-        operands = Operands(leaves)
-        if operands.uses_device:
-            group.devices.require_usable(call)
+        operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for array in operands.arrays:
             _movable(array.dtype)

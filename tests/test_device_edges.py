@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import standin_kernels
 from everywhere import raises_everywhere
 from nccl_standin import Stream
 from standin_overlap import LateStandIn
@@ -15,7 +16,7 @@ from test_device_overlap import down, standin, up
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.sync_group import SyncGroup
 
@@ -159,3 +160,30 @@ def test_no_call_goes_into_a_graph(standin: LateStandIn, comm: Intracomm, call: 
         with raises_everywhere(comm, RuntimeError, "cannot be captured in a CUDA graph"):
             CALLS[call](strategy, value)
         standin.captured.clear()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm
+) -> None:
+    """It is seconds, on the ranks of a node that has never done it."""
+    standin.compiling = 1.5 if comm.rank else 0.0
+    options = CommunicationOptions(timeout_seconds=1.0)
+    ops = NcclAllReduce().bound_to(group)
+    assert (down(ops.all_reduce("SUM", up(np.ones(50)), options)) == comm.size).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_kernels_that_one_rank_cannot_compile(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("libnvrtc.so: cannot open shared object file")
+
+    ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(standin_kernels.Module, "compile", fail)
+        with raises_everywhere(comm, UnavailableError, r"could not be compiled: rank 1: libnvrtc.*`pip install"):
+            ops.all_reduce("SUM", value)
+    assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
