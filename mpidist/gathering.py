@@ -63,8 +63,7 @@ def all_gather(
     try:
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
-        operands = Operands(leaves)
-        group.devices.require_usable(call, operands.uses_device)
+        operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))
         word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1

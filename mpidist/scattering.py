@@ -71,8 +71,7 @@ def reduce_scatter(
         op = ReduceOp(reduce_op)
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
-        operands = Operands(leaves)
-        group.devices.require_usable(call, operands.uses_device)
+        operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)

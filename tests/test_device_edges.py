@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import standin_kernels
 from everywhere import raises_everywhere
 from nccl_standin import Stream
 from standin_overlap import LateStandIn
@@ -15,7 +16,7 @@ from test_device_overlap import down, standin, up
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.sync_group import SyncGroup
 
@@ -159,3 +160,72 @@ def test_no_call_goes_into_a_graph(standin: LateStandIn, comm: Intracomm, call: 
         with raises_everywhere(comm, RuntimeError, "cannot be captured in a CUDA graph"):
             CALLS[call](strategy, value)
         standin.captured.clear()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm
+) -> None:
+    """It is seconds, on the ranks of a node that has never done it."""
+    standin.compiling = 1.5 if comm.rank else 0.0
+    options = CommunicationOptions(timeout_seconds=1.0)
+    ops = NcclAllReduce().bound_to(group)
+    assert (down(ops.all_reduce("SUM", up(np.ones(50)), options)) == comm.size).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_kernels_that_one_rank_cannot_compile(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("libnvrtc.so: cannot open shared object file")
+
+    ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(standin_kernels.Module, "compile", fail)
+        with raises_everywhere(comm, UnavailableError, r"could not be compiled: rank 1: libnvrtc.*`pip install"):
+            ops.all_reduce("SUM", value)
+    assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
+
+
+KINDS = [
+    CommunicationOptions(),
+    CommunicationOptions(implementation="NCCL"),
+    CommunicationOptions(implementation="RING"),
+    CommunicationOptions(compression="bf16", compress_everywhere=True),
+    CommunicationOptions(compression="fp16", implementation="NCCL"),
+    CommunicationOptions(reproducible=True, bytes_per_pack=900),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_started_calls_of_all_kinds_in_any_order(
+    standin: LateStandIn, comm: Intracomm, placement: tuple[int, ...], seed: int
+) -> None:
+    """Launched, staged, round the ring; alone, mixed with host arrays, into outs; waited for in another order."""
+
+    def is_right(array: Any) -> bool:
+        return bool(((array if isinstance(array, np.ndarray) else down(array)) == 2 * comm.size).all())
+
+    random, group = np.random.default_rng(seed), SyncGroup.from_mpi(comm)
+    standin.delay = 5
+    ops = [make().bound_to(group) for make in (NcclAllReduce, HierarchicalCopyAllReduce)]
+    for _ in range(3):
+        handles = []
+        for _ in range(6):
+            options, its = KINDS[random.integers(len(KINDS))], ops[random.integers(2)]
+            values = [
+                up(np.full(int(random.integers(1, 400)), 2, dtype)) for dtype in (np.float32, np.int16, np.float16)
+            ]
+            # The stand-in's GPU works when its host asks: not while that waits for messages, as those of host arrays.
+            if random.random() < 0.3 and len(set(placement)) == 1:
+                values.append(np.full(70, 2.0))
+            out = values if random.random() < 0.5 else None
+            if random.random() < 0.2:
+                assert all(map(is_right, its.all_reduce("SUM", values, options, out=out)))
+            else:
+                handles.append(its.start_all_reduce("SUM", values, options, out=out))
+        for at in random.permutation(len(handles)):
+            assert all(map(is_right, handles[at].wait()))
+    group.close()

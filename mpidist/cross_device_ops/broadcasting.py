@@ -54,8 +54,7 @@ def broadcast(
     try:
         ranks = ranks_of(destinations, group.topology.size, tensor)
         leaves, structure = nest.flatten(tensor)
-        operands = Operands(leaves)
-        group.devices.require_usable(call, operands.uses_device)
+        operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in operands.specs):
             raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
         fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)

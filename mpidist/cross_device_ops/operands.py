@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist.cross_device_ops.plan import Spec
 from mpidist.transport import arrays
+from mpidist.transport.device_levels import DeviceLevels
 from mpidist.values import local
 
 __all__ = ["Operands", "result_arrays"]
@@ -61,10 +62,13 @@ class Operands:
             )
         return self._specs
 
-    @property
-    def uses_device(self) -> bool:
-        """Whether some lie in device memory."""
-        return not self._is_plain and any(map(arrays.is_device, self.arrays))
+    @classmethod
+    def of(cls, values: Sequence[Any], devices: DeviceLevels, call: str) -> Operands:
+        """Open values, and see that a call can be made with them here and now: `DeviceLevels.require_usable`."""
+        opened = cls(values)
+        if not opened._is_plain and any(map(arrays.is_device, opened.arrays)):
+            devices.require_usable(call)
+        return opened
 
     def restore(self, results: Sequence[Any]) -> list[Any]:
         """Give native results the kinds that the values came in; `None` stays `None`."""

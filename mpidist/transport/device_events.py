@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
+from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["Events", "Launched", "on_stream"]
+__all__ = ["Events", "Launched", "has_come", "on_stream"]
+
+_NOT_READY: Final = 600  # of CUDA, for an event that has not come
+
+
+def has_come(cupy: Any, event: Any, what: str, way: str) -> bool:
+    """Say whether an event has come. Never waits.
+
+    Not `Event.done`, which takes an error for an event that has not come.
+
+    Args:
+        cupy: CuPy.
+        event: The event.
+        what: The call, for errors.
+        way: How it goes, for errors.
+
+    Raises:
+        UnavailableError: If CUDA has failed, in this work or any before it.
+    """
+    status = cupy.cuda.runtime.eventQuery(event.ptr)
+    if status not in (0, _NOT_READY):
+        raise UnavailableError(
+            f"{what} {way} failed: CUDA's status {status}. The GPU's context is lost: end the job, look for memory "
+            "errors with `dmesg` and compute-sanitizer, and start it again"
+        )
+    return bool(status == 0)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from mpidist.transport import device_mpi_support, nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
+from mpidist.transport.compiling import Compiling
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_events import Events
@@ -40,6 +41,13 @@ logger = logging.getLogger("mpidist.transport")
 
 _FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a communicator
 _LAST_NAP: Final = 0.05
+_NCCL: Final = (
+    "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+)
+_KERNELS: Final = (
+    "the GPU's kernels could not be compiled; CuPy needs NVRTC for that: `pip install mpidist[cuda12]` or `[cuda13]` "
+    "brings it"
+)
 _START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
 
 
@@ -80,10 +88,11 @@ class DeviceLevels:
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device: int | None = None
+        self._is_compiled = False
         self._queue: DeviceQueue | None = None
         self.events = Events(cuda)
 
-    def require_usable(self, call: str, uses_device: bool = True) -> None:
+    def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
 
         The current device is a thread's own: one that was started later begins with GPU 0.
@@ -91,8 +100,6 @@ class DeviceLevels:
         Raises:
             RuntimeError: If it is one.
         """
-        if not uses_device:
-            return
         require_not_capturing(call)
         current = int(self._cuda.cupy.cuda.runtime.getDevice())
         if self._device is None:
@@ -174,6 +181,7 @@ class DeviceLevels:
         topology, host = self._topology, self._host
         if topology.size == 1:
             return _solo(self._kernels)
+        self._compile()
         spans_nodes = topology.num_nodes > 1
         if everywhere and not spans_nodes:
             levels = self.levels()
@@ -240,14 +248,14 @@ class DeviceLevels:
         ranks = next(list(ranks) for ranks in groups if self._topology.rank in ranks)
         place = ranks.index(self._topology.rank)
         offers = self._agreement.exchange(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
-        _raise_first(name, [error for error, _ in offers])
+        _raise_first(_NCCL.format(name), [error for error, _ in offers])
         if len(ranks) == 1:
-            self._wait_for_all(name, None)
+            self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
         device = int(self._cuda.cupy.cuda.runtime.getDevice())
         making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
         try:
-            self._wait_for_all(name, making)
+            self._wait_for_all(_NCCL.format(name), making)
         except BaseException:
             making.give_up()
             raise
@@ -264,19 +272,29 @@ class DeviceLevels:
         except Exception as error:  # whatever it is, the other ranks must learn of it
             return first_line(error), b""
 
-    def _wait_for_all(self, name: str, making: Making | None) -> None:
-        """Wait until all ranks have made their communicators, or one of them has failed. Collective.
+    def _compile(self) -> None:
+        """Compile the kernels before the first launch: the deadline of a call is for ranks, not for NVRTC. Collective.
+
+        Raises:
+            UnavailableError: If a rank cannot. On every rank.
+        """
+        if not self._is_compiled:
+            self._wait_for_all(_KERNELS, Compiling(self._cuda, self._kernels))
+            self._is_compiled = True
+
+    def _wait_for_all(self, failure: str, making: Making | Compiling | None) -> None:
+        """Wait until all ranks have made what they make, or one of them has failed. Collective.
 
         Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
         """
         nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
         while True:
-            self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL
+            self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
             is_over, error = (True, "") if making is None else making.outcome()
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
             seen = self._agreement.exchange((is_over, error))
-            _raise_first(name, [its for _, its in seen])
+            _raise_first(failure, [its for _, its in seen])
             if all(done for done, _ in seen):
                 return
             time.sleep(nap)
@@ -296,10 +314,8 @@ def _cannot(reason: str) -> str:
     return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'
 
 
-def _raise_first(name: str, errors: Sequence[str]) -> None:
+def _raise_first(failure: str, errors: Sequence[str]) -> None:
     failed = [rank for rank, error in enumerate(errors) if error]
     if failed:
-        raise UnavailableError(
-            f"NCCL could not be started ({name}): {name_ranks(failed)}: {errors[failed[0]]}. NCCL_DEBUG=WARN "
-            "says more; MPIDIST_NCCL=0 does without NCCL, through the host"
-        )
+        what, _, remedy = failure.partition("; ")
+        raise UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")

@@ -15,11 +15,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport import nccl_handles
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_events import Events, Launched
+from mpidist.transport.device_events import Events, Launched, has_come
 from mpidist.transport.nccl_errors import translated
 from mpidist.transport.nccl_handles import Handle
 from mpidist.transport.texts import first_line
@@ -32,7 +32,6 @@ _NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what c
 _LONG_NAP_SECONDS: Final = 0.001
 _NAPS_IN_A_WAIT: Final = 64  # a nap is at most this part of the wait before it, and so is what it adds
 _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors and at the other ranks
-_NOT_READY: Final = 600  # of CUDA, for an event that has not come
 _NO_LANE: Final = nullcontext()
 
 
@@ -90,7 +89,6 @@ class DeviceQueue:
         self.stream = cupy.Stream(non_blocking=True)
         self._lanes = [_Lane(cupy.Stream(non_blocking=True)) for _ in range(2)]
         self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
-        self._query = cupy.runtime.eventQuery
         self._names: dict[Handle, str] = {}
         self._flying: list[Launched] = []
         self._under_way: _Launching | None = None
@@ -327,14 +325,8 @@ class DeviceQueue:
             time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
 
     def _is_here(self, event: Any, what: str) -> bool:
-        status = self._query(event.ptr)
-        if status == _NOT_READY:
+        if not has_come(self._cuda.cupy, event, what, "with NCCL"):
             return False
-        if status:
-            raise UnavailableError(
-                f"{what} with NCCL failed: CUDA's status {status}. The GPU's context is lost: end the job, look for "
-                "memory errors with `dmesg` and compute-sanitizer, and start it again"
-            )
         self._require_usable(what)  # an abort ends work, too
         return True
 

@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.errors import PeerFailedError, UnavailableError
+from mpidist.errors import PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_events import on_stream
+from mpidist.transport.device_events import has_come, on_stream
 from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.staging_sizes import StagingSizes
 from mpidist.transport.texts import first_line, size_text
@@ -23,7 +23,6 @@ __all__ = ["Copy", "Phase", "Staging", "aligned"]
 
 logger = logging.getLogger("mpidist.transport")
 
-_NOT_READY: Final = 600  # of CUDA, for an event that has not come
 _LINE: Final = 512  # bytes; what is handed to GPU and network begins at multiples of it
 
 Copy: TypeAlias = tuple[int, int, int]  # address on the host, address on the device, bytes
@@ -138,18 +137,8 @@ class Staging:
 
     def wait(self, event: Any, what: str, is_over: Callable[[], bool]) -> None:
         """Poll until an event has come."""
-        query, ptr = self.cupy.cuda.runtime.eventQuery, event.ptr
-
-        def has_come() -> bool:
-            status = query(ptr)  # not `Event.done`, which takes an error for one that has not come
-            if status not in (0, _NOT_READY):
-                raise UnavailableError(
-                    f"{what} of device memory through the host failed: CUDA's status {status}. The GPU's context is "
-                    "lost: end the job, look for memory errors with `dmesg` and compute-sanitizer, and start it again"
-                )
-            return bool(status == 0)
-
-        if not poll(has_come, is_over):
+        cupy = self.cupy
+        if not poll(lambda: has_come(cupy, event, what, "of device memory through the host"), is_over):
             raise PeerFailedError(f"{what} of device memory was given up: other ranks do not come")
 
     @cached_property
