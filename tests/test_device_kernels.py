@@ -668,7 +668,7 @@ def require_exact(ptx: str) -> None:
 def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
     """To PTX, which has no fused sums, and moves 16 bytes at a time."""
     if shutil.which("nvcc") is None:
-        pytest.skip("needs nvcc, of the CUDA toolkit")
+        pytest.skip("needs a GPU's toolkit: nvcc")
     source, made = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
     source.write_text(kernel_source())
     command = [
@@ -711,7 +711,7 @@ def test_nvrtc_takes_the_kernels_and_the_options(arch: str) -> None:
     """As CuPy gives them to it, without one folder of headers."""
     nvrtc = find_nvrtc()
     if nvrtc is None:
-        pytest.skip("needs NVRTC, of CUDA's toolkit or its wheel")
+        pytest.skip("needs a GPU's toolkit, or its wheel: NVRTC")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     source = ctypes.c_char_p(kernel_source().encode())
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
