@@ -142,9 +142,11 @@ class Watch:
         return False
 
     def hears_end_of_a_lower_rank(self) -> bool:
-        """Whether a rank before this one has told of the end of its program. Local."""
-        self._read()
-        return any(note.tag == ENDED and rank < self._rank for rank, note in self._heard.items())
+        """Whether a rank before this one has told of the end of its program, or of what will end it. Local."""
+        for _ in range(PROBES):  # MPI may need several calls to find a message, after work without any
+            self._read()
+        ends = (ENDED, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
+        return any(note.tag in ends and rank < self._rank for rank, note in self._heard.items())
 
     def tell_end(self, text: str) -> None:
         """Tell the other ranks that this one's program has failed. Local."""
