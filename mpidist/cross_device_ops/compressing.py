@@ -10,6 +10,7 @@ import numpy as np
 from mpidist.options import CommunicationOptions, Compression
 from mpidist.transport.half import bfloat16
 from mpidist.transport.levels import Levels
+from mpidist.transport.texts import count_text
 
 __all__ = ["Compressing", "OverflowReport"]
 
@@ -81,10 +82,10 @@ class OverflowReport:
         self._calls += 1
         if self._calls & (self._calls - 1) == 0:
             logger.warning(
-                "r%d | %s: %d numbers were too large for float16, which ends at 65504, and became infinite on their "
-                "way; scale them down, or use compression='bf16'. Seen in %d calls up to now",
+                "r%d | %s: %s too large for float16, which ends at 65504, and became infinite on the "
+                "way; scale them down, or use compression='bf16'. Seen in %s up to now",
                 rank,
                 call,
-                new,
-                self._calls,
+                f"{new} number{' was' if new == 1 else 's were'}",
+                count_text(self._calls, "call"),
             )
