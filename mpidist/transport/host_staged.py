@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
-import numpy as np
-
-from mpidist.transport import arrays
-from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.device_messages import DeviceMessages
+from mpidist.transport.communicator import Array, shard_bounds
+from mpidist.transport.messaged import MessagedCommunicator
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.passages import Piece, Pieces, SlotPassage, cut_evenly, cut_shards, room_of
 from mpidist.transport.reduction import Reduction
@@ -22,7 +19,7 @@ Work = Callable[[Array, list[int]], object]  # on a chunk in host memory, and th
 
 
 @final
-class HostStagedCommunicator(Communicator):
+class HostStagedCommunicator(MessagedCommunicator):
     """A communicator of host memory, for device arrays.
 
     A call moves as much between ranks as the one it stands on, and the buffer (or the shard) once each way between
@@ -40,29 +37,22 @@ class HostStagedCommunicator(Communicator):
     """
 
     def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:
-        super().__init__(f"{host.name} through the host", host.rank, host.size)
+        mpi = host if isinstance(host, MpiCommunicator) else host.mpi
+        self._passage = SlotPassage(staging)
+        super().__init__(f"{host.name} through the host", mpi, staging, self._passage, host.traffic)
         self._host = host
         self._staging = staging
         self._adds_by_messages = isinstance(host, MpiCommunicator)
-        mpi = host if isinstance(host, MpiCommunicator) else host.mpi
-        self._passage = SlotPassage(staging)
-        self._messages = DeviceMessages(mpi, staging, self._passage, lambda: self._is_over())
-        self.traffic = host.traffic
-
-    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        return arrays.empty((count,), dtype, device=True)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         if self._joins(buffer):
-            self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
-            self._messages.all_reduce(buffer, reduction)
+            super().all_reduce(buffer, reduction)
             return
         self._through("all_reduce", buffer, lambda staged, _: self._host.all_reduce(staged, reduction))
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         if self._joins(buffer):
-            self.traffic.add("reduce", buffer.nbytes)
-            self._messages.reduce(buffer, reduction, root)
+            super().reduce(buffer, reduction, root)
             return
         is_root = self.rank == root
         self._through("reduce", buffer, lambda staged, _: self._host.reduce(staged, reduction, root), up=is_root)
@@ -70,14 +60,12 @@ class HostStagedCommunicator(Communicator):
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
+        if self._joins(buffer):
+            return super().reduce_scatter(buffer, reduction, bounds, into)
         if bounds is None:
             bounds = shard_bounds(buffer.size, self.size)
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         shard: Array = buffer[start:stop] if into is None else into
-        if self._joins(buffer):
-            self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
-            self._messages.reduce_scatter(buffer, reduction, bounds, shard)
-            return shard
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
         self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
@@ -93,11 +81,10 @@ class HostStagedCommunicator(Communicator):
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         if self._adds_by_messages:
-            self._start_all_gather(buffer, bounds)
-            self._messages.all_gather(buffer, bounds)
+            super().all_gather(buffer, bounds)
             return
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
         self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
@@ -110,33 +97,14 @@ class HostStagedCommunicator(Communicator):
         self._staging.run("all_gather", len(chunks), phases_of, self._is_over, buffer)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        is_root = self.rank == root
         if self._adds_by_messages:
-            self._messages.broadcast(self._start_broadcast(buffer, root, into), root)
+            super().broadcast(buffer, root, into)
             return
+        is_root = self.rank == root
         if into is not None and is_root:
             into[...] = buffer
         target = buffer if into is None else into
         self._through("broadcast", target, lambda its, _: self._host.broadcast(its, root), is_root, not is_root)
-
-    def gather(self, buffer: Array, root: int) -> Array | None:
-        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if self.rank == root else 1))
-        rows = None
-        if self.rank == root:
-            rows = arrays.empty((self.size, buffer.size), buffer.dtype, device=True)
-            rows[root] = buffer
-        self._messages.gather(buffer, root, rows)
-        return rows
-
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
-        if to == source == self.rank:
-            incoming[...] = outgoing
-            return
-        self._messages.exchange(outgoing, to, incoming, source)
-
-    def free(self) -> None:
-        pass
 
     def _joins(self, buffer: Array) -> bool:
         """Whether GPUs add, and MPI only carries."""
