@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 from contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
+from gpus import down, group, standin, up
 from nccl_standin import StandIn
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport import cuda, levels, nccl_handles
+from mpidist.transport import levels
 from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+__all__ = ["group", "standin"]  # fixtures
+
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 DTYPES = [*INTEGERS, *HALVES, F32, np.dtype(np.float64), *COMPLEX[:2]]
 SIZES = (1, 0, 40, 9000, 3)
-
-
-@pytest.fixture
-def standin(comm: Intracomm) -> Iterator[StandIn]:
-    world = StandIn(comm)
-    with cuda.provided_by(world.cuda):
-        yield world
-        gc.collect()
-        problems = comm.allgather(world.problems)
-        left = comm.allgather(nccl_handles.num_open())
-    world.close()
-    assert problems == [[]] * comm.size
-    assert left == [0] * comm.size
-
-
-@pytest.fixture(params=["1", "0"], ids=["NCCL", "staged"])
-def group(
-    request: pytest.FixtureRequest, standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SyncGroup]:
-    monkeypatch.setenv("MPIDIST_NCCL", request.param)
-    made = SyncGroup.from_mpi(comm)
-    yield made
-    made.close()
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def launches(group: SyncGroup) -> int:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from everywhere import same_everywhere
+from gpus import down, gpus, up
 from test_compression import HALF, allowed, each_half, normal
-from test_device_overlap import anywhere, down, gpus, standin, up
+from test_device_overlap import anywhere, standin
 
 from mpidist import CollectiveAllReduce, CommunicationOptions, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy

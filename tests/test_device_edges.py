@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import standin_kernels
 from everywhere import raises_everywhere
+from gpus import down, group, up
 from nccl_standin import Stream
 from standin_overlap import LateStandIn
-from test_device_overlap import down, standin, up
+from test_device_overlap import standin
 
 from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
@@ -21,21 +22,9 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mpi4py.MPI import Intracomm
 
-__all__ = ["standin"]  # a fixture
-
-
-@pytest.fixture(params=["1", "0"], ids=["NCCL", "staged"])
-def group(
-    request: pytest.FixtureRequest, standin: LateStandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SyncGroup]:
-    monkeypatch.setenv("MPIDIST_NCCL", request.param)
-    made = SyncGroup.from_mpi(comm)
-    yield made
-    made.close()
+__all__ = ["group", "standin"]  # fixtures
 
 
 class Tensor:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from contributions import contribution, reduction_of
+from gpus import down, standin, up
 from nccl_standin import StandIn
-from test_nccl import standin
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce
 from mpidist.transport import cuda, device_mpi_support
@@ -38,14 +38,6 @@ def outcome_of(code: str, seconds: float = 20) -> Answer:
     while (answer := probe.outcome()) is None:
         time.sleep(0.01)
     return answer
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:

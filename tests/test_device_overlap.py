@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import gc
-import os
 import random
 import threading
 import time
@@ -16,13 +15,14 @@ import numpy as np
 import pytest
 from contributions import HALVES, contribution, reduction_of
 from everywhere import raises_everywhere
+from gpus import down, gpus, looked_after, opened, up
 from standin_overlap import LateStandIn
 
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.cross_device_ops.plan import Spec, make_plan
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import cuda, nccl_handles
+from mpidist.transport import cuda
 from mpidist.transport.communicator import SoloCommunicator
 from mpidist.transport.device_kernels import DeviceKernels
 from mpidist.transport.device_queue import DeviceQueue
@@ -35,6 +35,8 @@ from mpidist.transport.sync_group import SyncGroup
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+__all__ = ["gpus"]  # fixtures
+
 F4 = np.dtype(np.float32)
 COUNTS = [3, 5000, 1, 20_000, 7]
 ARRAYS_OF_A_PACK = 3
@@ -44,31 +46,9 @@ PACKS = CommunicationOptions(bytes_per_pack=ARRAYS_OF_A_PACK * 400 - 1)  # of ar
 @pytest.fixture
 def standin(comm: Intracomm) -> Iterator[LateStandIn]:
     """CuPy and NCCL on host memory, late in everything, and a look at whether they were used well."""
-    world = LateStandIn(comm)
-    with cuda.provided_by(world.cuda):
+    with looked_after(LateStandIn(comm), comm) as world:
         yield world
-        gc.collect()
-        problems = comm.allgather(world.problems)
-        left = comm.allgather(nccl_handles.num_open())
-    world.close()
-    assert problems == [[]] * comm.size
-    assert left == [0] * comm.size
     assert world.threads <= {threading.get_ident()}
-
-
-@pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
-    """CuPy with NCCL: the stand-in, or real ones, which ranks may share."""
-    if request.param == "stand-in":
-        return request.getfixturevalue("standin").cuda
-    found = cuda.current()
-    reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
-    if reasons:
-        pytest.skip(f"needs a GPU: {reasons[0]}")
-    if os.environ.get("MPIDIST_TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
-        os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
-    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
-    return found
 
 
 @pytest.fixture
@@ -83,20 +63,6 @@ def group(standin: LateStandIn, comm: Intracomm) -> Iterator[SyncGroup]:
     for made in opened(comm):
         NcclAllReduce().bound_to(made).all_reduce("SUM", up(np.ones(1)))
         yield made
-
-
-def opened(comm: Intracomm) -> Iterator[SyncGroup]:
-    made = SyncGroup.from_mpi(comm)
-    yield made
-    made.close()
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def mine(rank: int, count: int, dtype: Any = F4) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from contributions import DTYPES, HALVES, contribution, in_rank_order, reduction_of
 from everywhere import raises_everywhere
+from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
-from test_nccl import gpus, standin
 
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
@@ -82,14 +82,6 @@ def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Ite
 @pytest.fixture
 def log(standin: StandIn) -> Any:
     return standin.staging
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def can(op: str, dtype: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from contributions import COMPLEX, DTYPES, HALVES, INTEGERS, contribution, in_rank_order, reduction_of
 from everywhere import raises_everywhere
+from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
 
 from mpidist.cross_device_ops import (
@@ -38,39 +39,12 @@ from mpidist.transport.sync_group import SyncGroup
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+__all__ = ["gpus", "standin"]  # fixtures
+
 HOSTNAME = socket.gethostname()
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
 A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
 OPS = ["sum", "prod", "min", "max"]
-
-
-@pytest.fixture
-def standin(comm: Intracomm) -> Iterator[StandIn]:
-    """CuPy and NCCL on host memory, and a look at whether they were used well."""
-    world = StandIn(comm)
-    with cuda.provided_by(world.cuda):
-        yield world
-        gc.collect()
-        problems = comm.allgather(world.problems)
-        left = comm.allgather(nccl_handles.num_open())
-    world.close()
-    assert problems == [[]] * comm.size
-    assert left == [0] * comm.size
-
-
-@pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
-    """CuPy with NCCL: the stand-in, or real ones, which ranks may share."""
-    if request.param == "stand-in":
-        return request.getfixturevalue("standin").cuda
-    found = cuda.current()
-    reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
-    if reasons:
-        pytest.skip(f"needs a GPU: {reasons[0]}")
-    if os.environ.get("MPIDIST_TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
-        os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
-    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
-    return found
 
 
 def can_meet(found: cuda.Cuda, comm: Intracomm) -> bool:
@@ -101,14 +75,6 @@ def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclComm
     device = int(provider.cupy.cuda.runtime.getDevice())
     handle = Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
     return NcclCommunicator(handle, name, comm.rank, comm.size)
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def can(op: str, dtype: Any) -> bool:
