@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from nccl_standin import Event, Launch, StandIn
+from standin_staging import use
 
 __all__ = ["Graph", "add_measuring"]
 
@@ -114,11 +115,7 @@ def copy(world: StandIn, to: int, source: int, nbytes: int, kind: int, ptr: int)
         if not is_device:
             memory.append(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
             continue
-        allocation = world.find(address, nbytes)
-        world.note(stream, allocation, address, address + nbytes, is_write)
-        holds.append(allocation)
-        start = address - allocation.address
-        memory.append(allocation.memory[start : start + nbytes])
+        memory.append(use(world, stream, address, nbytes, is_write, holds))
 
     def work() -> Iterator[None]:
         yield

@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from nccl_standin import StandIn
 
-__all__ = ["StagingLog", "add_staging"]
+__all__ = ["StagingLog", "add_staging", "use"]
 
 TO_DEVICE, TO_HOST = 1, 2
 RUBBISH = 0xA5
@@ -107,11 +107,7 @@ def copy(world: StandIn, log: StagingLog, to: int, source: int, nbytes: int, kin
         if host and log.has_no_memory:
             memory.append(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
             continue
-        allocation = world.find(address, nbytes)
-        world.note(stream, allocation, address, address + nbytes, is_write)
-        holds.append(allocation)
-        start = address - allocation.address
-        memory.append(allocation.memory[start : start + nbytes])
+        memory.append(use(world, stream, address, nbytes, is_write, holds))
 
     def work() -> Iterator[None]:
         memory[1][...] = RUBBISH
@@ -120,3 +116,12 @@ def copy(world: StandIn, log: StagingLog, to: int, source: int, nbytes: int, kin
         memory[1][...] = memory[0]
 
     stream.queue.append(Launch([work()], stream, log, holds))
+
+
+def use(world: StandIn, stream: Any, address: int, nbytes: int, is_write: bool, holds: list[Any]) -> Any:
+    """Return memory of the stand-in that a stream's next work uses, noted for the search for races, and held."""
+    allocation = world.find(address, nbytes)
+    world.note(stream, allocation, address, address + nbytes, is_write)
+    holds.append(allocation)
+    start = address - allocation.address
+    return allocation.memory[start : start + nbytes]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import contextlib
 import ctypes
-import gc
 import importlib.util
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import standin_kernels
 from contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
+from gpus import down, standin, up
 from nccl_standin import StandIn
 
 from mpidist.cross_device_ops.plan import wire_and_result_dtypes
@@ -31,6 +31,8 @@ from mpidist.transport.reduction import Reduction
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+__all__ = ["standin"]  # a fixture
+
 pytestmark = pytest.mark.ranks(1)
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -40,17 +42,6 @@ DTYPES = {"bf": BF16} | {f"{its.kind}{its.itemsize}": its for its in ON_DEVICE i
 OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 ROW = 8192  # bytes
 SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW // 4 + 1, ROW // 2, ROW, ROW + 1, 20_000]
-
-
-@pytest.fixture
-def standin(comm: Intracomm) -> Iterator[StandIn]:
-    world = StandIn(comm)
-    with cuda.provided_by(world.cuda):
-        yield world
-        gc.collect()
-        problems = world.problems
-    world.close()
-    assert problems == []
 
 
 @pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
@@ -66,14 +57,6 @@ def provider(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def kernels(provider: cuda.Cuda) -> DeviceKernels:
     return DeviceKernels(provider)
-
-
-def up(numbers: Any) -> Any:
-    return cuda.current().cupy.asarray(numbers)
-
-
-def down(array: Any) -> Any:
-    return cuda.current().cupy.asnumpy(array)
 
 
 def empty(size: int, dtype: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from contributions import DTYPES, HALVES, contribution, in_rank_order, reduction_of
+from device_checks import check_gathers, check_reductions, check_uneven_shards
 from everywhere import raises_everywhere
 from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
@@ -96,21 +97,8 @@ def counts_of(dtype: Any, size: int) -> list[int]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_reductions_are_exact_for_every_dtype(rig: Rig, op: str) -> None:
-    its = rig.its
-    for dtype in filter(lambda dtype: can(op, dtype), ON_DEVICE):
-        for count in (0, 1, 3 * its.size + 1, 5 * CHUNK // dtype.itemsize + 1):
-            expected = reduction_of(op, its.size, count, dtype)
-            buffer = up(contribution(op, its.rank, count, dtype))
-            its.all_reduce(buffer, Reduction(op))
-            assert (down(buffer) == expected).all(), (dtype, count)
-            buffer = up(contribution(op, its.rank, count, dtype))
-            its.reduce(buffer, Reduction(op), its.size - 1)
-            assert its.rank != its.size - 1 or (down(buffer) == expected).all(), (dtype, count)
-            start, stop = shard_bounds(count, its.size)[its.rank :][:2]
-            buffer = up(contribution(op, its.rank, count, dtype))
-            shard = its.reduce_scatter(buffer, Reduction(op))
-            assert (down(shard) == expected[start:stop]).all(), (dtype, count)
-            assert (down(buffer)[start:stop] == expected[start:stop]).all(), (dtype, count)
+    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
+    check_reductions(rig.its, op, dtypes, lambda dtype: (0, 1, 3 * rig.its.size + 1, 5 * CHUNK // dtype.itemsize + 1))
 
 
 def test_lengths_round_the_limits_of_chunks(rig: Rig) -> None:
@@ -130,49 +118,11 @@ def test_lengths_round_the_limits_of_chunks(rig: Rig) -> None:
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_uneven_shards(rig: Rig, in_order: bool) -> None:
-    """Of any lengths, some of them 0; into another array, and in place."""
-    its = rig.its
-    lengths = [(2 * at + 1) % 4 * 3 for at in range(its.size)]
-    for dtype, factor in itertools.product(A_FEW, (0, 1, 40)):
-        bounds = [int(bound) for bound in (0, *np.cumsum([factor * length for length in lengths]))]
-        start, stop = bounds[its.rank], bounds[its.rank + 1]
-        expected = reduction_of("sum", its.size, bounds[-1], dtype)
-        reduction = Reduction("sum", in_rank_order=in_order)
-        numbers = contribution("sum", its.rank, bounds[-1], dtype)
-        buffer, into = up(numbers), up(np.zeros(stop - start, dtype))
-        assert its.reduce_scatter(buffer, reduction, bounds, into) is into
-        assert (down(into) == expected[start:stop]).all(), dtype
-        assert (down(buffer) == numbers).all(), "only read"
-        shard = its.reduce_scatter(buffer, reduction, bounds)
-        assert (down(shard) == expected[start:stop]).all(), dtype
-        its.all_gather(buffer, bounds)
-        assert (down(buffer) == expected).all(), dtype
+    check_uneven_shards(rig.its, in_order, A_FEW, (0, 1, 40))
 
 
 def test_all_gather_broadcast_and_gather(rig: Rig) -> None:
-    its, size, rank = rig.its, rig.its.size, rig.its.rank
-    for dtype in A_FEW:
-        for count in counts_of(dtype, size):
-            whole = contribution("sum", 5, count, dtype)
-            start, stop = shard_bounds(count, size)[rank:][:2]
-            numbers = np.zeros(count, dtype)
-            numbers[start:stop] = whole[start:stop]
-            buffer = up(numbers)
-            its.all_gather(buffer)
-            assert (down(buffer) == whole).all(), (dtype, count)
-            for root in range(size):
-                sent = contribution("sum", root, count, dtype)
-                buffer, into = up(contribution("sum", rank, count, dtype)), up(np.zeros(count, dtype))
-                its.broadcast(buffer, root, into)
-                assert (down(into) == sent).all(), (dtype, count, root)
-                assert (down(buffer) == contribution("sum", rank, count, dtype)).all()
-                rows = its.gather(buffer, root)
-                assert (rows is None) == (rank != root)
-                if rows is not None:
-                    everyone = [contribution("sum", at, count, dtype) for at in range(size)]
-                    assert (down(rows) == np.stack(everyone)).all(), (dtype, count, root)
-                its.broadcast(buffer, root)
-                assert (down(buffer) == sent).all(), (dtype, count, root)
+    check_gathers(rig.its, A_FEW, lambda dtype: counts_of(dtype, rig.its.size))
 
 
 def test_exchange_passes_arrays_of_any_length_round(rig: Rig) -> None:

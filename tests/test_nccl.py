@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from contributions import COMPLEX, DTYPES, HALVES, INTEGERS, contribution, in_rank_order, reduction_of
+from device_checks import check_gathers, check_reductions, check_uneven_shards
 from everywhere import raises_everywhere
 from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
@@ -87,65 +88,19 @@ def mine(its: NcclCommunicator, op: str, count: int, dtype: Any) -> Any:
 
 @pytest.mark.parametrize("op", OPS)
 def test_reductions_are_exact_for_every_dtype(communicator: NcclCommunicator, op: str) -> None:
-    size, rank = communicator.size, communicator.rank
-    for dtype in filter(lambda dtype: can(op, dtype), ON_DEVICE):
-        for count in (0, 1, size, 3 * size, 3 * size + 1):
-            expected = reduction_of(op, size, count, dtype)
-            buffer = mine(communicator, op, count, dtype)
-            communicator.all_reduce(buffer, Reduction(op))
-            assert (down(buffer) == expected).all(), (dtype, count)
-            buffer = mine(communicator, op, count, dtype)
-            communicator.reduce(buffer, Reduction(op), size - 1)
-            assert rank != size - 1 or (down(buffer) == expected).all(), (dtype, count)
-            start, stop = shard_bounds(count, size)[rank:][:2]
-            buffer = mine(communicator, op, count, dtype)
-            shard = communicator.reduce_scatter(buffer, Reduction(op))
-            assert (down(shard) == expected[start:stop]).all(), (dtype, count)
-            assert (down(buffer)[start:stop] == expected[start:stop]).all(), (dtype, count)
+    size = communicator.size
+    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
+    check_reductions(communicator, op, dtypes, lambda dtype: (0, 1, size, 3 * size, 3 * size + 1))
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_uneven_shards(communicator: NcclCommunicator, in_order: bool) -> None:
-    """Of any lengths, some of them 0; into another array, and in place."""
-    size, rank = communicator.size, communicator.rank
-    bounds = [int(bound) for bound in (0, *np.cumsum([(2 * at + 1) % 4 * 3 for at in range(size)]))]
-    start, stop = bounds[rank], bounds[rank + 1]
-    for dtype in A_FEW:
-        expected = reduction_of("sum", size, bounds[-1], dtype)
-        reduction = Reduction("sum", in_rank_order=in_order)
-        numbers = contribution("sum", rank, bounds[-1], dtype)
-        buffer, into = up(numbers), up(np.zeros(stop - start, dtype))
-        assert communicator.reduce_scatter(buffer, reduction, bounds, into) is into
-        assert (down(into) == expected[start:stop]).all(), dtype
-        assert (down(buffer) == numbers).all(), "only read"
-        shard = communicator.reduce_scatter(buffer, reduction, bounds)
-        assert (down(shard) == expected[start:stop]).all(), dtype
-        communicator.all_gather(buffer, bounds)
-        assert (down(buffer) == expected).all(), dtype
+    check_uneven_shards(communicator, in_order, A_FEW, [1])
 
 
 def test_all_gather_broadcast_and_gather(communicator: NcclCommunicator) -> None:
-    size, rank = communicator.size, communicator.rank
-    for dtype in ON_DEVICE:
-        for count in (0, 1, 2 * size, 2 * size + 1):
-            whole = contribution("sum", 5, count, dtype)
-            start, stop = shard_bounds(count, size)[rank:][:2]
-            numbers = np.zeros(count, dtype)
-            numbers[start:stop] = whole[start:stop]
-            buffer = up(numbers)
-            communicator.all_gather(buffer)
-            assert (down(buffer) == whole).all(), (dtype, count)
-            for root in {0, size - 1}:
-                buffer, into = mine(communicator, "sum", count, dtype), up(np.zeros(count, dtype))
-                communicator.broadcast(buffer, root, into)
-                assert (down(into) == contribution("sum", root, count, dtype)).all()
-                rows = communicator.gather(buffer, root)
-                assert (rows is None) == (rank != root)
-                if rows is not None:
-                    everyone = [contribution("sum", at, count, dtype) for at in range(size)]
-                    assert (down(rows) == np.stack(everyone)).all()
-                communicator.broadcast(buffer, root)
-                assert (down(buffer) == contribution("sum", root, count, dtype)).all()
+    size = communicator.size
+    check_gathers(communicator, ON_DEVICE, lambda dtype: (0, 1, 2 * size, 2 * size + 1))
 
 
 def test_exchange_passes_arrays_of_any_length_round(communicator: NcclCommunicator) -> None:
