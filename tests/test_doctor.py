@@ -110,3 +110,18 @@ def test_it_knows_what_a_probe_found(
         comm.Barrier()
         assert "MPI on GPU memory:  no: it crashed (kept in " in said(capfd, comm)
     world.close()
+
+
+@pytest.mark.no_mpi
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m mpidist doctor | head -1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[0]}}"],
+        env={**clean_environment(), "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
