@@ -114,7 +114,7 @@ def test_it_knows_what_a_probe_found(
 
 @pytest.mark.no_mpi
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m mpidist doctor | head -1"
+    command = f"{sys.executable} -m mpidist doctor | true"  # which is over before there is something to read
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}; exit ${{PIPESTATUS[0]}}"],
         env={**clean_environment(), "PYTHONUNBUFFERED": "1"},
