@@ -20,6 +20,7 @@ from mpidist.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCo
 from mpidist.cross_device_ops import NcclAllReduce as NcclAllReduce
 from mpidist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from mpidist.datasets import DistributedDataset as DistributedDataset
+from mpidist.datasets import DistributedIterator as DistributedIterator
 from mpidist.datasets import InputContext as InputContext
 from mpidist.datasets import InputOptions as InputOptions
 from mpidist.datasets import InputReplicationMode as InputReplicationMode
@@ -48,6 +49,7 @@ __all__ = [
     "Compression",
     "CrossDeviceOps",
     "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "InputContext",

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "DeadlineExceededError",
     "InvalidArgumentError",
+    "OutOfRangeError",
     "PeerFailedError",
     "TopologyError",
     "UnavailableError",
@@ -27,6 +28,10 @@ class InvalidArgumentError(ValueError):
 
 class DeadlineExceededError(TimeoutError):
     """A collective call was not joined by all ranks, or did not come to its end, within its `timeout_seconds`."""
+
+
+class OutOfRangeError(IndexError):
+    """A batch was asked for by name at the end of a data set: `get_next()`. A `for` loop just ends there."""
 
 
 class PeerFailedError(ConnectionError):

@@ -61,6 +61,7 @@ class StrategyExtended:
         self._options = options if options is not None else CommunicationOptions()
         self._strategy: Strategy | None = None
         self._num_variables = 0
+        self._num_datasets = 0
 
     @classmethod
     def assemble(
@@ -247,6 +248,11 @@ class StrategyExtended:
         self.agree("Variable", fields, error)
         self._num_variables += takes_name
 
+    def next_dataset_number(self) -> int:
+        """Return the number of a new data set: the same on every rank that makes the same data sets. Local."""
+        number, self._num_datasets = self._num_datasets, self._num_datasets + 1
+        return number
+
     def symmetric_empty(
         self, specs: Sequence[tuple[Any, Any]], per_node: bool, error: Exception | None = None
     ) -> list[Any]:
@@ -273,13 +279,27 @@ class StrategyExtended:
         """Let the first rank of each node write an array that its ranks share. Collective over the node."""
         self._group.shared.write(array, value)
 
-    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None) -> None:
-        """Wait until all ranks make this call, and compare what they pass. Collective."""
+    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, word: int = 0) -> bool:
+        """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
+
+        Args:
+            call: The name of the call.
+            fields: What must be the same on all ranks, by name.
+            error: What is wrong with this rank's part of the call.
+            word: What ranks may differ in, but want to know of: 0 on all ranks, or on none.
+
+        Returns:
+            Whether all ranks have the same `word`.
+
+        Raises:
+            InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
+        """
         self._group.enter(call)
         timeout_seconds = self._options.timeout_seconds
         fingerprint = fingerprint_of((call, sorted(fields.items())))
-        self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error))
+        is_alike = self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error, word))
         self._group.end()
+        return is_alike
 
     def raise_together(self, what: str) -> AbstractContextManager[None]:
         """Let an exception of one rank be everybody's: `Strategy.raise_together`. Collective."""

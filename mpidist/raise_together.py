@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -13,17 +13,29 @@ from mpidist.transport.agreement import Joining
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.transport.texts import text_of
+from mpidist.transport.topology import Topology
 
-__all__ = ["raise_together"]
+__all__ = ["ErrorReport", "raise_reported", "raise_together"]
 
 
 @final
-class _Report(NamedTuple):
-    """What a rank tells of its exception."""
+class ErrorReport(NamedTuple):
+    """What a rank tells of its exception.
 
-    error: bytes | None  # pickled, if it comes out of that as it went in
+    Attributes:
+        error: The exception, pickled, if it comes out of that as it went in.
+        text: Its kind and first line.
+        trace: Its traceback.
+    """
+
+    error: bytes | None
     text: str
     trace: str
+
+    @classmethod
+    def of(cls, error: Exception) -> ErrorReport:
+        """Report an exception of this rank."""
+        return cls(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
 
 
 @contextmanager
@@ -36,7 +48,7 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
     except Exception as problem:
         if group.has_raised(problem):
             raise
-        error, own = problem, _report(problem)
+        error, own = problem, ErrorReport.of(problem)
     try:
         group.enter("raise_together")
     except RuntimeError as closed:  # in the block
@@ -46,31 +58,38 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
         return {"what": what, "exception": "none" if own is None else own.text}
 
     fingerprint = group.fingerprint("raise_together", what, lambda: {"what": what})
-    reports: list[_Report | None] = []
+    reports: list[ErrorReport | None] = []
     with group.moving():
         group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
         if group.any_of(own is not None):
             reports = group.exchange(own)
-    failed = [rank for rank, its in enumerate(reports) if its is not None]
-    if failed:
-        first = reports[failed[0]]
-        assert first is not None
-        _raise(error if failed[0] == group.topology.rank else None, first, failed, group.topology.hostnames)
+    raise_reported(error, reports, group.topology)
 
 
-def _raise(own: Exception | None, first: _Report, failed: list[int], hostnames: tuple[str, ...]) -> None:
-    error, rank = own, failed[0]
-    if error is None:
-        others = f"; also {name_ranks(failed[1:])} failed" if len(failed) > 1 else ""
-        cause = PeerFailedError(f"on rank {rank} ({hostnames[rank]}){others}:\n{first.trace}")
+def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], topology: Topology) -> None:
+    """Raise the exception of the lowest rank that has one, alike on all ranks. Local.
+
+    Args:
+        own: This rank's own exception.
+        reports: Those of all ranks, in rank order; `None` of a rank without one.
+        topology: The ranks.
+
+    Raises:
+        Exception: Of the same type and text as that rank's, with its traceback as the cause; a `PeerFailedError` with
+            its text where the exception cannot be copied.
+    """
+    failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+    if not failed:
+        return
+    rank, first = failed[0]
+    if own is not None and rank == topology.rank:
+        error = own
+    else:
+        others = f"; also {name_ranks(rank for rank, _ in failed[1:])} failed" if len(failed) > 1 else ""
         error = _unpickled(first.error) or PeerFailedError(f"rank {rank}: {first.text}")
-        error.__cause__ = cause
+        error.__cause__ = PeerFailedError(f"on rank {rank} ({topology.hostnames[rank]}){others}:\n{first.trace}")
     vars(error)["raised_on_all_ranks"] = True  # printing it once will do
     raise error
-
-
-def _report(error: Exception) -> _Report:
-    return _Report(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
 
 
 def _pickled(error: Exception) -> bytes | None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, final
 from mpidist import contexts, nest
 from mpidist.axis_reduction import reduce_along_axis
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.datasets import DistributedDataset, InputContext, InputOptions
+from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
 from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
@@ -198,18 +198,19 @@ class Strategy(ABC):
     ) -> DistributedDataset:
         """Give every rank its part of each global batch.
 
-        Not collective, but iterating is: one small message per step.
+        Not collective, but iterating is: one small round per step, in which the ranks also compare where they are.
 
         Args:
             dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays that are
-                equally long on axis 0; rank r gets the r-th contiguous part. Lengths differ by at most one.
+                equally long on axis 0; rank r gets the r-th contiguous part. Lengths differ by at most one. Parts are
+                views of the batch: copy a part before you change its numbers.
             options: Where the parts are put.
 
         Returns:
             An iterable of this rank's parts.
 
         Raises:
-            TypeError: If the data set can be iterated only once.
+            TypeError: If the data set can be iterated only once, or is one batch.
         """
         self._extended.require_cross_replica("experimental_distribute_dataset")
         return DistributedDataset.from_global_batches(self._extended, dataset, options)
@@ -219,8 +220,7 @@ class Strategy(ABC):
     ) -> DistributedDataset:
         """Let every rank make its own data set of batches, and step through them together.
 
-        Not collective, but iterating is: one small message per step. Ranks that run out get empty batches until
-        all have.
+        Collective, and so is iterating: one small round per step. Ranks that run out get empty batches until all have.
 
         Args:
             dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this replica's
@@ -229,11 +229,18 @@ class Strategy(ABC):
 
         Returns:
             An iterable of this rank's batches.
+
+        Raises:
+            TypeError: If the function returned no re-iterable of batches on some rank. On every rank.
+            Exception: What `dataset_fn` raised on the lowest rank where it raised. On every rank.
         """
         self._extended.require_cross_replica("distribute_datasets_from_function")
         topology = self.topology
         context = InputContext(topology.size, topology.rank, topology.size)
-        return DistributedDataset.from_own_batches(self._extended, dataset_fn(context), options)
+        with self.raise_together("distribute_datasets_from_function"):
+            dataset = dataset_fn(context)
+            require_batches(dataset)
+        return DistributedDataset.from_own_batches(self._extended, dataset, options)
 
     def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
         """Allocate an array that all ranks of a node can reach. Collective.

@@ -144,12 +144,23 @@ def test_batch_that_cannot_be_cut_is_refused(strategy: Strategy, batch: Any, tex
         next(steps)
 
 
-def test_array_alone_is_no_data_set_of_batches(strategy: Strategy) -> None:
-    """Section 7, fault 20: the advice instead of an IndexError."""
-    with raises_everywhere(WORLD, InvalidArgumentError, "one array alone is taken row by row"):
-        next(iter(strategy.experimental_distribute_dataset(np.arange(6))))
-    rows = strategy.experimental_distribute_dataset(np.arange(6).reshape(3, 2))
-    assert [len(part) for part in rows] == [share(2)[RANK]] * 3
+ONE_BATCH: dict[str, Any] = {
+    "array": np.arange(6),
+    "matrix": np.arange(6).reshape(3, 2),
+    "tuple of arrays": (np.arange(8.0).reshape(4, 2), np.arange(4)),
+    "dict": {"x": np.arange(4)},
+}
+
+
+@pytest.mark.parametrize("name", ONE_BATCH)
+def test_one_batch_is_no_data_set_of_batches(strategy: Strategy, name: str) -> None:
+    """Section 7, fault 20: the advice instead of an IndexError, and of rows that are taken for batches."""
+    with raises_everywhere(WORLD, TypeError, r"put batches in a list: \[batch, \.\.\.\]"):
+        strategy.experimental_distribute_dataset(ONE_BATCH[name])
+    with raises_everywhere(WORLD, TypeError, "put batches in a list"):
+        strategy.distribute_datasets_from_function(lambda context: ONE_BATCH[name])
+    (part,) = strategy.experimental_distribute_dataset([ONE_BATCH[name]])
+    assert type(part) is type(ONE_BATCH[name])
 
 
 # --- Batches of each rank's own ---

@@ -8,9 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fingerprint_of
-from mpidist.transport.disagreement import peer_left, table_of
+from mpidist.transport.disagreement import differing, have_same_kind_of_error, peer_left
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.notes import BROKE_OFF
 from mpidist.transport.rounds import MpiRounds, Rounds
@@ -28,7 +28,8 @@ class MpiAgreement(Agreement):
     Args:
         comm: A communicator for this object and its watch alone, which it frees.
         watch: Looks after those that this rank waits for.
-        check: Whether to compare at all. Without it a call with a deadline still waits for all ranks.
+        check: Whether to compare calls that need no round otherwise. A call with a deadline still waits for all ranks,
+            and ranks of one node meet in their barrier, which compares for nothing.
         timeout_seconds: The group's own deadline, or `None`.
         rounds: How ranks compare; by default over `comm`.
         sequence: The number of the last call before this object was made.
@@ -47,7 +48,7 @@ class MpiAgreement(Agreement):
         self._comm = comm
         self._watch = watch
         self._rounds = MpiRounds(comm) if rounds is None else rounds
-        self._check = check
+        self._has_round_for_all = check or self.is_node_barrier
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._confirms = False  # whether this call has a second round
@@ -68,9 +69,12 @@ class MpiAgreement(Agreement):
         if leaves:
             timeout = None  # the others may have hours of work of their own left
         watch.begin(self.sequence, "close()" if leaves else call, details, timeout)
-        meets = self.is_node_barrier or placement != 0  # which is 0 on all ranks, or on none
-        if not self._check and not timeout and not leaves and (error is not None or not meets):
-            return Arrival(call, describe, timeout, error, compares=False)
+        if not self._has_round_for_all and not leaves:
+            if error is not None:  # the other ranks may move data at once: only a note can reach them
+                self.break_off(error)
+                return Arrival(call, describe, timeout, error, compares=False)
+            if not timeout and placement == 0:  # which is 0 on all ranks, or on none
+                return Arrival(call, describe, timeout, error, compares=False)
         if error is not None:
             fingerprint = fingerprint_of(("error", call, repr(error)))
         if timeout or leaves:
@@ -108,14 +112,11 @@ class MpiAgreement(Agreement):
             self._watch.limit(arrival.timeout)
             self._wait(have_arrived, lambda: self._rounds.memory, call)
         equal, same_placement = self._found or self._rounds.is_equal()
-        if not equal and self._check:
+        if not equal:
             self._explain(call, describe, bool(arrival.timeout), error)
-        elif not equal and call == LEAVE:
-            self._watch.broken = PeerFailedError("other ranks made another call while this one left, or gave up on one")
         if error is not None:
             self._watch.recorder.fail()
-            if self._check:
-                vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+            vars(error)["raised_on_all_ranks"] = True  # printing it once will do
             raise error
         self._note_agreed()
         return same_placement
@@ -208,8 +209,10 @@ class MpiAgreement(Agreement):
         if call == LEAVE:
             return
         self._watch.recorder.fail()
-        self._refused = problem = InvalidArgumentError(table_of(everyone, self.sequence))
-        problem.raised_on_all_ranks = True
+        if error is not None and have_same_kind_of_error(everyone):
+            vars(error)["raised_on_all_ranks"] = True  # in the words of each rank: printing one will do
+            raise error
+        self._refused = problem = differing(everyone, self.sequence)
         raise problem
 
     def _again(self, first: Exception) -> Exception:

@@ -163,6 +163,11 @@ class SyncGroup(OpenGroup):
         return self.levels.overflowed + self.devices.overflowed
 
     @property
+    def sequence(self) -> int:
+        """The number of the call that this rank joined last: the same on all ranks that have joined it."""
+        return self._agreement.sequence
+
+    @property
     def is_node_barrier(self) -> bool:
         """Whether `agree` is a barrier of the node's shared memory, too."""
         return self._agreement.is_node_barrier

@@ -1,0 +1,111 @@
+"""What a program says of a data set, and what the function that makes one is told."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import final
+
+from mpidist.options import NamedInAnyCase
+
+__all__ = ["InputContext", "InputOptions", "InputReplicationMode"]
+
+
+@final
+class InputReplicationMode(NamedInAnyCase):
+    """How many input pipelines there are. With one replica per rank, both mean one on every rank."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True, init=False)
+class InputOptions:
+    """How a distributed data set hands out batches.
+
+    Args:
+        experimental_fetch_to_device: Copy batches to this rank's GPU, where its device is one. `None` means yes, unless
+            `experimental_place_dataset_on_device` is set.
+        experimental_replication_mode: An `InputReplicationMode` or its name. `PER_REPLICA` is for
+            `distribute_datasets_from_function` alone.
+        experimental_place_dataset_on_device: Say that the function of `distribute_datasets_from_function` makes its
+            batches on the device: they are taken where they lie. Goes with `PER_REPLICA`, and without
+            `experimental_fetch_to_device`.
+        experimental_per_replica_buffer_size: Number of batches that may be ready at a time. With more than 1 a thread
+            reads the others ahead, while the program works on one.
+
+    Raises:
+        TypeError: If a flag is not a bool, or the buffer's size not a whole number.
+        ValueError: If the mode is not known, the buffer has no place for a batch, or options exclude each other.
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __init__(
+        self,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ) -> None:
+        place, size = experimental_place_dataset_on_device, experimental_per_replica_buffer_size
+        fetch = not place if experimental_fetch_to_device is None else experimental_fetch_to_device
+        for name, flag in (("fetch_to_device", fetch), ("place_dataset_on_device", place)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
+        mode = InputReplicationMode(experimental_replication_mode)
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise TypeError(f"experimental_per_replica_buffer_size is a whole number of batches, not {size!r}")
+        if size < 1:
+            raise ValueError(f"experimental_per_replica_buffer_size must be >= 1 batch, got {size}")
+        if place and mode is not InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "experimental_place_dataset_on_device needs experimental_replication_mode=PER_REPLICA: each replica "
+                "makes its batches on its device"
+            )
+        if place and fetch:
+            raise ValueError(
+                "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other: batches "
+                "that are made on the device are not fetched"
+            )
+        object.__setattr__(self, "experimental_fetch_to_device", fetch)
+        object.__setattr__(self, "experimental_replication_mode", mode)
+        object.__setattr__(self, "experimental_place_dataset_on_device", place)
+        object.__setattr__(self, "experimental_per_replica_buffer_size", int(size))
+
+
+@final
+@dataclass(frozen=True)
+class InputContext:
+    """What the function of `distribute_datasets_from_function` is told.
+
+    Args:
+        num_input_pipelines: Number of input pipelines: one on every rank.
+        input_pipeline_id: This rank's.
+        num_replicas_in_sync: Number of replicas.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Divide a global batch size by the number of replicas.
+
+        Raises:
+            ValueError: If it does not divide evenly.
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"the global batch size {global_batch_size} is not divisible by the {self.num_replicas_in_sync} "
+                "replicas; choose a multiple, or let experimental_distribute_dataset split uneven batches"
+            )
+        return size
+
+    def __str__(self) -> str:
+        return f"InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
