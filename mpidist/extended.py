@@ -279,6 +279,10 @@ class StrategyExtended:
         """Let the first rank of each node write an array that its ranks share. Collective over the node."""
         self._group.shared.write(array, value)
 
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
+        self._group.close(self._options.timeout_seconds, error)
+
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, word: int = 0) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import contexts, nest
@@ -14,6 +16,7 @@ from mpidist.datasets import DistributedDataset, InputContext, InputOptions, req
 from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
+from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.topology import Topology
 from mpidist.values import PerReplica, local, open_nest
 
@@ -298,15 +301,25 @@ class Strategy(ABC):
         self._extended.group.reset()
 
     def close(self) -> None:
-        """Give back what the strategy holds. Collective; a second call does nothing."""
-        self._extended.group.close()
+        """Give back what the strategy holds. Collective; a second call does nothing.
+
+        While an exception is under way, as in a `finally` clause, nobody is waited for: the other ranks are told of the
+        exception, and raise `PeerFailedError` with its text at their next call.
+
+        Raises:
+            PeerFailedError: If another rank makes another call instead, or an exception ended its part.
+            DeadlineExceededError: If not all ranks close within the strategy's `timeout_seconds`.
+        """
+        self._extended.close(sys.exc_info()[1])
 
     def __enter__(self: _T) -> _T:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        if exc[0] is None:  # a rank that failed must not wait for the others here
-            self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not ends_normally(error):
+            self._extended.close(error)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied: it is tied to its communicators; make another one")

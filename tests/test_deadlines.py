@@ -7,7 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -228,13 +228,17 @@ def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
-    """A program that ends must end: nobody else will come."""
-    strategy = Strategy(comm=comm)
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError):
-            strategy.reduce("SUM", 1.0, options=options(0.2))
-    comm.Barrier()
-    with alarm(2), taking(0, 0.9):
+    """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
+    for ends in (Strategy.close, lambda strategy: strategy.extended.group.end_with_program()):
+        strategy = Strategy(comm=comm)
+        if comm.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                strategy.reduce("SUM", 1.0, options=options(0.2))
+        comm.Barrier()
+        learns = ends is Strategy.close and comm.rank > 0
+        text = r"close\(\) \(call 2\) .* rank 0 had given up waiting"
+        with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
+            ends(strategy)
         strategy.close()
 
 
@@ -257,7 +261,7 @@ def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_closing_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_program_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than any deadline: they may have work of their own left. Then all free together."""
     from mpi4py import MPI
 
@@ -267,7 +271,7 @@ def test_closing_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.Monke
     if comm.rank:
         time.sleep(0.4)
     with taking(0 if comm.rank else 0.3):
-        strategy.close()
+        strategy.extended.group.end_with_program()
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 
 
@@ -282,7 +286,7 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
         with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
             strategy.reduce("SUM", 1.0, options=options(0.2))
     comm.Barrier()
-    with alarm(2), taking(0, 0.9):
+    with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
         strategy.close()
 
 

@@ -118,14 +118,81 @@ with strategy, strategy.scope():
     assert ended.err.count("Traceback") == 1
 
 
-@whatever_others_do
-@pytest.mark.parametrize("code", ["3", "'no data'"])
-def test_exit_with_a_code_on_one_rank_ends_all_of_them(job: Job, others: str, code: str) -> None:
-    """api.md, section 4: as an uncaught exception does."""
-    ended = job(f"strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit({code})\n{OTHERS[others]}")
-    assert ended.status != 0
-    assert re.search(rf"SystemExit.*{code.strip(chr(39))}", "\n".join(ended.lines_of(1)))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_exception_under_way_in_close_is_shown(job: Job, rank: int) -> None:
+    """The commonest form of such a program: the exception must not be lost, nor another rank's be shown for it."""
+    program = f"""
+try:
+    for step in range(3):
+        if step == 1 and rank == {rank}:
+            raise KeyError("labels")
+        strategy.reduce("sum", 1.0)
+finally:
+    strategy.close()
+"""
+    ended = job(program)
+    assert ended.status == 1
+    assert ended.lines_of(rank)[-1] == "KeyError: 'labels'"
     assert ended.err.count("Traceback") == 1
+    for other in {0, 1, 2} - {rank}:
+        for line in ended.lines_of(other):
+            assert re.search(rf"PeerFailedError: .* rank {rank} left because of an exception: KeyError: 'labels'", line)
+
+
+def test_exception_that_left_a_strategy_and_was_caught_ends_no_rank_in_silence(job: Job) -> None:
+    program = """
+try:
+    with strategy:
+        if rank == 1:
+            raise KeyError("labels")
+except KeyError:
+    pass  # and on to the next experiment
+with mpidist.MultiWorkerMirroredStrategy() as second:
+    second.reduce("sum", 1.0)
+"""
+    ended = job(program)
+    assert ended.status != 0
+    lines = ended.lines_of(0) or ended.lines_of(2)
+    assert re.search(
+        r"close\(\) \(call \d\) on rank . .* rank 1 left because of an exception: KeyError: 'labels'", lines[-1]
+    )
+    assert "Traceback (most recent call last):" in lines  # nobody else shows where it happened
+
+
+EXITS = {
+    "sys.exit(3)": 3,
+    "sys.exit('no data')": 1,
+    "raise SystemExit(4)": 4,
+    "exit(5)": 5,
+    "early_exit(6)": 6,
+    "sys.exit(0.0)": 1,
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_exit_with_a_code_on_one_rank_ends_all_of_them_with_this_code(job: Job, how: str) -> None:
+    """api.md, section 4: as an uncaught exception does, however the rank exits."""
+    others = list(OTHERS.values())[len(how) % 2]
+    program = f"strategy.reduce('SUM', 1.0)\nif rank == 1:\n    {how}\n{others}"
+    ended = job(program, head=f"from sys import exit as early_exit\n{HEAD}")
+    assert ended.status == EXITS[how]
+    assert re.search(r"SystemExit: (\d|no data)", "\n".join(ended.lines_of(1)))
+    assert ended.err.count("Traceback") == (not how.startswith("raise"))
+
+
+def test_exit_that_is_caught_is_the_programs_affair(job: Job) -> None:
+    program = """
+for code in (0, 7):
+    try:
+        raise SystemExit(code)
+    except SystemExit as caught:
+        assert caught.code == code
+        caught.code = 8
+        assert caught.code == 8
+strategy.reduce("sum", 1.0)
+sys.exit(None)
+"""
+    assert job(program) == Ended(0, "", "")
 
 
 def test_exit_with_a_code_on_all_ranks_is_told_once(job: Job) -> None:
@@ -139,7 +206,7 @@ def test_rank_that_ends_early_is_named_where_others_wait_for_it(job: Job) -> Non
     ended = job("strategy.reduce('SUM', 1.0)\nif rank == 1:\n    sys.exit()\nreduce_for_ever()")
     assert ended.status != 0
     assert "PeerFailedError" in ended.err
-    assert "rank 1 closed the strategy or ended the program while ranks 0, 2 called reduce" in ended.err
+    assert "rank 1 ended the program while ranks 0, 2 called reduce" in ended.err
 
 
 def test_on_error_raise_leaves_the_job_alone_and_others_learn_of_it(job: Job) -> None:
@@ -157,7 +224,7 @@ except mpidist.errors.PeerFailedError as error:
 """
     ended = job(program, MPIDIST_ON_ERROR="raise")
     for rank in (0, 2):
-        assert re.search(rf"rank {rank} learns: rank 1 closed the strategy or ended the program", ended.out)
+        assert re.search(rf"rank {rank} learns: rank 1 ended the program", ended.out)
         assert f"rank {rank} goes on" in ended.out or not IS_MPICH  # Open MPI's launcher ends them at once
     assert ended.err.count("KeyError: 'mine'") == 1
     assert all("waits up to 30 s for other ranks to end" in line for line in ended.lines_of(1))
@@ -250,6 +317,81 @@ def test_plain_python_is_a_job_of_one_rank(tmp_path: Path) -> None:
     script.write_text("import mpidist\nprint(mpidist.MirroredStrategy().reduce('SUM', 1.0))\n")
     ended = end_of([sys.executable, str(script)])
     assert (ended.status, ended.out, ended.err) == (0, "1.0\n", "")
+
+
+@pytest.mark.parametrize("call", ["strategy.reduce('sum', 1.0)", "handle.wait()", "strategy.close()"])
+def test_call_after_the_program_finalized_mpi_is_a_python_error(job: Job, call: str) -> None:
+    program = f"""
+context = mpidist.get_replica_context
+handle = strategy.run(lambda: context().start_all_reduce("sum", 1.0))
+from mpi4py import MPI
+MPI.Finalize()
+try:
+    {call}
+except RuntimeError as error:
+    print(error, flush=True)
+    sys.exit(9)
+"""
+    ended = job(program)
+    assert ended.status == 9
+    assert "after MPI.Finalize(): the program has ended MPI" in ended.out
+    assert "MPI routine" not in ended.err
+
+
+CHILDREN = {
+    "pool without a guard": """
+import multiprocessing
+print(multiprocessing.get_context("spawn").Pool(1).map(len, ["ab"]))
+""",
+    "worker": """
+import concurrent.futures, multiprocessing
+if __name__ == "__main__":
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pool.submit(mpidist.MultiWorkerMirroredStrategy).result()
+""",
+    "forked": """
+if os.fork() == 0:
+    mpidist.MultiWorkerMirroredStrategy()
+sys.exit(os.wait()[1] >> 8)
+""",
+    "subprocess": """
+import subprocess
+sys.exit(subprocess.run([sys.executable, "-c", "import mpidist; mpidist.MultiWorkerMirroredStrategy()"]).returncode)
+""",
+}
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_child_of_a_rank_is_refused_before_it_starts_mpi(job: Job, how: str) -> None:
+    """And the job ends, instead of starting one child after the other."""
+    head = (
+        HEAD
+        if how != "worker"
+        else HEAD.replace("strategy = ", "if __name__ == '__main__':\n    strategy = ").replace(
+            "rank = ", "    rank = "
+        )
+    )
+    ended = job(CHILDREN[how], head=head, ranks=2)
+    assert ended.status != 0
+    assert "and cannot take the rank's place in MPI. Guard the script" in ended.err
+    assert ended.err.count("Guard the script") < 12
+
+
+def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job: Job, tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text("import mpidist\nprint(f'{mpidist.MultiWorkerMirroredStrategy().reduce(\"sum\", 1.0)}')\n")
+    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(inner)]
+    unset = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "MPI_LOCAL")
+    program = f"""
+import subprocess
+if rank == 0:
+    environment = {{name: value for name, value in os.environ.items() if not name.startswith({unset})}}
+    environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    subprocess.run({command}, check=True, env=environment)
+strategy.reduce("sum", 1.0)
+"""
+    ended = job(program, ranks=2)
+    assert (ended.status, ended.out.count("2.0")) == (0, 2)
 
 
 FORKED = """

@@ -5,9 +5,11 @@ A subclass writes one short method, `_all_reduce`. Checks, packing, means, desti
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
+from types import TracebackType
 from typing import Any, ClassVar, Final, final
 
 from mpidist import contexts, nest
@@ -19,6 +21,7 @@ from mpidist.cross_device_ops.request import Request
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.transport import cuda
+from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.reduction import Reduction
@@ -127,15 +130,17 @@ class CrossDeviceOps(ABC):
         """
         if self._bound is None or not self._owns_group:
             raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so it has nothing to close")
-        self._bound[0].close()
+        self._bound[0].close(self._options.timeout_seconds, sys.exc_info()[1])
 
     @final
     def __enter__(self) -> CrossDeviceOps:
         return self
 
     @final
-    def __exit__(self, *exc: object) -> None:
-        if exc[0] is None:  # a rank that failed must not wait for the others here
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not ends_normally(error):
             self.close()
 
     @final
@@ -239,7 +244,7 @@ class CrossDeviceOps(ABC):
         """
         group, reducer = self._tied()
         call = reducer.start(*self._open("start_all_reduce", reduce_op, value, options, out, None))
-        return PendingResult(group.calls, call, value, out)
+        return PendingResult(group, call, value, out)
 
     def _open(
         self,

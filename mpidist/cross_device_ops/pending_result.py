@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any, final
 
 from mpidist import nest
-from mpidist.transport.pending import Pending, PendingCalls
+from mpidist.transport.pending import Pending
+from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["PendingResult"]
 
@@ -24,8 +25,8 @@ class PendingResult:
     goes through the host (between nodes, but for `implementation="NCCL"`) it is done in `wait` instead.
     """
 
-    def __init__(self, calls: PendingCalls, call: Pending, value: Any, out: Any) -> None:
-        self._calls, self._call = calls, call
+    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any) -> None:
+        self._group, self._call = group, call
         self._form = None
         with suppress(Exception):  # then the call was refused, which `wait` raises
             self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
@@ -37,7 +38,9 @@ class PendingResult:
         Does not wait, but where ranks send messages and MPI allows no thread: there it may, for ranks that started
         the same reductions. Never for a GPU's arrays.
         """
-        self._calls.advance(may_wait=True)
+        if not self._call.is_done:
+            self._group.require_mpi("is_done()")
+            self._group.calls.advance(may_wait=True)
         return self._call.is_done
 
     def wait(self) -> Any:
@@ -48,6 +51,8 @@ class PendingResult:
         Raises:
             Exception: What `all_reduce` would have raised.
         """
-        self._calls.finish(self._call)
+        if not self._call.is_done:
+            self._group.require_mpi("wait()")
+            self._group.calls.finish(self._call)
         results = self._call.result
         return self._out if self._out is not None else nest.rebuild(self._form, results)

@@ -68,8 +68,8 @@ class GlobalBatches(SharedBatches):
     """
 
     advice = (
-        f"{_IN_STEP}. Give every rank the same global batches: seed alike what shuffles them, and copy a part, which is "
-        "a view of its batch, before you change the part in place"
+        f"{_IN_STEP}. Give every rank the same global batches: seed alike what shuffles them, and copy a part, which "
+        "is a view of its batch, before you change the part in place"
     )
 
     def __init__(self, source: Iterable[Any], rank: int, size: int, compares_numbers: bool) -> None:

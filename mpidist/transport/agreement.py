@@ -12,9 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, final
 
-__all__ = ["LEAVE", "Agreement", "Arrival", "Joining", "SoloAgreement", "fingerprint_of"]
+__all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement", "fingerprint_of"]
 
-LEAVE: Final = "leave"  # the call of a rank that closes its group, or ends its program
+# The calls of a rank that leaves its group: because it closes the group, or because its program ends.
+CLOSE: Final = "close()"
+END: Final = "end of program"
 _MASK: Final = (1 << 63) - 1
 
 
@@ -37,6 +39,7 @@ class Joining(NamedTuple):
         placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
             ranks, or on none.
         details: What the flight recorder shall say of it.
+        leaves: Whether this is the last call of the rank, and the other ranks have to leave, too.
     """
 
     call: str
@@ -46,6 +49,7 @@ class Joining(NamedTuple):
     error: Exception | None = None
     placement: int = 0
     details: str = ""
+    leaves: bool = False
 
 
 @final
@@ -56,6 +60,7 @@ class Arrival(NamedTuple):
     describe: Callable[[], Mapping[str, str]]
     timeout: float | None
     error: Exception | None
+    leaves: bool = False
     compares: bool = True
 
 

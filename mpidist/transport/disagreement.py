@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from mpidist.errors import InvalidArgumentError, PeerFailedError
+from mpidist.transport.agreement import CLOSE, END
 from mpidist.transport.ranks import name_ranks
 
 __all__ = ["differing", "have_same_kind_of_error", "peer_left"]
@@ -16,8 +17,11 @@ def peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int)
     """Make the error of those who call while others leave."""
     others = [rank for rank in range(len(everyone)) if rank not in leavers]
     calls = sorted({everyone[rank]["call"] for rank in others})
+    ways = {everyone[rank]["call"] for rank in leavers}
+    how = {frozenset({CLOSE}): "closed the strategy", frozenset({END}): "ended the program"}
     return PeerFailedError(
-        f"{name_ranks(leavers)} closed the strategy or ended the program while {name_ranks(others)} called "
+        f"{name_ranks(leavers)} {how.get(frozenset(ways), 'closed the strategy or ended the program')} while "
+        f"{name_ranks(others)} called "
         f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; see what the program did "
         f"differently on {name_ranks(leavers)}"
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, fingerprint_of
+from mpidist.transport.agreement import Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.disagreement import differing, have_same_kind_of_error, peer_left
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.notes import BROKE_OFF
@@ -59,16 +59,13 @@ class MpiAgreement(Agreement):
         self.require_peers = watch.look  # type: ignore[method-assign]
 
     def arrive(self, joining: Joining) -> Arrival:
-        call, fingerprint, describe, timeout_seconds, error, placement, details = joining
+        call, fingerprint, describe, timeout_seconds, error, placement, details, leaves = joining
         watch = self._watch
         if watch.broken is not None:
             raise self._again(watch.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        leaves = call == LEAVE
-        if leaves:
-            timeout = None  # the others may have hours of work of their own left
-        watch.begin(self.sequence, "close()" if leaves else call, details, timeout)
+        watch.begin(self.sequence, call, details, timeout)
         if not self._has_round_for_all and not leaves:
             if error is not None:  # the other ranks may move data at once: only a note can reach them
                 self.break_off(error)
@@ -81,7 +78,7 @@ class MpiAgreement(Agreement):
             watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
         self._found, self._confirms = None, bool(timeout)
         self._rounds.start(fingerprint ^ bool(timeout), placement)
-        return Arrival(call, describe, timeout, error)
+        return Arrival(call, describe, timeout, error, leaves)
 
     def have_all_arrived(self) -> bool:
         if not self._rounds.is_complete():
@@ -96,10 +93,10 @@ class MpiAgreement(Agreement):
         return True
 
     def conclude(self, arrival: Arrival) -> bool:
-        call, describe, _, error, compares = arrival
+        error = arrival.error
         if error is not None:
             self._refused = error
-        if not compares:
+        if not arrival.compares:
             if error is not None:
                 self._watch.recorder.fail()
                 raise error
@@ -110,10 +107,10 @@ class MpiAgreement(Agreement):
             if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
                 raise self._again(self._watch.broken)
             self._watch.limit(arrival.timeout)
-            self._wait(have_arrived, lambda: self._rounds.memory, call)
+            self._wait(have_arrived, lambda: self._rounds.memory, arrival.call)
         equal, same_placement = self._found or self._rounds.is_equal()
         if not equal:
-            self._explain(call, describe, bool(arrival.timeout), error)
+            self._explain(arrival)
         if error is not None:
             self._watch.recorder.fail()
             vars(error)["raised_on_all_ranks"] = True  # printing it once will do
@@ -191,22 +188,22 @@ class MpiAgreement(Agreement):
             )
             raise
 
-    def _explain(
-        self, call: str, describe: Callable[[], Mapping[str, str]], has_timeout: bool, error: Exception | None
-    ) -> None:
-        fields = {"call": call, "timeout": "set" if has_timeout else "none"}
+    def _explain(self, arrival: Arrival) -> None:
+        """Raise what all ranks raise whose calls differ; ranks that leave raise nothing. Collective."""
+        error = arrival.error
+        fields = {"call": arrival.call, "timeout": "set" if arrival.timeout else "none"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
-        elif call != LEAVE:
-            fields.update(describe())
-        everyone = self.exchange(fields)
-        leavers = [rank for rank, its in enumerate(everyone) if its["call"] == LEAVE]
+        elif not arrival.leaves:
+            fields.update(arrival.describe())
+        told = self.exchange((arrival.leaves, fields))
+        everyone = [fields for _, fields in told]
+        leavers = [rank for rank, (leaves, _) in enumerate(told) if leaves]
         if leavers and len(leavers) < len(everyone):
             self._watch.broken = peer_left(everyone, leavers, self.sequence)
-            if call == LEAVE:
-                return
-            raise self._watch.broken
-        if call == LEAVE:
+            if not arrival.leaves:
+                raise self._watch.broken
+        if arrival.leaves:
             return
         self._watch.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):

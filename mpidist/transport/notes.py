@@ -13,13 +13,14 @@ from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.node_board import Status
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "RESETS", "STALLED", "Note", "Notes"]
+__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "Note", "Notes"]
 
 GAVE_UP: Final = 1  # tags: the writer waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
 ENDED: Final = 3  # its program has failed
 FOLLOWS: Final = 4  # it does so because others have
 STALLED: Final = 5  # it waits on, and wonders
+LEFT: Final = 7  # an exception of its own left the strategy's `with` statement, or was under way in `close()`
 RESETS: Final = 6  # it makes no call any more before the next reset
 
 
@@ -28,7 +29,7 @@ class Note(NamedTuple):
     """What a rank tells the others.
 
     Attributes:
-        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `FOLLOWS`, `STALLED` or `RESETS`.
+        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `FOLLOWS`, `STALLED` or `RESETS`.
         sequence: The number of the call that it was in.
         text: What happened, for people.
         is_lost: Whether it knows of a rank that will never come.

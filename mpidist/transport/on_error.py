@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Final, NamedTuple, NoReturn, final
+from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
+from mpidist.transport.exit_code import status_of, watch_exits, where_raised
 from mpidist.transport.texts import text_of
 
 __all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "uninstall"]
@@ -76,21 +77,21 @@ def tell(text: str) -> None:
 def install(job: Job) -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
 
-    `sys.exit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
+    `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
     makes calls which other ranks wait for. SIGUSR1 keeps what the ranks called last, if it had no other meaning.
     """
     know(job)
     if _before or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
-    hook, thread_hook, exit_ = sys.excepthook, threading.excepthook, sys.exit
+    hook, thread_hook = sys.excepthook, threading.excepthook
 
     def put_back() -> None:
-        sys.excepthook, threading.excepthook, sys.exit = hook, thread_hook, exit_
+        sys.excepthook, threading.excepthook = hook, thread_hook
 
     _before.append(put_back)
+    _before.append(watch_exits(_end_with_code))
     sys.excepthook = _fail
     threading.excepthook = lambda arguments: _fail_in_thread(arguments, thread_hook)
-    sys.exit = _exit
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _keep)
@@ -140,7 +141,8 @@ def _say(job: Job, kind: type[BaseException], error: BaseException, trace: Trace
     if getattr(error, "follows_rank", None) is not None:  # that rank says it all, and ends this one
         _write(f"{kind.__name__}: {vars(error)['summary']}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
-        return
+        if not vars(error)["may_go_on"]:
+            return
     if not getattr(error, "raised_on_all_ranks", False):
         job.tell(text_of(error))
         if issubclass(kind, Exception):
@@ -165,46 +167,19 @@ def _let_lower_rank_speak(job: Job) -> None:
             time.sleep(_FOLLOW_SECONDS)
 
 
-def _exit(code: object = None, /) -> NoReturn:
-    if code in (None, 0):
-        raise SystemExit(code)
-    raise _Exit(code)
-
-
-@final
-class _Exit(SystemExit):
-    """What `sys.exit` raises. It notices when nobody caught it.
-
-    Python has no hook for a program that ends with a code. But then the interpreter itself asks for the code, and not
-    a function of Python.
-    """
-
-    def __init__(self, code: object) -> None:
-        super().__init__(code)
-        self._where = "".join(traceback.format_stack(sys._getframe(2)))
-
-    @property
-    def code(self) -> object:  # type: ignore[override]
-        if _before and _asked_by_the_interpreter():
-            self._leave(_jobs[0])
-        return self.args[0]
-
-    def _leave(self, job: Job) -> None:
-        code = self.args[0]
-        try:
-            job.tell(f"SystemExit: {code}")
-            _let_lower_rank_speak(job)
-            _write(f"Traceback (most recent call last):\n{self._where}SystemExit: {code}\n", job.prefix)
-        finally:
-            _abort(job, code if isinstance(code, int) else _EXIT_CODE)
-
-
-def _asked_by_the_interpreter() -> bool:
+def _end_with_code(error: SystemExit) -> None:
+    """End the job if a program ends with another code than 0, in the middle of the job."""
+    job, code = _jobs[0], status_of(error)
+    if code == 0:
+        return
     try:
-        sys._getframe(2)
-    except ValueError:
-        return True
-    return False
+        job.tell(f"SystemExit: {error.args[0]}")
+        _let_lower_rank_speak(job)
+        where = where_raised(error)
+        head = "Traceback (most recent call last):\n" if where else ""
+        _write(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
+    finally:
+        _abort(job, code)
 
 
 def _keep(number: int, frame: FrameType | None) -> None:

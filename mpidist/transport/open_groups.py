@@ -33,8 +33,8 @@ class OpenGroup(ABC):
     """A group of several ranks that this process is in."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave it, with all ranks."""
+    def end_with_program(self) -> None:
+        """Leave it, with all ranks, because the program of this rank ends."""
 
     @abstractmethod
     def part(self) -> str | None:
@@ -124,7 +124,7 @@ def tell_end(text: str) -> None:
 
 def hear_end_of_a_lower_rank() -> bool:
     """Whether a rank before this one, in any group, has told of the end of its program. Local."""
-    return any(group.hears_end_of_a_lower_rank() for group in _open)
+    return any(group.hears_end_of_a_lower_rank() for group in (*_open, *_failed))
 
 
 def keep_flights(reason: str) -> str:
@@ -136,11 +136,12 @@ def keep_flights(reason: str) -> str:
     Returns:
         Where they are and how to read them, for people; nothing if they are not wanted, or cannot be written.
     """
-    folders = [group.folder for group in _open if group.folder is not None]
+    groups = (*_open, *_failed)
+    folders = [group.folder for group in groups if group.folder is not None]
     if not folders:
         return ""
     flights: dict[int, list[GroupFlight]] = {}
-    for group in _open:
+    for group in groups:
         for rank, flight in group.flights().items():
             flights.setdefault(rank, []).append(flight)
     own = load_mpi().COMM_WORLD.Get_rank()
@@ -173,7 +174,7 @@ def _leave_all() -> None:
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
         try:
-            group.close()
+            group.end_with_program()
         except Exception as error:  # the other groups have to be left, too
             on_error.tell(f"while the program ended: {text_of(error)}")
             forget(group, has_failed=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda, on_error, open_groups
-from mpidist.transport.agreement import LEAVE, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
+from mpidist.transport.child_process import mark_rank, require_no_child
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.device_levels import DeviceLevels
 from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
+from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.flight_files import GroupFlight
 from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
@@ -31,6 +34,7 @@ from mpidist.transport.pending import PendingCalls
 from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
 from mpidist.transport.symmetric import SharedArrays
+from mpidist.transport.texts import count_text, last_line, text_of
 from mpidist.transport.thread_guard import ThreadGuard
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import set_crowded
@@ -72,6 +76,8 @@ class SyncGroup(OpenGroup):
         self._threads = None if membership is None else ThreadGuard.of_group()
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
+        self._built_under = sys.exc_info()[1]  # handled by the program, which builds a strategy meanwhile
+        self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_of_parent = False  # whether this process is a fork of the one that made it
         self._fingerprints: dict[Hashable, int] = {}
         self._sequence = 0  # of the last call before a reset
@@ -100,10 +106,13 @@ class SyncGroup(OpenGroup):
 
         Raises:
             UnavailableError: If there is no MPI.
-            TopologyError: If the launcher started many worlds of one rank, or the ranks cannot work together.
+            TopologyError: If the launcher started many worlds of one rank, the ranks cannot work together, or this
+                process is a child of a rank.
             ValueError: If an `MPIDIST_` variable cannot be understood.
         """
+        require_no_child(os.environ)
         mpi = load_mpi()
+        mark_rank(os.environ)
         if comm is None:
             comm = mpi.COMM_WORLD
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
@@ -112,10 +121,23 @@ class SyncGroup(OpenGroup):
         settings = own_settings()
         _prepare_the_end(mpi.COMM_WORLD, settings.abort_on_error)
         meet(comm, settings)
-        comm = comm.Dup()
+        try:
+            return cls._of_all(comm.Dup(), mpi.COMM_WORLD, max_chunk_bytes)
+        except mpi.Exception as error:  # on all ranks, where there is no communicator left
+            problem = UnavailableError(
+                f"MPI could not make the communicators of another strategy ({last_line(error)}): "
+                f"{count_text(open_groups.num_open(), 'strategy', 'strategies')} of this process are open; close those "
+                "that are done with, by `with` or strategy.close()"
+            )
+            vars(problem)["raised_on_all_ranks"] = True
+            raise problem from error
+
+    @classmethod
+    def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+        """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
         try:
             settings = agreed_settings(comm)
-            topology = discover(comm, settings.pretend_nodes, mpi.COMM_WORLD)
+            topology = discover(comm, settings.pretend_nodes, world)
         except (ValueError, TopologyError) as error:
             vars(error)["raised_on_all_ranks"] = True
             comm.Free()
@@ -123,7 +145,7 @@ class SyncGroup(OpenGroup):
         settings.apply_log_level()
         set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
-        membership = Membership(comm, topology, mpi.COMM_WORLD, token, settings.stall_seconds)
+        membership = Membership(comm, topology, world, token, settings.stall_seconds)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
         except UnavailableError:
@@ -143,6 +165,19 @@ class SyncGroup(OpenGroup):
             )
         if self._is_closed:
             raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self.require_mpi(call)
+
+    def require_mpi(self, call: str) -> None:
+        """Refuse a call of several ranks after the program has ended MPI itself.
+
+        Raises:
+            RuntimeError: If MPI was finalized.
+        """
+        if self._is_finalized():
+            raise RuntimeError(
+                f"{call} after MPI.Finalize(): the program has ended MPI, so ranks cannot reach each other any more; "
+                "close strategies before, or leave ending MPI to mpidist"
+            )
 
     def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
         """Return the communicators for host or device memory. The latter are made at first use: collective.
@@ -297,34 +332,77 @@ class SyncGroup(OpenGroup):
         self._connect()
         self.shared.within_node = self.levels.within_node
 
-    def close(self) -> None:
+    def close(self, timeout_seconds: float | None = None, error: BaseException | None = None) -> None:
         """Free the communicators. Collective; a second call does nothing.
 
+        Because of an exception of this rank alone nobody is waited for, and the other ranks are told of the exception.
+
+        Args:
+            timeout_seconds: How long to wait for the other ranks; `None` is the group's own deadline, 0 for ever.
+            error: The exception that is under way.
+
         Raises:
-            PeerFailedError: If another rank makes another call instead.
+            PeerFailedError: If another rank makes another call instead, or has left because of an exception.
+            DeadlineExceededError: If not all ranks close in time.
+            RuntimeError: If the program has finalized MPI.
         """
         if self._is_closed:
             return
+        if error is not None and self._watch is not None and self._is_own(error):
+            self._leave(self._watch, error)
+            return
+        try:
+            self.require_mpi(CLOSE)
+        except RuntimeError:
+            self._is_closed = True
+            open_groups.forget(self, has_failed=False)
+            raise
+        self._close(Joining(CLOSE, 0, dict, timeout_seconds, leaves=True))
+
+    def end_with_program(self) -> None:
+        """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
+        with suppress(DeadlineExceededError):  # other ranks gave up before
+            self._close(Joining(END, 0, dict, 0.0, leaves=True))
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
+        if error is self._built_under or ends_normally(error):
+            return False
+        return not (self._agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
+
+    def _leave(self, watch: Watch, error: BaseException) -> None:
+        """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
+        if not self._is_finalized():
+            watch.tell_leaving(text_of(error))
+        self.calls.abandon("an exception that left the strategy")
+        self._is_closed = True
+        self._give_up()
+
+    def _close(self, leaving: Joining) -> None:
         if self.calls and self._agreement.broken is None:
             self.calls.finish()
-        self.calls.abandon("close()")
+        self.calls.abandon(leaving.call)
         self._is_closed = True
         try:
             if self._agreement.broken is None:
-                with suppress(DeadlineExceededError):  # the others gave up before, and free nothing with this rank
-                    self._agreement.join(Joining(LEAVE, 0, dict))
-                    self._agreement.end()
+                self._agreement.join(leaving)
+                self._agreement.end()
         finally:
-            open_groups.forget(self, has_failed=self._agreement.broken is not None)
-            if self._agreement.broken is not None:  # ranks that do not come cannot free together
-                self.devices.abandon()
-                self.levels.abandon()
+            if self._agreement.broken is not None:
+                self._give_up()
         if self._agreement.broken is not None:
             return
+        open_groups.forget(self, has_failed=False)
         self.shared.free()
         self._free_levels()
         if self._membership is not None:
             self._membership.free()
+
+    def _give_up(self) -> None:
+        """Leave behind what ranks that do not come cannot free together. Local."""
+        open_groups.forget(self, has_failed=self._membership is not None)
+        self.devices.abandon()
+        self.levels.abandon()
 
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
@@ -332,12 +410,12 @@ class SyncGroup(OpenGroup):
 
     def tell_end(self, text: str) -> None:
         """See `OpenGroup.tell_end`."""
-        if self._watch is not None:
+        if self._watch is not None and not self._is_finalized():
             self._watch.tell_end(text)
 
     def hears_end_of_a_lower_rank(self) -> bool:
         """See `OpenGroup.hears_end_of_a_lower_rank`."""
-        return self._watch is not None and self._watch.hears_end_of_a_lower_rank()
+        return self._watch is not None and not self._is_finalized() and self._watch.hears_end_of_a_lower_rank()
 
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
@@ -386,8 +464,14 @@ def _prepare_the_end(world: Intracomm, aborts: bool) -> None:
     """See that this rank's failure, from now on, ends the others."""
     if world.Get_size() == 1:
         return
+
+    def abort(code: int) -> None:
+        if not load_mpi().Is_finalized():
+            world.Abort(code)
+        os._exit(code)  # MPICH's MPI_Abort may come back
+
     job = on_error.Job(
-        world.Abort,
+        abort,
         world.Get_rank(),
         socket.gethostname(),
         open_groups.tell_end,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["count_text", "first_line", "size_text", "text_of"]
+__all__ = ["count_text", "first_line", "last_line", "size_text", "text_of"]
 
 
-def count_text(number: int, noun: str) -> str:
+def count_text(number: int, noun: str, plural: str = "") -> str:
     """Write a number of things: `1 pack`, `2 packs`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def size_text(nbytes: float) -> str:
@@ -24,6 +24,11 @@ def size_text(nbytes: float) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text without its full stop; its kind, if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an exception's text, where MPI says what went wrong, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
 
 
 def text_of(error: BaseException) -> str:

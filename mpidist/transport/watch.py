@@ -16,7 +16,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.lateness import Lateness
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_board import NodeBoard, Status, name_call
-from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, RESETS, STALLED, Note, Notes
+from mpidist.transport.notes import BROKE_OFF, ENDED, FOLLOWS, GAVE_UP, LEFT, RESETS, STALLED, Note, Notes
 from mpidist.transport.ranks import name_ranks
 
 __all__ = ["PROBES", "Watch"]
@@ -29,6 +29,12 @@ PROBES: Final = 20
 _MET_SECONDS: Final = 0.02  # in which a rank that comes too late hears that others gave up before
 _FRESH: Final = -1.0
 _ASKS: Final = "?"
+# What ranks did that take no part in any call any more, most telling first.
+_ENDS: Final = {
+    ENDED: "ended",
+    LEFT: "left because of an exception",
+    BROKE_OFF: "broke off in the middle of a call, with an error",
+}
 
 
 @final
@@ -145,13 +151,18 @@ class Watch:
         """Whether a rank before this one has told of the end of its program, or of what will end it. Local."""
         for _ in range(PROBES):  # MPI may need several calls to find a message, after work without any
             self._read()
-        ends = (ENDED, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
+        ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
         return any(note.tag in ends and rank < self._rank for rank, note in self._heard.items())
 
     def tell_end(self, text: str) -> None:
         """Tell the other ranks that this one's program has failed. Local."""
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
+
+    def tell_leaving(self, text: str) -> None:
+        """Tell the other ranks that this one leaves their group, because of an exception. Local."""
+        if self.broken is None:
+            self.tell(LEFT, text, is_lost=True)
 
     def tell_reset(self) -> None:
         """Tell the other ranks that this one makes no call any more before a reset. Local."""
@@ -206,14 +217,19 @@ class Watch:
     def _hear(self, is_waiting: bool) -> None:
         self._read()
         # This rank may still finish a call when others have given up on the next one: that is the next one's affair.
-        heard = {at: its for at, its in self._heard.items() if its.tag == ENDED or its.sequence <= self._sequence}
+        # A rank that left has done its part of its last call.
+        heard = {
+            rank: note
+            for rank, note in self._heard.items()
+            if note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self._sequence
+        }
         if not heard:
             return
-        for tag, what in ((ENDED, "ended"), (BROKE_OFF, "broke off in the middle of a call, with an error")):
+        for tag, what in _ENDS.items():
             ranks = [rank for rank, note in heard.items() if note.tag == tag]
             if ranks:
                 texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
-                self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False)
+                self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False, may_go_on=tag == LEFT)
         ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
         reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call"
         self._follow(reason, min(ranks), is_waiting)
@@ -230,14 +246,15 @@ class Watch:
             else:
                 self._stalled[rank] = note
 
-    def _follow(self, reason: str, first: int, is_waiting: bool) -> NoReturn:
-        """Fail because others have."""
+    def _follow(self, reason: str, first: int, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
+        """Fail because others have. `may_go_on`: whether the first of them may catch its exception."""
         self.tell(FOLLOWS, "")
         late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
         if late.ranks:
             reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
         is_lost = bool(late.gone) or any(note.is_lost for note in self._heard.values())
-        self._fail(PeerFailedError if is_lost else DeadlineExceededError, f"cannot complete: {reason}", late, first)
+        kind = PeerFailedError if is_lost else DeadlineExceededError
+        self._fail(kind, f"cannot complete: {reason}", late, first, may_go_on)
 
     def _give_up(self) -> NoReturn:
         """Fail because time is up, or a process is gone."""
@@ -252,7 +269,9 @@ class Watch:
         rule = ". Every rank must make the same calls in the same order" if is_absent else ""
         self._fail(DeadlineExceededError, f"waited {self._timeout or 0:g} s, and {sentence}{rule}", late, follows)
 
-    def _fail(self, kind: type[Exception], reason: str, late: Lateness, follows: int | None) -> NoReturn:
+    def _fail(
+        self, kind: type[Exception], reason: str, late: Lateness, follows: int | None, may_go_on: bool = False
+    ) -> NoReturn:
         self.recorder.fail()
         summary = f"{self._name} on rank {self._rank} {reason}"
         head = f"{summary}. {self._remedy}"
@@ -262,7 +281,7 @@ class Watch:
             lines.append(kept)
         self.broken = error = kind("\n  ".join([head, *lines]))
         if follows is not None:
-            vars(error).update(follows_rank=follows, summary=summary)  # that rank says it all
+            vars(error).update(follows_rank=follows, summary=summary, may_go_on=may_go_on)  # that rank says it all
         raise error
 
     def _late(self) -> Lateness:

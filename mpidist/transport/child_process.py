@@ -1,0 +1,120 @@
+"""Whether this process is a child of a rank: it has the rank's environment, and must not start MPI in its name.
+
+A launcher talks to the process that it started alone. A second process that starts MPI with the same environment ends
+in the middle of MPI's start, or disturbs the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Final, final
+
+from mpidist.errors import TopologyError
+
+__all__ = ["mark_rank", "require_no_child"]
+
+# Kept in the environment, which children inherit: the process that started MPI.
+_MARK: Final = "_MPIDIST_RANK_PID"
+# What tells that a launcher started this process, or one before it.
+_OF_LAUNCH: Final = ("PMI_FD", "PMI_PORT", "PMI_RANK", "PMIX_NAMESPACE", "PMIX_RANK")
+# Programs that start ranks: what they start is a rank of its own, although it is below another rank.
+_LAUNCHERS: Final = (
+    "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prted", "prterun", "slurmstepd",
+    "srun",
+)  # fmt: skip
+
+
+@final
+class _Process:
+    is_forked = False  # from a process that had imported this module
+
+    @classmethod
+    def note_fork(cls) -> None:
+        cls.is_forked = True
+
+
+os.register_at_fork(after_in_child=_Process.note_fork)
+
+
+def mark_rank(environ: MutableMapping[str, str]) -> None:
+    """Leave word for child processes that this process is a rank."""
+    environ[_MARK] = str(os.getpid())
+
+
+def require_no_child(environ: Mapping[str, str]) -> None:
+    """Refuse to start MPI in a child process of a rank, or to use it in a forked one.
+
+    Raises:
+        TopologyError: If this process is one. The text says what to do.
+    """
+    pid, own = environ.get(_MARK, ""), os.getpid()
+    if pid == str(own):
+        return
+    is_of_launch = any(name in environ for name in _OF_LAUNCH)
+    if is_of_launch and _is_worker():
+        what = f"process {own} is a multiprocessing worker of a rank"
+    elif pid and _Process.is_forked:
+        what = f"process {own} was forked from a rank, process {pid}"
+    elif pid and is_of_launch and _is_below(int(pid)):
+        what = f"process {own} is a child of a rank, process {pid}"
+    elif "PMI_FD" in environ and not _is_open(environ["PMI_FD"]):
+        what = f"process {own} has the environment of a rank (PMI_FD), but not the rank's connection to the launcher"
+    else:
+        return
+    text = (
+        f"{what}, and cannot take the rank's place in MPI. Guard the script: build strategies below "
+        '`if __name__ == "__main__":`, so that workers, which import the script, do not run it. A process that is '
+        "to work by itself can do without MPI: mpidist.OneDeviceStrategy(). Another program of several ranks needs a "
+        "launcher of its own"
+    )
+    _end_endless_pool(text)
+    raise TopologyError(text)
+
+
+def _is_worker() -> bool:
+    process = sys.modules.get("multiprocessing.process")  # workers have imported it
+    return process is not None and (process.parent_process() is not None or _imports_script(process.current_process()))
+
+
+def _imports_script(worker: Any) -> bool:
+    """Whether a worker has just been started, and imports the script of its parent."""
+    return getattr(worker, "_inheriting", False)  # as multiprocessing itself looks for a missing guard
+
+
+def _end_endless_pool(text: str) -> None:
+    """End a rank whose pool would start one worker after the other, none of which can live, and say why.
+
+    A `multiprocessing.Pool` replaces workers that die while they import the script, for ever.
+    """
+    process = sys.modules.get("multiprocessing.process")
+    worker = None if process is None else process.current_process()
+    if worker is not None and _imports_script(worker) and "PoolWorker" in worker.name:
+        os.write(2, f"{text}. The rank is ended, as its pool would start such workers for ever\n".encode())
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _is_below(pid: int) -> bool:
+    """Whether a process is a parent of this one, or a parent's parent, without a launcher between."""
+    parent = os.getppid()
+    while parent > 1 and parent != pid:
+        try:
+            # 1234 (python) S 1230 ...; the name may hold spaces and brackets
+            head, _, tail = Path(f"/proc/{parent}/stat").read_text().rpartition(")")
+        except OSError:  # gone meanwhile, or not for this user to see
+            return False
+        if head.partition("(")[2] in _LAUNCHERS:
+            return False
+        parent = int(tail.split()[1])
+    return parent == pid
+
+
+def _is_open(number: str) -> bool:
+    try:
+        os.fstat(int(number))
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""With which code the program is about to end."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+__all__ = ["ends_normally", "status_of", "watch_exits", "where_raised"]
+
+_CODE: Final = SystemExit.__dict__["code"]
+_WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
+
+
+def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
+    """Call a function when a `SystemExit` that nobody caught is about to end the program.
+
+    Python has no hook for this. But then the interpreter itself asks the exception for its code, and not a function of
+    Python: a property in the place of `SystemExit.code` notices that, whoever raised the exception.
+
+    Args:
+        is_ending: The function. Whatever it does, the program ends after it.
+
+    Returns:
+        What puts everything back.
+    """
+
+    def code_of(error: SystemExit) -> Any:
+        if _is_asked_by_interpreter():
+            is_ending(error)
+        return _CODE.__get__(error)
+
+    _set_code_attribute(property(code_of, _CODE.__set__))
+    names: list[tuple[dict[str, Any], str, Any]] = [(vars(sys), "exit", sys.exit)]
+    names += [(vars(builtins), name, vars(builtins)[name]) for name in ("exit", "quit") if name in vars(builtins)]
+    # `from sys import exit` in the script came before this. Until Python 3.12 what the original raises has no code yet.
+    main = vars(sys.modules["__main__"])
+    names += [(main, name, value) for name, value in main.items() if value is sys.exit]
+    for space, name, _ in names:
+        space[name] = _exit
+
+    def put_back() -> None:
+        _set_code_attribute(_CODE)
+        for space, name, before in names:
+            space[name] = before
+
+    return put_back
+
+
+def status_of(error: SystemExit) -> int:
+    """Return the exit status of a program that ends with this exception, 0 to 255."""
+    code = _CODE.__get__(error)
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1  # anything else is a text that Python writes to stderr
+
+
+def ends_normally(error: BaseException) -> bool:
+    """Whether an exception is no failure: the end of a program with exit status 0, or of a generator."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and status_of(error) == 0)
+
+
+def where_raised(error: SystemExit) -> str:
+    """Return the lines of a traceback of the exception, as far as they are known."""
+    if _WHERE in vars(error):
+        return str(vars(error)[_WHERE])
+    return "".join(traceback.format_tb(error.__traceback__))
+
+
+def _exit(code: Any = None, /) -> NoReturn:
+    """Do what `sys.exit` does, and remember where."""
+    error = SystemExit(code)
+    if status_of(error):
+        vars(error)[_WHERE] = "".join(traceback.format_stack(sys._getframe(1)))
+    raise error
+
+
+def _set_code_attribute(attribute: Any) -> None:
+    for space in gc.get_referents(SystemExit.__dict__):  # the dict behind the read-only view; only CPython has one
+        if isinstance(space, dict) and "code" in space:
+            space["code"] = attribute
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+
+
+def _is_asked_by_interpreter() -> bool:
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,136 @@
+"""Leaving a strategy: by an exception of one rank or of all, in a `finally` clause, and by its deadline."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from everywhere import raises_everywhere
+
+from mpidist import CollectiveAllReduce, CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+several = pytest.mark.ranks(min=2)
+LEFT = "rank 0 left because of an exception: KeyError: 'labels'"
+
+
+class Converged(Exception):
+    """What a program may use to leave its loops."""
+
+
+@pytest.mark.core
+@several
+@pytest.mark.parametrize("how", ["with", "finally", "bound"])
+def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
+    comm: Intracomm, placement: tuple[int, ...], how: str
+) -> None:
+    """Also where that rank catches it outside, and goes on."""
+
+    def fail_or_reduce() -> None:
+        if comm.rank == 0:
+            raise KeyError("labels")
+        strategy.reduce("sum", 1.0)
+
+    def leave_with() -> None:
+        with strategy:
+            fail_or_reduce()
+
+    def leave_finally() -> None:
+        try:
+            fail_or_reduce()
+        finally:
+            strategy.close()
+
+    def leave_bound() -> None:
+        with CollectiveAllReduce().bind(comm) as ops:
+            if comm.rank == 0:
+                raise KeyError("labels")
+            ops.all_reduce("sum", 1.0)
+
+    strategy = MultiWorker(comm=comm)
+    strategy.reduce("sum", 1.0)
+    with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels") as caught:
+        {"with": leave_with, "finally": leave_finally, "bound": leave_bound}[how]()
+    assert comm.rank == 0 or LEFT in str(caught.value)
+    strategy.close()  # where it is open still, nothing is the matter with it
+    with MultiWorker(comm=comm) as again:
+        assert again.reduce("sum", 1) == comm.size
+
+
+@several
+def test_rank_that_waits_in_close_learns_of_the_exception(comm: Intracomm) -> None:
+    def leave() -> None:
+        with MultiWorker(comm=comm):
+            if comm.rank == 0:
+                time.sleep(0.1)
+                raise KeyError("labels")
+
+    with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels"):
+        leave()
+
+
+def test_exception_of_all_ranks_after_a_call_is_nobodys_failure(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """A slow rank still has its result when a fast one has left already."""
+    contribution = np.ones(200_000)
+
+    def train(slow: int) -> None:
+        with MultiWorker(comm=comm) as strategy:
+            for step in range(10):
+                if comm.rank == slow:
+                    time.sleep(0.003)
+                total = strategy.reduce("sum", contribution)
+                assert total[0] == total[-1] == comm.size
+                if step == 3:
+                    raise Converged
+
+    for repeat in range(4):
+        with pytest.raises(Converged):
+            train(repeat % comm.size)
+    with MultiWorker(comm=comm) as strategy:
+        assert strategy.reduce("sum", 1) == comm.size
+
+
+@several
+def test_error_that_all_ranks_have_closes_as_usual(comm: Intracomm) -> None:
+    with raises_everywhere(comm, InvalidArgumentError, "array 0"), MultiWorker(comm=comm) as strategy:
+        strategy.reduce("sum", np.ones(1 + comm.rank))
+
+
+def test_strategy_may_be_built_and_closed_while_an_exception_is_handled(comm: Intracomm) -> None:
+    try:
+        raise FileNotFoundError("checkpoint")
+    except FileNotFoundError:
+        strategy = MultiWorker(comm=comm)
+        assert strategy.reduce("sum", 1) == comm.size
+        comm.Barrier()
+        strategy.close()
+    with MultiWorker(comm=comm) as again:
+        assert again.reduce("sum", 1) == comm.size
+
+
+@several
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_close_keeps_the_deadline_of_every_call(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "environment":
+        monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.3")
+    options = CommunicationOptions(timeout_seconds=0.3) if how == "option" else None
+    strategy = MultiWorker(None, options, comm=comm)
+    if comm.rank == 0:
+        time.sleep(0.8)
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"close\(\)") as caught:
+        strategy.close()
+    waited = time.monotonic() - start
+    if comm.rank:
+        assert "rank 0 of" in str(caught.value)
+        assert 0.25 < waited < 5
+    else:
+        assert "given up waiting" in str(caught.value)
+    strategy.close()
+    comm.Barrier()
