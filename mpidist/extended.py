@@ -102,11 +102,11 @@ class StrategyExtended:
             error = error or problem
         try:
             group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
-            group.end()
+            group.agreement.end()
         except Exception:  # on all ranks
             group.close()
             raise
-        devices = group.exchange(f"/rank:{group.topology.rank}{device}")
+        devices = group.agreement.exchange(f"/rank:{group.topology.rank}{device}")
         return cls(group, bound, device, devices, options, per_node_variables)
 
     def adopt(self, strategy: Strategy) -> None:
@@ -302,7 +302,7 @@ class StrategyExtended:
         timeout_seconds = self._options.timeout_seconds
         fingerprint = fingerprint_of((call, sorted(fields.items())))
         is_alike = self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error, word))
-        self._group.end()
+        self._group.agreement.end()
         return is_alike
 
     def raise_together(self, what: str) -> AbstractContextManager[None]:

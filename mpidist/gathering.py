@@ -66,8 +66,8 @@ def all_gather(
         operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))
-        word = group.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
-        fingerprint = group.fingerprint(call, (repr(axis), structure, operands.key), describe)
+        word = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
+        fingerprint = group.agreement.fingerprint(call, (repr(axis), structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)

@@ -46,7 +46,7 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
     try:
         yield
     except Exception as problem:
-        if group.has_raised(problem):
+        if group.agreement.has_raised(problem):
             raise
         error, own = problem, ErrorReport.of(problem)
     try:
@@ -57,12 +57,12 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
     def describe() -> dict[str, str]:
         return {"what": what, "exception": "none" if own is None else own.text}
 
-    fingerprint = group.fingerprint("raise_together", what, lambda: {"what": what})
+    fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
     reports: list[ErrorReport | None] = []
     with group.moving():
         group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
-        if group.any_of(own is not None):
-            reports = group.exchange(own)
+        if group.agreement.any_of(own is not None):
+            reports = group.agreement.exchange(own)
     raise_reported(error, reports, group.topology)
 
 

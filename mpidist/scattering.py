@@ -76,7 +76,7 @@ def reduce_scatter(
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
         hints = options.reproducible, options.compression, options.compress_everywhere
-        fingerprint = group.fingerprint(call, (op, repr(axis), structure, hints, operands.key), describe)
+        fingerprint = group.agreement.fingerprint(call, (op, repr(axis), structure, hints, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)

@@ -204,6 +204,19 @@ def test_reproducible_results_do_not_depend_on_the_placement(
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("over", ["mpi", "shared_memory"])
+def test_sums_of_the_callers_own_halves_are_not_counted(
+    comm: Intracomm, placement: tuple[int, ...], over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was compressed, and the transport makes no difference."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", over)
+    with Strategy(comm=comm) as strategy:
+        for count in (8, 100_000):
+            assert np.isinf(strategy.reduce("SUM", np.full(count, 60_000, np.float16))).all()
+        assert strategy.num_overflowed == 0
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("count", [4, 50_000])
 def test_an_overflow_is_infinite_everywhere_counted_and_logged(

@@ -168,6 +168,25 @@ def test_accumulation_gets_one_array_of_each_rank_in_order(comm: Intracomm) -> N
     assert seen == ([comm.size] if comm.rank == 0 else [])
 
 
+@pytest.mark.parametrize("over", ["mpi", "shared_memory"])
+def test_accumulation_is_used_whatever_the_options_or_refused(
+    comm: Intracomm, placement: tuple[int, ...], over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TRANSPORT", over)
+    largest = ReductionToOneDevice(accumulation_fn=np.maximum.reduce)
+    value = np.full(5, comm.rank + 1.0)
+    with Strategy(cross_device_ops=largest, comm=comm) as strategy:
+        for options in (CommunicationOptions(), CommunicationOptions(reproducible=True)):
+            for where in (0, comm.size - 1, "all"):
+                result = strategy.extended.reduce_to("SUM", value, where, options)
+                assert result is None or result.tolist() == [comm.size] * 5
+        with raises_everywhere(comm, ValueError, "adds by a function of its own, which a ring cannot"):
+            strategy.reduce("SUM", value, options=CommunicationOptions(implementation="RING"))
+    ring = CommunicationOptions(implementation="RING")
+    with raises_everywhere(comm, ValueError, "adds by a function of its own"):
+        Strategy(None, ring, cross_device_ops=largest, comm=comm)
+
+
 @pytest.mark.parametrize("bytes_per_pack", [0, 1, 4])
 def test_ranks_add_their_place_on_their_node(comm: Intracomm, placement: tuple[int, ...], bytes_per_pack: int) -> None:
     """T23: the rank with local index d holds [d] and [d + 1]; by the object and by the strategy, single and batch."""

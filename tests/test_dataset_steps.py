@@ -147,12 +147,12 @@ def test_step_costs_one_round(comm: Intracomm, placement: tuple[int, ...], monke
         own = strategy.distribute_datasets_from_function(lambda context: [np.ones(2)] * 3)
         for dataset in (strategy.experimental_distribute_dataset([np.ones(4)] * 3), own):
             steps = iter(dataset)
-            before = group.sequence
+            before = group.agreement.sequence
             with monkeypatch.context() as patch:
                 for name in ("any_of", "exchange"):
-                    patch.setattr(type(group._agreement), name, lambda self, item: pytest.fail("a second message"))
+                    patch.setattr(type(group.agreement), name, lambda self, item: pytest.fail("a second message"))
                 assert len(list(steps)) == 3
-            assert group.sequence - before == (4 if comm.size > 1 else 0)
+            assert group.agreement.sequence - before == (4 if comm.size > 1 else 0)
 
 
 @several

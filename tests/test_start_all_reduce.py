@@ -201,3 +201,40 @@ def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
     second = start(strategy, bucket)
     assert [part.tolist()[:2] for part in first.wait()] == [[size] * 2] * 2
     assert [part.tolist() for part in second.wait()] == [[2 * size] * 2]
+
+
+@pytest.mark.ranks(min=2)
+def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(
+    comm: Intracomm, placement: tuple[int, ...]
+) -> None:
+    """Ranks may wait for calls of two strategies in another order each, as with MPI's own non-blocking calls."""
+    options = CommunicationOptions(timeout_seconds=20)
+    with Strategy(None, options, comm=comm) as one, Strategy(None, options, comm=comm) as two:
+        value = np.ones(1000, np.float32)
+
+        def start() -> Any:
+            return mpidist.get_replica_context().start_all_reduce("sum", value)
+
+        comm.Barrier()
+        if comm.rank == 0:
+            handle = two.run(start)
+            assert one.reduce("sum", 1) == comm.size
+            assert handle.wait()[0] == comm.size
+        else:
+            time.sleep(0.1)  # rank 0 waits in `one` already
+            assert two.run(start).wait()[0] == comm.size
+            assert one.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_start_does_not_wait_to_tell_in_what_ranks_differ(strategy: Strategy, comm: Intracomm) -> None:
+    """Another rank may be in a call of its own, where it waits for this one."""
+    for _ in range(10):
+        bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
+        if comm.rank == 0:
+            time.sleep(0.002)  # all have started it
+        after = start(strategy, np.ones(50_000))
+        comm.Barrier()
+        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+            bad.wait()
+        assert after.wait()[0] == comm.size

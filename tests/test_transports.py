@@ -42,7 +42,7 @@ def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tup
         else:
             assert type(levels.world) is MpiCommunicator
         assert (levels.streams is not None) == shares
-        assert strategy.extended.group.is_node_barrier == (shares and topology.num_nodes == 1)
+        assert strategy.extended.group.agreement.is_node_barrier == (shares and topology.num_nodes == 1)
 
 
 def test_messages_need_no_shared_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:

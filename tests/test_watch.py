@@ -64,6 +64,29 @@ def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
 
 
 @several
+def test_second_long_wait_is_told_also_in_a_started_call(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    with Strategy(comm=comm) as strategy:
+
+        def step(late: int) -> None:
+            if comm.rank == late:
+                time.sleep(1.0)
+            handle = mpidist.get_replica_context().start_all_reduce("sum", np.ones(1000, np.float32))
+            assert handle.wait()[0] == comm.size
+
+        strategy.reduce("sum", 1.0)
+        if comm.rank == comm.size - 1:
+            time.sleep(1.0)
+        strategy.reduce("sum", 1.0)
+        strategy.run(step, args=(comm.size - 1,))
+    told = [line.split(" on rank")[0] for line in warnings_of(caplog)]
+    calls = ["mpidist: reduce (call 3)", "mpidist: start_all_reduce (call 4)"]
+    assert told == (calls if comm.rank == 0 else [])
+
+
+@several
 def test_no_warning_is_given_where_none_is_wanted(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,4 +278,21 @@ def test_who_wonders_while_notes_are_counted_writes_none(
     assert strategy.reduce("SUM", 1.0) == comm.size
     end(strategy)
     comm.Barrier()
+    strategy.close()
+
+
+@pytest.mark.ranks(4)
+def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of each node tells the other nodes: of pairs of ranks there are too many in a large job."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,0,1")
+    strategy = Strategy(comm=comm)
+    comm.Barrier()
+    if comm.rank == 3:
+        time.sleep(0.6)
+    with pytest.raises(DeadlineExceededError, match=r"rank 3 of 4 ranks did not join it|had given up"):
+        strategy.reduce("SUM", 1.0, options=options(0.2))
+    watch: Any = strategy.extended.group._watch
+    sent = comm.allgather(watch._notes.sent)
+    assert sum(sent[0]) > 0
+    assert [row[3] for row in sent[1:3]] == [0, 0]
     strategy.close()

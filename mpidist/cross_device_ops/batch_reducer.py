@@ -148,7 +148,7 @@ class BatchReducer:
         self._begin(call)
         try:
             results = self._finish(call, self._group.agree(self._joining(call)))
-            self._group.end()
+            self._group.agreement.end()
             return self._watched(call, results)
         except BaseException as error:
             self._group.break_off(error)
@@ -169,9 +169,12 @@ class BatchReducer:
             self._begin(call)
             with self._group.moving():
                 arrival = self._group.arrive(self._joining(call))
-                while not (pending.is_waited_for or self._group.have_all_arrived()):
+                while not (pending.is_waited_for or self._group.agreement.have_all_arrived()):
                     yield 0
-                is_same = self._group.conclude(arrival)
+                # Another rank may wait for this one elsewhere before it tells what it passed.
+                while not (pending.may_wait or self._group.agreement.is_alike(arrival)):
+                    yield 0
+                is_same = self._group.agreement.conclude(arrival)
                 if call.layout is not None:
                     results = self._restored(call, (yield from self._chunks.steps(call.layout, pending, arrival)))
                 elif call.shape.streams is None:  # messages that this rank cannot leave alone
@@ -221,7 +224,7 @@ class BatchReducer:
         try:
             if call.together or not shape.streams.is_small:
                 call.placement = Placement.of(group.shared, operands.arrays, call.outs, call.known)
-            if call.placement.is_private and group.is_node_barrier:
+            if call.placement.is_private and group.agreement.is_node_barrier:
                 call.begun = shape.streams.begin(operands.arrays)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             call.error = problem
@@ -245,7 +248,7 @@ class BatchReducer:
         if not is_same:  # some ranks staged and some did not: all begin again, from private arrays
             call.begun, call.placement = None, NOWHERE
         results = streams.finish(
-            call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.require_peers
+            call.begun, operands.arrays, call.outs, call.placement, call.known, self._group.agreement.require_peers
         )
         return self._deliver(call, results)
 
@@ -344,7 +347,7 @@ class BatchReducer:
         if sum(its.nbytes for its in plan.streams) < reducer.least_bytes:
             return None
         wants_results = ranks is None or self._group.topology.rank in ranks
-        return StreamCalls(reducer, plan, self._group.shared, self._group.is_node_barrier, wants_results)
+        return StreamCalls(reducer, plan, self._group.shared, self._group.agreement.is_node_barrier, wants_results)
 
     def _log(self, request: Request, ranks: tuple[int, ...] | None, plan: Plan) -> None:
         topology = self._group.topology

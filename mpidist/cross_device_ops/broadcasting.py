@@ -57,7 +57,7 @@ def broadcast(
         operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in operands.specs):
             raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
-        fingerprint = group.fingerprint(call, (ranks, structure, operands.key), describe)
+        fingerprint = group.agreement.fingerprint(call, (ranks, structure, operands.key), describe)
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = error or problem
     details = specs_text(operands.specs)

@@ -138,9 +138,9 @@ class ChunkCalls:
 
         def meanwhile() -> None:
             pending.meanwhile()
-            self._group.restart_clock(since, arrival)  # calls that were joined meanwhile have begun their own
+            self._group.agreement.restart_clock(since, arrival)  # calls that were joined meanwhile have begun their own
 
-        self._group.restart_clock(since, arrival)
+        self._group.agreement.restart_clock(since, arrival)
         queue.wait(launched, meanwhile)
 
     def _can_be_launched(self, layout: Layout) -> bool:

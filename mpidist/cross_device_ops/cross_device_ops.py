@@ -51,6 +51,8 @@ class CrossDeviceOps(ABC):
             to. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` wins over it.
         reduce_to_root: How a flat buffer is reduced where not all ranks want the result; by default as the
             transport does it.
+        is_replaceable: Whether `reproducible` and `RING` may put another algorithm in the place of this one, which adds
+            as `Reduction` says. One with a rule of its own is used whatever the options, or refuses them.
 
     Raises:
         ValueError: If `num_packs` is negative.
@@ -58,12 +60,15 @@ class CrossDeviceOps(ABC):
 
     _compresses_between_nodes: ClassVar[bool] = False  # else all ranks round what they contribute
 
-    def __init__(self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root) -> None:
+    def __init__(
+        self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root, is_replaceable: bool = True
+    ) -> None:
         if num_packs < 0:
             raise ValueError(f"{type(self).__name__} requires num_packs >= 0, got {num_packs}; 0 does not pack")
         self._num_packs = num_packs
         self._options = _DEFAULTS
         self._reduce_to_root = reduce_to_root
+        self._is_replaceable = is_replaceable
         self._bound: tuple[SyncGroup, BatchReducer] | None = None
         self._in_scope: tuple[SyncGroup, BatchReducer] | None = None
         self._owns_group = False
@@ -247,13 +252,7 @@ class CrossDeviceOps(ABC):
         return PendingResult(group, call, value, out)
 
     def _open(
-        self,
-        call: str,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        options: CommunicationOptions | None,
-        out: Any,
-        error: Exception | None,
+        self, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
     ) -> tuple[Request, list[Any], list[Any] | None, Exception | None]:
         leaves: list[Any] = []
         structure: nest.Structure = nest.LEAF
@@ -326,6 +325,9 @@ class CrossDeviceOps(ABC):
         if not isinstance(options, CommunicationOptions):
             raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
         require_usable(options)
+        if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
+            name = type(self).__name__
+            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot; leave one of them out")
         return self._options.merge(options)
 
     @final
@@ -357,7 +359,7 @@ class CrossDeviceOps(ABC):
 
     @final
     def _name_of(self, options: CommunicationOptions) -> str:
-        name = "in rank order" if options.reproducible else type(self).__name__
+        name = "in rank order" if options.reproducible and self._is_replaceable else type(self).__name__
         if options.implementation is CommunicationImplementation.RING and not options.reproducible:
             name = "RING"
         if options.compression is Compression.NONE:
@@ -368,7 +370,7 @@ class CrossDeviceOps(ABC):
     def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:
         if options.implementation is CommunicationImplementation.RING:
             return None
-        if options.reproducible:
+        if options.reproducible and self._is_replaceable:
             return levels.streams if levels.streams is not None and levels.streams.keeps_rank_order else None
         return self._streams_of(levels)
 
@@ -378,7 +380,7 @@ class CrossDeviceOps(ABC):
     ) -> None:
         if root is not None:
             self._reduce_to_root(levels, buffer, reduction, root)
-        elif options.reproducible:
+        elif options.reproducible and self._is_replaceable:
             levels.world.all_reduce(buffer, reduction)
         elif options.implementation is CommunicationImplementation.RING:
             ring_all_reduce(levels.world, buffer, reduction)

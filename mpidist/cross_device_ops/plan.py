@@ -261,7 +261,9 @@ def make_plan(
     streams: list[StreamPlan] = []
     count = 0
     for (device, wire, is_compressed), pieces in groups.items():
-        reduction, divide_by = reduction_of(op, wire, options, num_ranks, compressing.between_nodes(wire))
+        reduction, divide_by = reduction_of(
+            op, wire, options, num_ranks, compressing.between_nodes(wire), counts_overflow=is_compressed
+        )
         if sizes.streams is not None:
             result = dtypes[pieces[0].index][1]
             streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams, specs)
@@ -306,10 +308,11 @@ def reduction_of(
     options: CommunicationOptions,
     num_ranks: int,
     between_nodes: np.dtype[Any] | None = None,
+    counts_overflow: bool = False,
 ) -> tuple[Reduction, int]:
     """Say what the transport does, and what its results are then divided by."""
     name = "sum" if op is ReduceOp.MEAN else op.name.lower()
     divisor = num_ranks if op is ReduceOp.MEAN else 1
     if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow
-        return Reduction(name, divisor, options.reproducible), 1
+        return Reduction(name, divisor, options.reproducible, counts_overflow=counts_overflow), 1
     return Reduction(name, 1, options.reproducible, between_nodes), divisor

@@ -26,7 +26,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: The rank that adds: a rank number or a device string with one, `"/rank:1"`. By default
             the first destination.
         accumulation_fn: Adds a list of flat arrays [n], one of each rank in rank order, and returns [n]. It must
-            be elementwise, because arrays travel packed. By default their sum.
+            be elementwise, because arrays travel packed. By default their sum. It takes the place of SUM and MEAN,
+            which then divides its result, and is used with `reproducible=True` as well; a ring is refused.
 
     Raises:
         TypeError: If `accumulation_fn` cannot be called.
@@ -40,7 +41,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             raise TypeError(f"accumulation_fn must be a function of a list of arrays, got {accumulation_fn!r}")
         self._device = reduce_to_device
         self._accumulation_fn = accumulation_fn
-        super().__init__(reduce_to_root=self._add_at)
+        super().__init__(reduce_to_root=self._add_at, is_replaceable=accumulation_fn is None)
 
     @property
     def configuration(self) -> tuple[Any, ...]:

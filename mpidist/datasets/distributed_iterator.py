@@ -156,7 +156,7 @@ class DistributedIterator(Iterator[Any]):
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": self._shared.advice}
         is_alike = self._extended.agree(self._call, fields, word=step.word)
         if not self._num_steps:
-            self._began = self._extended.group.sequence
+            self._began = self._extended.group.agreement.sequence
         self._num_steps += 1
         if step.has_part and step.error is None:
             self._empties = (nest.map_structure(empty_like, step.part),)
@@ -190,11 +190,11 @@ class DistributedIterator(Iterator[Any]):
         """
         group, error = self._extended.group, step.error
         told = _Told(step.common, None if error is None else ErrorReport.of(error), self._empties)
-        everyone: list[_Told] = group.exchange(told)
+        everyone: list[_Told] = group.agreement.exchange(told)
         raise_reported(error, [rank.error for rank in everyone], group.topology)
         if any(rank.common != step.common for rank in everyone):
             about = {"call": self._call, "advice": self._shared.advice}
-            raise differing([about | rank.common for rank in everyone], group.sequence)
+            raise differing([about | rank.common for rank in everyone], group.agreement.sequence)
         return next((empty for rank in everyone for empty in rank.empties), _END)
 
 

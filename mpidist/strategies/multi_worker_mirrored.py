@@ -79,7 +79,7 @@ def _check(cluster_resolver: ClusterResolver | None, group: SyncGroup) -> None:
             cluster_resolver.check(group.topology.size, group.topology.rank)
     except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
         problem = f"{type(error).__name__}: {error}"
-    problems = group.exchange(problem)
+    problems = group.agreement.exchange(problem)
     for rank, text in enumerate(problems):
         if text is not None:
             group.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, NamedTuple, final
 
 __all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement", "fingerprint_of"]
@@ -18,6 +18,7 @@ __all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement", "
 CLOSE: Final = "close()"
 END: Final = "end of program"
 _MASK: Final = (1 << 63) - 1
+_MAX_FINGERPRINTS: Final = 1024  # remembered
 
 
 def fingerprint_of(signature: Any) -> int:
@@ -71,7 +72,9 @@ class Agreement(ABC):
         sequence: The number of the call that was joined last.
     """
 
-    sequence = 0
+    def __init__(self) -> None:
+        self.sequence = 0
+        self._fingerprints: dict[Hashable, int] = {}
 
     @abstractmethod
     def arrive(self, joining: Joining) -> Arrival:
@@ -84,6 +87,10 @@ class Agreement(ABC):
     @abstractmethod
     def have_all_arrived(self) -> bool:
         """Whether all ranks have joined the round. Local."""
+
+    @abstractmethod
+    def is_alike(self, arrival: Arrival) -> bool:
+        """Whether `conclude` has nothing to wait for, now that all have joined: no differences to be told. Local."""
 
     @abstractmethod
     def conclude(self, arrival: Arrival) -> bool:
@@ -103,6 +110,22 @@ class Agreement(ABC):
             Exception: `error`, if every rank has the same one.
         """
         return self.conclude(self.arrive(joining))
+
+    @final
+    def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:
+        """Return a digest of what a call passes, for `join`. Local.
+
+        Args:
+            call: As in `Joining`.
+            key: Equal only for equal descriptions; for this rank's own use, to make them once.
+            describe: What must be equal on all ranks, as name and text.
+        """
+        known = self._fingerprints.get((call, key))
+        if known is None:
+            if len(self._fingerprints) >= _MAX_FINGERPRINTS:
+                self._fingerprints.clear()
+            known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
+        return known
 
     @abstractmethod
     def any_of(self, flags: int) -> int:
@@ -168,6 +191,9 @@ class SoloAgreement(Agreement):
         return Arrival(joining.call, joining.describe, None, joining.error)
 
     def have_all_arrived(self) -> bool:
+        return True
+
+    def is_alike(self, arrival: Arrival) -> bool:
         return True
 
     def conclude(self, arrival: Arrival) -> bool:

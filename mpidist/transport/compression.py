@@ -38,7 +38,7 @@ def all_reduce_between_nodes(
         all_reduce(buffer, reduction)
         return
     half = _narrowed(levels, communicator, buffer, reduction)
-    all_reduce(half, replace(reduction, between_nodes=None))
+    all_reduce(half, replace(reduction, between_nodes=None, counts_overflow=True))
     widen(levels, half, buffer)
 
 
@@ -66,7 +66,11 @@ def reduce_scatter_between_nodes(
         communicator.reduce_scatter(buffer, reduction, bounds, into)
         return
     half = _narrowed(levels, communicator, buffer, reduction)
-    widen(levels, communicator.reduce_scatter(half, replace(reduction, between_nodes=None), bounds), into)
+    widen(
+        levels,
+        communicator.reduce_scatter(half, replace(reduction, between_nodes=None, counts_overflow=True), bounds),
+        into,
+    )
 
 
 def narrow(levels: Levels, numbers: Array, out: Array) -> None:

@@ -168,7 +168,8 @@ class DeviceMessages:
             parts = [flat[at * count : (at + 1) * count] for at in range(self._size - 1)]
             parts.insert(self._rank, own)
             kernels = self._staging.kernels
-            kernels.combine(parts, reduction, target, kernels.overflow_of(target.dtype))
+            overflow = kernels.overflow_of(target.dtype) if reduction.counts_overflow else None
+            kernels.combine(parts, reduction, target, overflow)
 
         return Phase(lambda: self._mpi.transfer(sends, receives), down, rows.all_copies(), join)
 

@@ -10,23 +10,48 @@ import socket
 import sys
 import time
 from collections.abc import Hashable
+from types import ModuleType
 from typing import Any
 
 import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport import open_groups
+from mpidist.transport.child_process import mark_rank, require_no_child
 from mpidist.transport.cost_model import CostModel
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.launch import check_launch
+from mpidist.transport.mpi import Intracomm, command_line, load_mpi
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology
 from mpidist.transport.tuning import TuningKey, load_cost_model
 from mpidist.transport.waiting import poll_or_keep
 
-__all__ = ["agreed_cost_model", "agreed_settings", "agreed_token", "discover", "meet", "own_settings"]
+__all__ = [
+    "agreed_cost_model",
+    "agreed_settings",
+    "agreed_token",
+    "discover",
+    "load_mpi_of_rank",
+    "meet",
+    "own_settings",
+]
 
 logger = logging.getLogger("mpidist.transport")
+
+
+def load_mpi_of_rank() -> ModuleType:
+    """Start MPI, if nobody has, in a process that a launcher started for it, or that is alone.
+
+    Raises:
+        UnavailableError: If there is no MPI.
+        TopologyError: If this process is a child of a rank, or one of many worlds of one rank.
+    """
+    require_no_child(os.environ)
+    mpi = load_mpi()
+    mark_rank(os.environ)
+    check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
+    return mpi
 
 
 def meet(comm: Intracomm, settings: Settings) -> None:

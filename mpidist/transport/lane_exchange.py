@@ -134,7 +134,8 @@ class _CompressedFlight(Flight):
         super().__init__()
         self._buffer, self._half = buffer, np.empty(buffer.size, reduction.between_nodes)
         across.traffic.overflowed += narrow(buffer, self._half)
-        self._flight = _DirectFlight(across, self._half, replace(reduction, between_nodes=None), tag)
+        rounded = replace(reduction, between_nodes=None, counts_overflow=True)
+        self._flight = _DirectFlight(across, self._half, rounded, tag)
 
     def progress(self) -> None:
         self._flight.progress()

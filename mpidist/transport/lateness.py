@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from mpidist.transport.node_board import Status
@@ -30,20 +30,26 @@ class Lateness(NamedTuple):
 
     @classmethod
     def of(
-        cls, sequence: int, statuses: Mapping[int, Status], hostnames: Sequence[str], is_agreed: bool = False
+        cls,
+        sequence: int,
+        statuses: Mapping[int, Status],
+        seen: Container[int],
+        hostnames: Sequence[str],
+        is_agreed: bool = False,
     ) -> Lateness:
         """Pick the ranks that have not come to a call, or cannot do their part in it.
 
         Args:
             sequence: The number of the call.
             statuses: What is known, of any ranks.
+            seen: The ranks that somebody sees who has told what ranks have not come.
             hostnames: The host of each rank.
             is_agreed: Whether all have come: then those that started it, and do not look after it, keep the others.
         """
         known = {rank: status for rank, status in statuses.items() if not status.has_joined(sequence)}
         if is_agreed and not known:
             known = {rank: status for rank, status in statuses.items() if status.is_waiting_in(sequence)}
-        return cls(known, [rank for rank in range(len(hostnames)) if rank not in statuses], hostnames)
+        return cls(known, [rank for rank in range(len(hostnames)) if rank not in seen], hostnames)
 
     @property
     def ranks(self) -> list[int]:

@@ -107,7 +107,7 @@ class Membership:
         statuses = board.statuses()
         joined = [rank for rank, its in statuses.items() if its.has_joined(at)]
         speaks = board.rank == min(joined, default=board.rank)
-        behind = Lateness.of(at, statuses, self._topology.hostnames).known if speaks else {}
+        behind = Lateness.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
         return {
             self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
             for rank in sorted({board.rank, *behind})

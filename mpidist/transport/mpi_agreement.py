@@ -44,6 +44,7 @@ class MpiAgreement(Agreement):
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
+        super().__init__()
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._watch = watch
@@ -91,6 +92,9 @@ class MpiAgreement(Agreement):
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()
         return True
+
+    def is_alike(self, arrival: Arrival) -> bool:
+        return not arrival.compares or (self._found or self._rounds.is_equal())[0]
 
     def conclude(self, arrival: Arrival) -> bool:
         error = arrival.error

@@ -33,13 +33,15 @@ class Note(NamedTuple):
         sequence: The number of the call that it was in.
         text: What happened, for people.
         is_lost: Whether it knows of a rank that will never come.
-        statuses: What it and those of its node were doing that it waited for.
+        seen: The ranks that it sees on its node.
+        statuses: What it was doing, and those of them that it waited for.
     """
 
     tag: int
     sequence: int
     text: str
     is_lost: bool
+    seen: tuple[int, ...]
     statuses: tuple[Status, ...]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +13,23 @@ from typing import Final
 from mpidist.errors import UnavailableError
 from mpidist.transport import on_error
 from mpidist.transport.flight_files import GroupFlight, write_flight
-from mpidist.transport.mpi import load_mpi
-from mpidist.transport.texts import text_of
+from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.texts import count_text, last_line, text_of
 
 __all__ = [
     "OpenGroup",
     "add",
+    "advance_others",
     "forget",
     "hear_end_of_a_lower_rank",
     "is_thread_of_a_group",
     "keep_flights",
     "note_unbuilt",
     "num_open",
+    "prepare_end",
     "require_built",
     "tell_end",
+    "too_many",
 ]
 
 
@@ -47,6 +51,10 @@ class OpenGroup(ABC):
     @abstractmethod
     def disown(self) -> None:
         """Leave it to the process that this one was forked from. Local."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Let its calls get on that were started and not waited for, if this thread makes its calls. Local."""
 
     @abstractmethod
     def tell_end(self, text: str) -> None:
@@ -106,6 +114,35 @@ def require_built() -> None:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
 
+def prepare_end(world: Intracomm, aborts: bool) -> None:
+    """See that this rank's failure, from now on, ends the others. Local.
+
+    Args:
+        world: All ranks of the job.
+        aborts: Whether an exception that nobody catches ends the job.
+    """
+    if world.Get_size() == 1:
+        return
+
+    def abort(code: int) -> None:
+        if not load_mpi().Is_finalized():
+            world.Abort(code)
+        os._exit(code)  # MPICH's MPI_Abort may come back
+
+    job = on_error.Job(
+        abort,
+        world.Get_rank(),
+        socket.gethostname(),
+        tell_end,
+        keep_flights,
+        is_thread_of_a_group,
+        hear_end_of_a_lower_rank,
+    )
+    on_error.know(job)
+    if aborts:
+        on_error.install(job)
+
+
 def num_open() -> int:
     """Count the groups of several ranks that this process has made and not closed."""
     return len(_open)
@@ -114,6 +151,28 @@ def num_open() -> int:
 def is_thread_of_a_group() -> bool:
     """Whether ranks may wait for what this thread does."""
     return any(group.is_of_this_thread() for group in _open)
+
+
+def too_many(error: Exception) -> UnavailableError:
+    """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
+    problem = UnavailableError(
+        f"MPI could not make the communicators of another strategy ({last_line(error)}): "
+        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open; close those that are done with, "
+        "by `with` or strategy.close()"
+    )
+    vars(problem)["raised_on_all_ranks"] = True
+    return problem
+
+
+def advance_others(group: OpenGroup) -> None:
+    """Let calls get on that were started in other groups, while this thread waits in a call of `group`. Local.
+
+    Another rank may wait for such a call before it comes to the one that this rank waits in.
+    """
+    if len(_open) > 1:
+        for other in _open:
+            if other is not group:
+                other.advance()
 
 
 def tell_end(text: str) -> None:

@@ -31,12 +31,15 @@ class Reduction:
         in_rank_order: Join the contributions in rank order, whatever the transport would do.
         between_nodes: Half precision that float32 numbers are rounded to on their way between nodes; `None` leaves
             them as they are.
+        counts_overflow: Whether half precision is how float32 numbers travel, so that it matters which of them became
+            infinite. The sums of the caller's own float16 numbers overflow as they do in NumPy.
     """
 
     op: str = "sum"
     divisor: int = 1
     in_rank_order: bool = False
     between_nodes: np.dtype[Any] | None = None
+    counts_overflow: bool = False
 
     @property
     def rest(self) -> Reduction:
@@ -57,11 +60,12 @@ class Reduction:
         """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them.
 
         Returns:
-            How many finite numbers became infinite when they were rounded to float16.
+            How many finite numbers became infinite when they were rounded to float16; 0 if they do not count.
         """
         ufunc = self.ufunc
         if is_half(out.dtype):
-            return _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
+            overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
+            return overflowed if self.counts_overflow else 0
         if len(parts) == 2:
             ufunc(parts[0], parts[1], out=out)
         elif len(parts) == 1:

@@ -10,39 +10,44 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport import cuda, on_error, open_groups
-from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement, fingerprint_of
-from mpidist.transport.child_process import mark_rank, require_no_child
+from mpidist.transport import cuda, open_groups
+from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement
 from mpidist.transport.cost_model import CostModel
 from mpidist.transport.device_levels import DeviceLevels
-from mpidist.transport.discovery import agreed_cost_model, agreed_settings, agreed_token, discover, meet, own_settings
+from mpidist.transport.discovery import (
+    agreed_cost_model,
+    agreed_settings,
+    agreed_token,
+    discover,
+    load_mpi_of_rank,
+    meet,
+    own_settings,
+)
 from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.flight_files import GroupFlight
-from mpidist.transport.launch import check_launch
 from mpidist.transport.levels import Levels
 from mpidist.transport.membership import Membership
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, command_line, load_mpi
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
 from mpidist.transport.mpi_agreement import MpiAgreement
 from mpidist.transport.open_groups import OpenGroup
 from mpidist.transport.pending import PendingCalls
 from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
 from mpidist.transport.symmetric import SharedArrays
-from mpidist.transport.texts import count_text, last_line, text_of
+from mpidist.transport.texts import text_of
 from mpidist.transport.thread_guard import ThreadGuard
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import set_crowded
 from mpidist.transport.watch import Watch
 
 __all__ = ["SyncGroup"]
-
-_MAX_FINGERPRINTS: Final = 1024  # remembered
 
 
 @final
@@ -59,6 +64,7 @@ class SyncGroup(OpenGroup):
         settings: What the environment says.
         cost_model: The speeds of the machine.
         calls: Calls that were started and not waited for.
+        agreement: The rule that all ranks make the same calls; `agree` joins it.
     """
 
     def __init__(
@@ -79,13 +85,12 @@ class SyncGroup(OpenGroup):
         self._built_under = sys.exc_info()[1]  # handled by the program, which builds a strategy meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_of_parent = False  # whether this process is a fork of the one that made it
-        self._fingerprints: dict[Hashable, int] = {}
         self._sequence = 0  # of the last call before a reset
         self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
-        self._agreement: Agreement
+        self.agreement: Agreement
         self._connect()
         self.shared = SharedArrays(self.levels.within_node)
 
@@ -106,31 +111,21 @@ class SyncGroup(OpenGroup):
 
         Raises:
             UnavailableError: If there is no MPI.
-            TopologyError: If the launcher started many worlds of one rank, the ranks cannot work together, or this
-                process is a child of a rank.
+            TopologyError: If the ranks do not know of each other, or cannot work together, or this is a rank's child.
             ValueError: If an `MPIDIST_` variable cannot be understood.
         """
-        require_no_child(os.environ)
-        mpi = load_mpi()
-        mark_rank(os.environ)
+        mpi = load_mpi_of_rank()
         if comm is None:
             comm = mpi.COMM_WORLD
         if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
             raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
-        check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
         settings = own_settings()
-        _prepare_the_end(mpi.COMM_WORLD, settings.abort_on_error)
+        open_groups.prepare_end(mpi.COMM_WORLD, settings.abort_on_error)
         meet(comm, settings)
         try:
             return cls._of_all(comm.Dup(), mpi.COMM_WORLD, max_chunk_bytes)
         except mpi.Exception as error:  # on all ranks, where there is no communicator left
-            problem = UnavailableError(
-                f"MPI could not make the communicators of another strategy ({last_line(error)}): "
-                f"{count_text(open_groups.num_open(), 'strategy', 'strategies')} of this process are open; close those "
-                "that are done with, by `with` or strategy.close()"
-            )
-            vars(problem)["raised_on_all_ranks"] = True
-            raise problem from error
+            raise open_groups.too_many(error) from error
 
     @classmethod
     def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
@@ -174,10 +169,8 @@ class SyncGroup(OpenGroup):
             RuntimeError: If MPI was finalized.
         """
         if self._is_finalized():
-            raise RuntimeError(
-                f"{call} after MPI.Finalize(): the program has ended MPI, so ranks cannot reach each other any more; "
-                "close strategies before, or leave ending MPI to mpidist"
-            )
+            what = "the program has ended MPI; close strategies before, or leave ending MPI to mpidist"
+            raise RuntimeError(f"{call} after MPI.Finalize(): {what}")
 
     def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
         """Return the communicators for host or device memory. The latter are made at first use: collective.
@@ -197,31 +190,6 @@ class SyncGroup(OpenGroup):
         """How many finite numbers this rank saw become infinite float16 on the way, since the last reset."""
         return self.levels.overflowed + self.devices.overflowed
 
-    @property
-    def sequence(self) -> int:
-        """The number of the call that this rank joined last: the same on all ranks that have joined it."""
-        return self._agreement.sequence
-
-    @property
-    def is_node_barrier(self) -> bool:
-        """Whether `agree` is a barrier of the node's shared memory, too."""
-        return self._agreement.is_node_barrier
-
-    def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:
-        """Return a digest of what a call passes, for `agree`. Local.
-
-        Args:
-            call: As in `agree`.
-            key: Equal only for equal descriptions; for this rank's own use, to make them once.
-            describe: What must be equal on all ranks, as name and text.
-        """
-        known = self._fingerprints.get((call, key))
-        if known is None:
-            if len(self._fingerprints) >= _MAX_FINGERPRINTS:
-                self._fingerprints.clear()
-            known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
-        return known
-
     def enter(self, call: str) -> None:
         """Refuse a call that this rank alone cannot make: of a closed group, or in a second thread. Local.
 
@@ -236,37 +204,17 @@ class SyncGroup(OpenGroup):
         """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
         if self.calls:
             self.calls.finish()
-        return self._agreement.join(joining)
+        return self.agreement.join(joining)
 
     def arrive(self, joining: Joining) -> Arrival:
         """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
         self.require_open(joining.call)
-        return self._agreement.arrive(joining)
-
-    def have_all_arrived(self) -> bool:
-        """Whether all ranks have joined the round of `arrive`. Local."""
-        return self._agreement.have_all_arrived()
-
-    def conclude(self, arrival: Arrival) -> bool:
-        """Wait for all ranks to join the round, and compare: `Agreement.conclude`."""
-        return self._agreement.conclude(arrival)
-
-    def require_peers(self) -> bool:
-        """Raise if another rank has given up waiting: `Agreement.require_peers`. Local."""
-        return self._agreement.require_peers()
-
-    def has_raised(self, error: BaseException) -> bool:
-        """Whether all ranks have this error, or cannot be told of any more: `Agreement.has_raised`. Local."""
-        return self._agreement.has_raised(error)
-
-    def end(self) -> None:
-        """Note that the call which was joined last is over: `Agreement.end`. Local."""
-        self._agreement.end()
+        return self.agreement.arrive(joining)
 
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
         if not self._is_closed:
-            self._agreement.break_off(error)
+            self.agreement.break_off(error)
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -274,33 +222,21 @@ class SyncGroup(OpenGroup):
 
         Another may have been joined since, where this one's part was left to a GPU.
         """
-        number = self._agreement.sequence + 1
+        number = self.agreement.sequence + 1
         try:
             yield
-            if self._agreement.sequence == number:
-                self.end()
+            if self.agreement.sequence == number:
+                self.agreement.end()
         except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
             raise
         except BaseException as error:
             self.break_off(error)
             raise
 
-    def restart_clock(self, since: float, arrival: Arrival) -> None:
-        """Count the time of a call that was joined before others: `Agreement.restart_clock`."""
-        self._agreement.restart_clock(since, arrival)
-
     def disown(self) -> None:
         """Leave the group to the process that this one was forked from. Local."""
         self._is_of_parent = self._is_closed = True
-        self.calls = PendingCalls(self._agreement)
-
-    def any_of(self, flags: int) -> int:
-        """Unite the bits of all ranks' `flags`. Collective; call it after `agree`."""
-        return self._agreement.any_of(flags)
-
-    def exchange(self, item: Any) -> list[Any]:
-        """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `agree`."""
-        return self._agreement.exchange(item)
+        self.calls = PendingCalls(self.agreement)
 
     def reset(self) -> None:
         """Start anew on fresh communicators. Collective over all ranks.
@@ -314,15 +250,13 @@ class SyncGroup(OpenGroup):
         """
         self.enter("reset()")
         if self.calls:  # of which others may wait for this rank's part
-            self._agreement.break_off(RuntimeError("reset() gave up a call that was started"))
+            self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self._membership is not None:
             if self._watch is not None:
                 self._watch.tell_reset()
-            has_failed = self._agreement.broken is not None
-            flags = self._membership.meet_to_reset(
-                (has_failed, self._agreement.sequence), self.settings.timeout_seconds
-            )
+            has_failed = self.agreement.broken is not None
+            flags = self._membership.meet_to_reset((has_failed, self.agreement.sequence), self.settings.timeout_seconds)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -368,7 +302,7 @@ class SyncGroup(OpenGroup):
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
         if error is self._built_under or ends_normally(error):
             return False
-        return not (self._agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
+        return not (self.agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
 
     def _leave(self, watch: Watch, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
@@ -379,18 +313,18 @@ class SyncGroup(OpenGroup):
         self._give_up()
 
     def _close(self, leaving: Joining) -> None:
-        if self.calls and self._agreement.broken is None:
+        if self.calls and self.agreement.broken is None:
             self.calls.finish()
         self.calls.abandon(leaving.call)
         self._is_closed = True
         try:
-            if self._agreement.broken is None:
-                self._agreement.join(leaving)
-                self._agreement.end()
+            if self.agreement.broken is None:
+                self.agreement.join(leaving)
+                self.agreement.end()
         finally:
-            if self._agreement.broken is not None:
+            if self.agreement.broken is not None:
                 self._give_up()
-        if self._agreement.broken is not None:
+        if self.agreement.broken is not None:
             return
         open_groups.forget(self, has_failed=False)
         self.shared.free()
@@ -407,6 +341,11 @@ class SyncGroup(OpenGroup):
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
         return None if self._membership is None else self._membership.part()
+
+    def advance(self) -> None:
+        """See `OpenGroup.advance`."""
+        if self.calls and self.is_of_this_thread():
+            self.calls.advance()
 
     def tell_end(self, text: str) -> None:
         """See `OpenGroup.tell_end`."""
@@ -432,15 +371,15 @@ class SyncGroup(OpenGroup):
 
     def _free_levels(self) -> None:
         self.devices.free()
-        self._agreement.free()
+        self.agreement.free()
         self.levels.free()
 
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self.levels, self._agreement = Levels.solo(), SoloAgreement()
+            self.levels, self.agreement = Levels.solo(), SoloAgreement()
             self.devices = self._device_levels()
-            self.calls = PendingCalls(self._agreement)
+            self.calls = PendingCalls(self.agreement)
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -448,37 +387,14 @@ class SyncGroup(OpenGroup):
         rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
         comm = comm.Dup()
         self._watch = watch = membership.make_watch(comm)
-        self._agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
+        watch.meanwhile = partial(open_groups.advance_others, self)
+        self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.watch(watch.look)
         self.devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self._agreement, allows_threads and (streams is None or streams.spans_nodes))
+        self.calls = PendingCalls(self.agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
 
     def _device_levels(self) -> DeviceLevels:
-        agreement, settings = self._agreement, self.settings
+        agreement, settings = self.agreement, self.settings
         return DeviceLevels(self.levels, self.topology, cuda.current(), agreement, settings, self.cost_model)
-
-
-def _prepare_the_end(world: Intracomm, aborts: bool) -> None:
-    """See that this rank's failure, from now on, ends the others."""
-    if world.Get_size() == 1:
-        return
-
-    def abort(code: int) -> None:
-        if not load_mpi().Is_finalized():
-            world.Abort(code)
-        os._exit(code)  # MPICH's MPI_Abort may come back
-
-    job = on_error.Job(
-        abort,
-        world.Get_rank(),
-        socket.gethostname(),
-        open_groups.tell_end,
-        open_groups.keep_flights,
-        open_groups.is_thread_of_a_group,
-        open_groups.hear_end_of_a_lower_rank,
-    )
-    on_error.know(job)
-    if aborts:
-        on_error.install(job)

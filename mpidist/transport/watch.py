@@ -27,7 +27,6 @@ _LOOK_SECONDS: Final = 0.1  # between two looks at processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
 PROBES: Final = 20
 _MET_SECONDS: Final = 0.02  # in which a rank that comes too late hears that others gave up before
-_FRESH: Final = -1.0
 _ASKS: Final = "?"
 # What ranks did that take no part in any call any more, most telling first.
 _ENDS: Final = {
@@ -52,6 +51,7 @@ class Watch:
     Attributes:
         broken: What made the group unusable, or `None`.
         recorder: This rank's flight recorder.
+        meanwhile: Called while this rank waits: lets what it started in other groups get on.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Watch:
         remedy: str = "",
         on_failure: Callable[[str], str] = lambda text: "",
     ) -> None:
+        self.meanwhile: Callable[[], None] = lambda: None
         self.broken: Exception | None = None
         self.recorder = board.recorder
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
@@ -78,7 +79,8 @@ class Watch:
         self._call = ""
         self._timeout: float | None = None
         self._since = 0.0
-        self._next_look = _FRESH
+        self._next_look = 0.0
+        self._is_new = False  # whether this rank was not kept waiting yet in its call
         self._warn_at = math.inf
         self._gone: tuple[int, ...] = ()
         self._met = math.inf
@@ -94,13 +96,8 @@ class Watch:
             details: What the flight recorder shall say of it.
             timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
         """
-        self._sequence, self._call, self._timeout, self._next_look, self._met = (
-            sequence,
-            call,
-            timeout,
-            _FRESH,
-            math.inf,
-        )
+        self._sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
+        self._next_look, self._met = 0.0, math.inf
         self.recorder.begin(sequence, call, details)
 
     def restart(self, since: float | None = None) -> None:
@@ -109,7 +106,7 @@ class Watch:
         Args:
             since: From when on instead, in seconds of the monotonic clock.
         """
-        self._since, self._next_look = time.monotonic() if since is None else since, 0.0
+        self._begin_waiting(time.monotonic() if since is None else since)
 
     def meet(self) -> None:
         """Note that all ranks have come to the call: who does not get on now does not look after what it started."""
@@ -140,6 +137,7 @@ class Watch:
             DeadlineExceededError: If time is up, here or on another rank.
             PeerFailedError: If a rank broke off, ended, or is gone.
         """
+        self.meanwhile()
         if self._heard or self._notes.have_come():
             self._hear(is_waiting=True)
         now = time.monotonic()
@@ -185,13 +183,17 @@ class Watch:
         """
         late = [status for status in self._board.statuses().values() if not status.has_joined(self._sequence)]
         own = self._board.status(self._rank)
-        note = Note(tag, self._sequence, text, is_lost, (own, *(its for its in late if its.rank != self._rank)))
-        self._notes.send(note, range(self._size) if to is None else to)
+        others = (status for status in late if status.rank != self._rank)
+        note = Note(tag, self._sequence, text, is_lost, self._board.ranks, (own, *others))
+        if to is None:
+            # What all ranks of a node find out, one of them tells other nodes, or as many notes as pairs of ranks went.
+            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._speaks()
+            to = range(self._size) if is_for_all else self._board.ranks
+        self._notes.send(note, to)
 
     def _check(self, now: float) -> None:
-        if self._next_look == _FRESH:
-            self._since, self._warn_at, self._gone = self.recorder.begun or now, math.inf, ()
-            self._next_look = now
+        if self._is_new:
+            self._begin_waiting(self.recorder.begun or now)
         waited = now - self._since
         gone = self._board.gone()
         is_gone = bool(gone) and gone == self._gone  # seen twice, with a look between at whether what we want has come
@@ -213,6 +215,12 @@ class Watch:
         self._next_look = min(self._next_look, self._met + _MET_SECONDS)
         if self._timeout:
             self._next_look = min(self._next_look, self._since + self._timeout)
+
+    def _begin_waiting(self, since: float) -> None:
+        """Count the time that this rank is kept waiting in its call. Nothing of an earlier call counts."""
+        if self._is_new:
+            self._is_new, self._warn_at, self._gone = False, math.inf, ()
+        self._since, self._next_look = since, 0.0
 
     def _hear(self, is_waiting: bool) -> None:
         self._read()
@@ -241,7 +249,7 @@ class Watch:
             elif note.tag != STALLED:
                 self._heard[rank] = note
             elif note.text == _ASKS:
-                if self._answers and self.broken is None:
+                if self._answers and self.broken is None and self._speaks():
                     self.tell(STALLED, "", to=[rank])
             else:
                 self._stalled[rank] = note
@@ -289,12 +297,16 @@ class Watch:
         until = time.monotonic() + _ANSWER_SECONDS
         while True:
             self._read()
-            known = self._known(self._heard)
-            is_all = len(known) == self._size
+            known, seen = self._known(self._heard), self._seen(self._heard)
             # A rank that is in a reset already has left a note of where it was before.
-            if (is_all and not any(its.is_resetting for its in known.values())) or time.monotonic() > until:
-                return Lateness.of(self._sequence, known, self._hostnames, self.recorder.is_agreed)
+            is_all = len(seen) == self._size and not any(status.is_resetting for status in known.values())
+            if is_all or time.monotonic() > until:
+                return Lateness.of(self._sequence, known, seen, self._hostnames, self.recorder.is_agreed)
             time.sleep(_ANSWER_SECONDS / 100)
+
+    def _seen(self, notes: dict[int, Note]) -> set[int]:
+        """The ranks of this node, and of those that notes came from."""
+        return {rank for note in notes.values() for rank in note.seen} | {*self._board.ranks}
 
     def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
         """What this node's board and notes tell of the ranks."""
@@ -313,7 +325,8 @@ class Watch:
         elif now >= self._warn_at > 0:
             self._warn_at = -math.inf  # said once
             self._read()
-            late = Lateness.of(self._sequence, self._known(self._stalled), self._hostnames)
+            known, seen = self._known(self._stalled), self._seen(self._stalled)
+            late = Lateness.of(self._sequence, known, seen, self._hostnames)
             reason = "; ".join([late.sentence(self.recorder.is_agreed), *late.lines()])
             logger.warning(
                 "mpidist: %s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason
