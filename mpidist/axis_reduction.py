@@ -8,6 +8,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.plan import wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -52,6 +53,7 @@ def reduce_along_axis(
     try:
         op = ReduceOp(reduce_op)
         leaves, _ = nest.flatten(value)
+        require_values(leaves, value)
         if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
             raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
         parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]

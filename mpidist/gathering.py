@@ -9,8 +9,10 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.cross_device_ops.describing import specs_text
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -54,15 +56,16 @@ def all_gather(
     word = 1
 
     def describe() -> dict[str, str]:
-        fields = {"axis": str(axis), "form of the nest": repr(structure)}
-        for index, (spec, at) in enumerate(zip(operands.specs, axes, strict=True)):
+        fields = {"axis": str(axis), "form of the nest": form_text(structure)}
+        for name, spec, at in zip(array_names(structure), operands.specs, axes, strict=True):
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
-            fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
         return fields
 
     try:
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
         operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))

@@ -10,9 +10,11 @@ import numpy as np
 from mpidist import nest
 from mpidist.cross_device_ops.compressing import Compressing
 from mpidist.cross_device_ops.describing import specs_text
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -62,15 +64,16 @@ def reduce_scatter(
     op = ReduceOp.SUM
 
     def describe() -> dict[str, str]:
-        fields = {"op": str(op), "axis": str(axis), "form of the nest": repr(structure)}
+        fields = {"op": str(op), "axis": str(axis), "form of the nest": form_text(structure)}
         fields |= {"reproducible": str(options.reproducible), "compression": str(options.compression)}
         fields["compress_everywhere"] = str(options.compress_everywhere)
-        return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
 
     try:
         op = ReduceOp(reduce_op)
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
         operands = Operands.of(leaves, group.devices, call)
         axes = [_axis_of(array.shape, axis) for array in operands.arrays]
         for spec in operands.specs:

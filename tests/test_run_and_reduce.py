@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,6 +245,56 @@ def test_all_reduce_sums_and_means_a_nest(placement: tuple[int, ...]) -> None:
         assert all_reduce(strategy, "MEAN", value) == (one / SIZE, [two / SIZE, three / SIZE])
     with OneDeviceStrategy() as alone:
         assert all_reduce(alone, "MEAN", value) == value
+
+
+@pytest.mark.core
+def test_gradients_may_be_keyed_by_variables(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """By their names, whatever they hold and in whatever order: the second step is the first one's shape."""
+    with strategy.scope():
+        shared = mpidist.Variable(np.zeros(2), name="w")
+        apart = mpidist.Variable(0.0, name="b", synchronization="on_read", aggregation="sum")
+    variables = [shared, apart][:: (-1) ** RANK]
+
+    def step() -> dict[Any, Any]:
+        apart.assign_add(RANK + 1.0)
+        return context().all_reduce("SUM", {variable: np.full(variable.shape, RANK) for variable in variables})
+
+    strategy.run(step)
+    with caplog.at_level("DEBUG", "mpidist.cross_device_ops"):
+        caplog.clear()
+        for _ in range(3):
+            sums = strategy.run(step)
+            shared.assign_sub(sums[shared])
+    assert not caplog.records
+    assert [key is variable for key, variable in zip(sums, variables, strict=True)] == [True, True]
+    assert (sums[apart], sums[shared].tolist()) == (SUM_OF_RANKS, [SUM_OF_RANKS] * 2)
+
+
+class Parameter:
+    """As those of other libraries: no name, no order, and as many addresses as ranks."""
+
+
+@dataclass
+class Model:
+    layers: list[Any]
+    scale: Any
+    name: str = field(default="model", metadata={"static": True})
+
+
+def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> None:
+    parameters = [Parameter() for _ in range(20)]
+    random = np.random.default_rng(RANK).permutation(100).tolist()  # so that addresses come in another order
+    parameters += [Parameter() for _ in random]
+    sums = all_reduce(strategy, "SUM", {key: np.full(1, index) for index, key in enumerate(parameters)})
+    assert [int(sums[key][0]) for key in parameters] == [SIZE * index for index in range(len(parameters))]
+
+
+def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
+    model = Model([Point(np.full(2, RANK), 1), {"b": 2.0}], RANK, name=f"of rank {RANK}")
+    for total in (all_reduce(strategy, "SUM", model), strategy.reduce("SUM", model)):
+        assert (total.layers[0].x.tolist(), total.layers[0].y) == ([SUM_OF_RANKS] * 2, SIZE)
+        assert (total.layers[1], total.scale, total.name) == ({"b": 2.0 * SIZE}, SUM_OF_RANKS, f"of rank {RANK}")
+    assert model.scale == RANK
 
 
 def test_all_reduce_of_ones_counts_the_replicas(strategy: Strategy) -> None:

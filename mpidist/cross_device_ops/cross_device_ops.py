@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Final, final
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.batch_reducer import BatchReducer
 from mpidist.cross_device_ops.broadcasting import broadcast
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.cross_device_ops.request import Request
 from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist.nest_text import form_text
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.levels import Levels
@@ -259,10 +261,14 @@ class CrossDeviceOps(ABC):
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp(reduce_op)
             merged = self._merge(options)
             leaves, structure = nest.flatten(value)
+            require_values(leaves, value)
             if out is not None:
                 outs, out_structure = nest.flatten(out)
                 if out_structure != structure:
-                    raise InvalidArgumentError("out must be a nest of the same form as the value")
+                    raise InvalidArgumentError(
+                        f"out must be a nest of the same form as the value, {form_text(structure)}, and is "
+                        f"{form_text(out_structure)}"
+                    )
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         return Request(call, op, structure, None, merged), leaves, outs, error
@@ -306,6 +312,8 @@ class CrossDeviceOps(ABC):
             op = ReduceOp(reduce_op)
             merged = self._merge(options)
             opened = [Pair.open(op, *as_pair(pair), size) for pair in pairs]
+            for pair in opened:
+                require_values(pair.leaves, pair.value)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
