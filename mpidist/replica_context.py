@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.pending_result import PendingResult
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
 from mpidist.values import Mirrored, PerReplica, local
 
@@ -62,6 +62,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce every replica's value, and give every replica the result. Collective.
 
@@ -70,6 +71,7 @@ class ReplicaContext:
             value: This replica's contribution: an array, a number, or a nest of them.
             options: Laid over the strategy's.
             out: A nest of arrays like the result, which then takes it. May be `value` itself.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
             A nest like `value`, of new arrays; `out`, if it was given.
@@ -80,6 +82,7 @@ class ReplicaContext:
             RuntimeError: If this context is not the current one.
         """
         self._require_current("all_reduce")
+        options = options_or_hints(options, experimental_hints)
         return self._strategy.extended.cross_device_ops.all_reduce(reduce_op, value, options, out=out)
 
     def start_all_reduce(
@@ -127,13 +130,21 @@ class ReplicaContext:
         self._require_current("reduce_scatter")
         return self._strategy.extended.reduce_scatter(reduce_op, value, axis, options)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.
 
         Args:
             value: An array of at least one dimension, or a nest of them. Lengths may differ along `axis` alone.
             axis: The axis; negative counts from the end.
             options: Laid over the strategy's.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
             A nest like `value`, the same on all replicas.
@@ -142,6 +153,7 @@ class ReplicaContext:
             InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
         """
         self._require_current("all_gather")
+        options = options_or_hints(options, experimental_hints)
         return self._strategy.extended.all_gather("all_gather", value, axis, options)
 
     def merge_call(

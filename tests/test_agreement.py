@@ -143,7 +143,7 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
     "no reduction": (lambda s, x: s.reduce(x, 1.0), "bogus", "SUM", "error", "ValueError: 'bogus' is not a valid", "-"),
     "no destination": (lambda s, x: s.extended.broadcast_to(1.0, x), -1, 0, "error", "ValueError: destination ra", "-"),
     "no pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", x), 5, [], "error", "TypeError: 'int' object", "-"),
-    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: axis 1", "-"),
+    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: cannot r", "-"),
     "scalar": (lambda s, x: s.gather(x, 0), 1.0, np.ones(1), "error", "InvalidArgumentError: cannot concatenate", "-"),
     "failing pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", lookup(x)), "n", "y", "error", "KeyError", "-"),
     "failing array": (lambda s, x: s.reduce("SUM", lazy(x)), True, False, "error", "OSError: no file", "-"),

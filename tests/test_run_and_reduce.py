@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from everywhere import raises_everywhere
 from mpi4py import MPI
 
 import mpidist
@@ -183,9 +184,9 @@ def test_operations_are_named_in_any_case(op: Any) -> None:
 
 def test_operation_that_is_none_is_refused(strategy: Strategy) -> None:
     """Reference 1.4.1."""
-    for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA):
+    for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA, MPI.SUM, np.ones(2), object()):
         for axis in (None, 0):
-            with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+            with raises_everywhere(WORLD, ValueError, "is not a valid ReduceOp"):
                 strategy.reduce(wrong, np.ones(2), axis)  # type: ignore[arg-type]
     assert strategy.reduce("SUM", 1) == SIZE
 
@@ -374,3 +375,34 @@ def test_local_results_are_a_tuple_of_this_ranks_component(strategy: Strategy) -
     assert results(PerReplica((1,))) == (1,)
     assert results({"a": PerReplica((1,)), "b": [Mirrored((2,)), other]}) == ({"a": 1, "b": [2, other]},)
     assert results(other) == (other,)
+
+
+WITH_HINTS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda s, **k: s.run(lambda: context().all_reduce("SUM", 1.0, **k)),
+    "all_gather": lambda s, **k: s.run(lambda: context().all_gather(np.ones(1), 0, **k).sum()),
+    "reduce": lambda s, **k: s.reduce("SUM", 1.0, axis=None, **k),
+    "reduce along an axis": lambda s, **k: s.reduce("SUM", np.ones(1), axis=0, **k),
+    "reduce_to": lambda s, **k: s.extended.reduce_to("SUM", 1.0, "all", **k),
+    "batch_reduce_to": lambda s, **k: s.extended.batch_reduce_to("SUM", [(1.0, "all")], **k)[0],
+    "ops.reduce": lambda s, **k: s.extended.cross_device_ops.reduce("SUM", 1.0, "all", **k),
+    "ops.batch_reduce": lambda s, **k: s.extended.cross_device_ops.batch_reduce("SUM", [(1.0, "all")], **k)[0],
+}
+
+
+@pytest.mark.parametrize("call", WITH_HINTS)
+def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy, call: str) -> None:
+    """The warning points at the program's line; the hints count; two names for one thing are everybody's error."""
+    hints = mpidist.CommunicationOptions(timeout_seconds=120.0)
+    with pytest.warns(DeprecationWarning, match="experimental_hints") as caught:
+        assert WITH_HINTS[call](strategy, experimental_hints=hints) == SIZE
+    assert [warning.filename for warning in caught] == [__file__]
+    with (
+        pytest.warns(DeprecationWarning, match="hints"),
+        raises_everywhere(WORLD, TypeError, "must be a CommunicationOptions"),
+    ):
+        WITH_HINTS[call](strategy, experimental_hints=3)
+    both = {"options": hints} if RANK == SIZE - 1 else {}
+    refused = pytest.raises((TypeError, InvalidArgumentError), match="two names of one")
+    with pytest.warns(DeprecationWarning, match="hints"), refused:
+        WITH_HINTS[call](strategy, experimental_hints=hints, **both)
+    assert strategy.reduce("SUM", 1) == SIZE

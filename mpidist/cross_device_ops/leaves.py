@@ -8,11 +8,12 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import nest
-from mpidist.nest_text import paths
+from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import form_text, paths
 from mpidist.transport import arrays
 from mpidist.values import DistributedValues, local
 
-__all__ = ["require_values"]
+__all__ = ["outs_like", "require_values"]
 
 _TAKEN: Final[set[type]] = {np.ndarray, float, int}  # classes whose values some library owns
 
@@ -38,6 +39,20 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
             raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
         if not isinstance(leaf, DistributedValues):
             _TAKEN.add(type(leaf))
+
+
+def outs_like(structure: nest.Structure, out: Any) -> list[Any]:
+    """List the leaves of a nest that takes results. Local.
+
+    Raises:
+        InvalidArgumentError: If its form is not that of the values, `structure`.
+    """
+    outs, form = nest.flatten(out)
+    if form != structure:
+        raise InvalidArgumentError(
+            f"out must be a nest of the same form as the value, {form_text(structure)}, and is {form_text(form)}"
+        )
+    return outs
 
 
 def _path_of(leaf: Any, value: Any) -> str:
