@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,24 +111,73 @@ def test_exceptions_come_out_as_they_are(strategy: Strategy, where: str) -> None
     assert strategy.reduce("SUM", 1) == SIZE
 
 
-def test_merge_function_sees_per_replica_values(strategy: Strategy) -> None:
-    """T133: arrays and numbers arrive distributed, other objects as they are; the result is opened."""
+def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> None:
+    """T133, with one replica on a rank: nothing is wrapped, and nothing copied; the result is opened."""
     with strategy.scope():
         variable = mpidist.Variable(0.0)
-    mirrored, other = Mirrored((1,)), object()
+    array, other = np.full(2, RANK), object()
+    mine, mirrored = PerReplica((RANK,)), Mirrored((1,))
+    given = [array, RANK, variable, "text", None, True, other, {"x": (array, [2.5])}, mine, mirrored]
 
-    def merged(current: Strategy, number: Any, *, nest: Any, same: Any) -> Any:
+    def merged(current: Strategy, *args: Any, again: Any) -> Any:
         assert current is strategy
-        assert isinstance(number, PerReplica)
-        assert isinstance(nest["x"][0], PerReplica)
-        assert same == [mirrored, other, variable, "text", None, True]
-        return {"total": current.reduce("SUM", number), "mine": [number, nest["x"][0]]}
+        assert all(map(operator.is_, args, given))
+        assert again is given
+        assert (args[0] + 1).tolist() == [RANK + 1] * 2
+        assert current.reduce("SUM", args[1]) == current.reduce("SUM", mine) == SUM_OF_RANKS
+        return {"mine": [mine, mirrored], "array": array}
 
-    arguments = {"nest": {"x": [np.full(2, RANK)]}, "same": [mirrored, other, variable, "text", None, True]}
-    result = merge(strategy, merged, (RANK,), arguments)
-    assert (result["total"], result["mine"][0]) == (SUM_OF_RANKS, RANK)
-    assert result["mine"][1].tolist() == [RANK, RANK]
+    result = merge(strategy, merged, given, {"again": given})
+    assert result["mine"] == [RANK, 1]
+    assert result["array"] is array
+    assert merge(strategy, lambda merged, value: value, (given[:7],)) is not None
     assert merge(strategy, lambda merged: None) is None
+    assert merge(strategy, lambda merged: other) is other
+
+
+class Momentum:
+    """An optimizer of TensorFlow's kind: gradients are combined and applied in `merge_call`."""
+
+    def __init__(self, strategy: Strategy, variables: list[mpidist.Variable]) -> None:
+        with strategy.scope():
+            self.speeds = {variable: mpidist.Variable(np.zeros(variable.shape)) for variable in variables}
+
+    def apply_gradients(self, pairs: Iterable[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+        return context().merge_call(self._apply, args=(list(pairs),), kwargs={"loss": loss})
+
+    def _apply(self, strategy: Strategy, pairs: list[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+        extended = strategy.extended
+        gradients = extended.batch_reduce_to(mpidist.ReduceOp.SUM, pairs)
+        for gradient, (_, variable) in zip(gradients, pairs, strict=True):
+            extended.update(variable, self._update, args=(gradient,), kwargs={"rate": 0.5}, group=False)
+        return extended.reduce_to("MEAN", loss + 1, destinations="all")
+
+    def _update(self, variable: mpidist.Variable, gradient: Any, rate: float) -> None:
+        speed = self.speeds[variable]
+        speed.assign(0.5 * speed.local_value() + gradient)
+        variable.assign_sub(rate * speed.local_value())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, None])
+def test_an_optimizer_may_be_written_as_in_tensorflow(make: Callable[[], Strategy] | None) -> None:
+    """Also with the default strategy, and in whole numbers and halves, which are exact."""
+    strategy = mpidist.get_strategy() if make is None else make()
+    size, rank = strategy.num_replicas_in_sync, strategy.topology.rank
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(2), name="w"), mpidist.Variable(1.0, name="b")]
+    optimizer = Momentum(strategy, variables)
+
+    def step() -> Any:
+        return optimizer.apply_gradients([(np.full(2, rank), variables[0]), (2.0, variables[1])], loss=float(rank))
+
+    losses = [strategy.run(step) for _ in range(3)]
+    moved = 0.5 * (1 + 1.5 + 1.75)
+    assert losses == [(size - 1) / 2 + 1] * 3
+    assert variables[0].numpy().tolist() == [-moved * size * (size - 1) / 2] * 2
+    assert float(variables[1]) == 1 - moved * 2 * size
+    if make is not None:
+        strategy.close()
 
 
 @only_several
