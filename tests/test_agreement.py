@@ -114,6 +114,10 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
         lambda s, x: s.reduce("SUM", np.ones(1)) if x else s.gather(np.ones(1), 0), True, False, "call", "reduce",
         "gather",
     ),
+    "name of the call": (
+        lambda s, x: s.extended.cross_device_ops.all_reduce("SUM", 1.0, call=x), "assignment to 'a'",
+        "assignment to 'b'", "call", "assignment to 'a'", "assignment to 'b'",
+    ),
     "broadcast": (lambda s, x: s.extended.broadcast_to(np.ones(x), 0), 2, 3, "array 0", "f64[2]", "f64[3]"),
     "merge function": (lambda s, x: inside(s, "merge_call", x), len, print, "function", "len", "print"),
     "allocation": (lambda s, x: s.symmetric_empty(x, "f4"), 3, 2, "array 0", "<f4[3]", "<f4[2]"),

@@ -427,6 +427,21 @@ def test_local_results_are_a_tuple_of_this_ranks_component(strategy: Strategy) -
     assert results(other) == (other,)
 
 
+def test_calls_of_one_shape_are_planned_once(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever they are called: a model may have more variables than plans are kept."""
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(2), aggregation="SUM") for _ in range(5)]
+
+    def step() -> None:
+        for variable in variables:
+            variable.assign_add(np.ones(2))
+
+    with caplog.at_level("DEBUG", "mpidist.cross_device_ops"):
+        strategy.run(step)
+    assert len([record for record in caplog.records if "assignment" in record.getMessage()]) == 1
+    assert [variable.numpy().tolist() for variable in variables] == [[SIZE, SIZE]] * 5
+
+
 WITH_HINTS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda s, **k: s.run(lambda: context().all_reduce("SUM", 1.0, **k)),
     "all_gather": lambda s, **k: s.run(lambda: context().all_gather(np.ones(1), 0, **k).sum()),
