@@ -9,6 +9,7 @@ Where they come from
     `SlurmClusterResolver`      the variables that `srun` sets
     `TFConfigClusterResolver`   the variable TF_CONFIG
     `SimpleClusterResolver`     the program itself
+    `UnionResolver`             several of them
 
 A new resolver is one file beside these and one line below.
 """
@@ -21,6 +22,7 @@ from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.cluster_resolver.slurm import SlurmClusterResolver
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
+from mpidist.cluster_resolver.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -29,4 +31,5 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "UnionResolver",
 ]
