@@ -12,6 +12,7 @@ from typing import Any, TypeVar, final
 from mpidist.transport.texts import value_text
 
 __all__ = [
+    "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -83,6 +84,9 @@ class CommunicationImplementation(NamedInAnyCase):
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+
+
+CollectiveCommunication = CommunicationImplementation  # its name before TensorFlow 2.4
 
 
 @final

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_first_strategy_says_what_to_install(before: str, variables: dict[str, s
 NAMES = """
 ReduceOp CommunicationOptions experimental.CommunicationOptions
 CommunicationImplementation experimental.CommunicationImplementation experimental.CollectiveHints
+CollectiveCommunication experimental.CollectiveCommunication experimental.ValueContext
 CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce CollectiveAllReduce
 OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
 Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
@@ -100,6 +102,7 @@ DistributedValues PerReplica Mirrored DistributedDataset InputContext InputRepli
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
 cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
+cluster_resolver.UnionResolver
 errors.DeadlineExceededError errors.InvalidArgumentError errors.PeerFailedError errors.UnavailableError
 errors.TopologyError
 """
@@ -122,8 +125,53 @@ def test_name_of_the_contract_is_there_and_listed(name: str) -> None:
 
 
 def test_names_of_the_seed_have_two_homes() -> None:
-    for name in ("CommunicationOptions", "CommunicationImplementation", "MultiWorkerMirroredStrategy"):
+    names = "CommunicationOptions CommunicationImplementation CollectiveCommunication MultiWorkerMirroredStrategy"
+    for name in names.split():
         assert getattr(mpidist, name) is getattr(mpidist.experimental, name)
+    assert mpidist.CollectiveCommunication is mpidist.CommunicationImplementation
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("TPUStrategy", "not on TPUs; see the page 'From tf.distribute'"),
+        ("experimental.TPUStrategy", "mpidist.experimental has no TPUStrategy: .*TPUs"),
+        ("RunOptions", "`run` takes none"),
+        ("DistributedIterator", "iterate a DistributedDataset"),
+        ("Server", "not in this version"),
+        ("experimental.ParameterServerStrategy", "not in this version"),
+        ("experimental.CentralStorageStrategy", "not in this version"),
+        ("experimental.PreemptionCheckpointHandler", "not in this version"),
+        ("cluster_resolver.TPUClusterResolver", "TPUs"),
+        ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
+        ("cluster_resolver.GCEClusterResolver", "leave the resolver out"),
+        ("cluster_resolver.UnionClusterResolver", "its name is UnionResolver"),
+        ("CollectiveHints", r"did you mean mpidist\.experimental\.CollectiveHints\?$"),
+        ("experimental.MirroredStrategy", r"did you mean mpidist\.MirroredStrategy\?$"),
+        ("MirorredStrategy", r"module 'mpidist' has no attribute 'MirorredStrategy'; did you mean mpidist\.Mirrored"),
+        ("bogus", "^module 'mpidist' has no attribute 'bogus'$"),
+        ("_private", "^module 'mpidist' has no attribute '_private'$"),
+    ],
+)
+def test_name_that_is_not_there_says_why(path: str, text: str) -> None:
+    """To `hasattr` it is not there, and nobody lists it."""
+    parent, _, last = path.rpartition(".")
+    module = named(parent) if parent else mpidist
+    with pytest.raises(AttributeError, match=text):
+        named(path)
+    assert not hasattr(module, last)
+    assert last not in dir(module)
+
+
+@pytest.mark.parametrize("home", [mpidist, mpidist.experimental, mpidist.cluster_resolver], ids=lambda it: it.__name__)
+def test_module_shows_its_public_names_and_its_parts(home: ModuleType) -> None:
+    """`dir` and `import *`."""
+    shown = {name for name in dir(home) if not name.startswith("_")}
+    parts = {name for name in shown if f"{home.__name__}.{name}" in sys.modules}
+    assert shown - parts <= set(home.__all__) <= shown
+    starred: dict[str, Any] = {}
+    exec(f"from {home.__name__} import *", starred)
+    assert set(starred) - {"__builtins__"} == set(home.__all__)
 
 
 def test_members_of_the_enumerations_are_those_of_the_contract() -> None:

@@ -14,8 +14,7 @@ Where they come from
 A new resolver is one file beside these and one line below.
 """
 
-from __future__ import annotations
-
+from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.mpi import MPIClusterResolver
 from mpidist.cluster_resolver.resolver import ClusterResolver
@@ -33,3 +32,5 @@ __all__ = [
     "TFConfigClusterResolver",
     "UnionResolver",
 ]
+
+_explain_absent_names(__name__)
