@@ -307,7 +307,7 @@ class StrategyExtended:
         """Join a call's options to the strategy's; what is wrong with them, all ranks must learn."""
         try:
             return self._options.merge(options), None
-        except Exception as problem:
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
             return self._options, problem
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:

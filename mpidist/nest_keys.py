@@ -22,7 +22,7 @@ LABELLED: Final = "mapping by labels"
 
 _SORTABLE: Final = (set[type](), {str}, {int})
 # What is written as `repr` does, which shows the whole value and nothing of this process.
-_WRITTEN_OUT: Final = (str, bytes, Number, type(None), np.generic, np.dtype, PurePath, date, time, timedelta)
+_WRITTEN_OUT: Final = (bytes, Number, type(None), np.generic, np.dtype, PurePath, date, time, timedelta)
 
 
 def in_order(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
@@ -66,6 +66,8 @@ def _labeller(kind: type) -> Callable[[Any], str | None]:
     """Find out how keys of a class are written."""
     if issubclass(kind, Enum):
         return lambda key: f"{kind.__qualname__}.{key.name}"
+    if issubclass(kind, str):
+        return str.__repr__  # a class of somebody else's may write anything
     if issubclass(kind, _WRITTEN_OUT):
         return repr
     if issubclass(kind, (tuple, frozenset)):

@@ -44,7 +44,7 @@ class Strategy(ABC):
 
     Args:
         extended: The parts, put together.
-        cluster_resolver: Where the ranks run, if somebody said.
+        cluster_resolver: Which tasks there are, for strategies that have a cluster.
     """
 
     def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
@@ -61,7 +61,7 @@ class Strategy(ABC):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Where the ranks run, if somebody said."""
+        """Which tasks there are, and which of them this rank is; `None` where a strategy needs no cluster."""
         return self._cluster_resolver
 
     @property

@@ -72,6 +72,13 @@ class Place:
     part: str
 
 
+class Loud(str):
+    """A text that ranks would write differently."""
+
+    def __repr__(self) -> str:
+        return f"Loud at {id(self)}"
+
+
 class Key:
     """An object that ranks can only tell by its place. Whoever prints or compares one makes a test fail."""
 
@@ -199,7 +206,7 @@ def test_map_structure_of_a_leaf_is_a_call() -> None:
 
 VALUES: dict[str, Callable[[], list[Any]]] = {
     "numbers": lambda: [1, 2.5, 1j, False, None, Fraction(1, 3), np.int64(7)],
-    "texts": lambda: ["a", b"a", np.str_("b"), PurePosixPath("a/b")],
+    "texts": lambda: ["a", b"a", np.str_("b"), Loud("c"), PurePosixPath("a/b")],
     "dates": lambda: [date(2026, 1, 1), date(2025, 1, 1)],
     "members": lambda: [Color.BLUE, Color.RED],
     "classes": lambda: [Key, int, np.dtype("f4")],
