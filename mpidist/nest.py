@@ -61,7 +61,11 @@ def rebuild(like: Any, leaves: Sequence[Any]) -> Any:
         A nest of the same form and the same classes, with `like`'s order of keys. Of dataclasses, a copy: neither
         `__init__` nor `__post_init__` runs.
     """
-    return leaves[0] if type(like) in _LEAVES else _fill(like, iter(leaves), ())
+    if type(like) in _LEAVES:
+        return leaves[0]
+    if type(like) is list and len(like) == len(leaves) and _LEAVES.issuperset(map(type, like)):
+        return list(leaves)  # the commonest nest
+    return _fill(like, iter(leaves), ())
 
 
 def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
