@@ -10,7 +10,7 @@ import numpy as np
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.texts import value_text
 
-__all__ = ["axes_of", "axes_text", "axis_of"]
+__all__ = ["axes_of", "axes_text", "axis_of", "whole_axes"]
 
 
 def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
@@ -25,39 +25,40 @@ def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
         TypeError: If `axis` is no whole number.
         InvalidArgumentError: If the array has no such axis.
     """
-    at = _index(axis, "a whole number")
+    at = axis if type(axis) is int else _index(axis, "a whole number")
     if not -len(shape) <= at < len(shape):
         what = f"an array of shape {list(shape)}" if shape else "a scalar"
         raise InvalidArgumentError(f"cannot {verb} along axis {at}: {what} has no such axis")
     return at % len(shape)
 
 
-def axes_of(axis: Any, shape: tuple[int, ...], verb: str) -> tuple[int, ...]:
-    """Count axes from the front: of a whole number, or a tuple of them.
+def whole_axes(axis: Any) -> tuple[int, ...]:
+    """Take an axis, or a tuple of them, as a tuple.
 
     Raises:
         TypeError: If `axis` is neither.
-        InvalidArgumentError: If the array has no such axis, or one is there twice.
     """
-    axes = tuple(axis_of(one, shape, verb) for one in _each(axis))
-    if len(set(axes)) < len(axes):
-        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axis)}: an axis is there twice")
-    return axes
+    if type(axis) is int:
+        return (axis,)
+    what = "a whole number or a tuple of them"
+    return tuple(_index(one, what) for one in axis) if isinstance(axis, tuple) else (_index(axis, what),)
 
 
-def axes_text(axis: Any) -> str:
-    """Name axes as the caller did: `axis 0`, `axes (0, -1)`.
+def axes_of(axes: tuple[int, ...], shape: tuple[int, ...], verb: str) -> tuple[int, ...]:
+    """Count axes from the front.
 
     Raises:
-        TypeError: If they are none.
+        InvalidArgumentError: If the array has no such axis, or one is there twice.
     """
-    axes = _each(axis)
-    return f"axes {axes}" if isinstance(axis, tuple) else f"axis {axes[0]}"
+    counted = tuple([axis_of(axis, shape, verb) for axis in axes])
+    if len(axes) > 1 and len(set(counted)) < len(axes):
+        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axes)}: an axis is there twice")
+    return counted
 
 
-def _each(axis: Any) -> tuple[int, ...]:
-    what = "a whole number or a tuple of them"
-    return tuple(_index(one, what) for one in (axis if isinstance(axis, tuple) else (axis,)))
+def axes_text(axes: tuple[int, ...]) -> str:
+    """Name axes as the caller did: `axis 0`, `axes (0, -1)`."""
+    return f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
 
 
 def _index(axis: Any, what: str) -> int:
