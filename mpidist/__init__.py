@@ -8,6 +8,7 @@ from mpidist import cluster_resolver as cluster_resolver
 from mpidist import contexts as _contexts
 from mpidist import errors as errors
 from mpidist import experimental as experimental
+from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.contexts import experimental_set_strategy as experimental_set_strategy
 from mpidist.contexts import get_loss_reduction as get_loss_reduction
 from mpidist.contexts import get_replica_context as get_replica_context
@@ -25,6 +26,7 @@ from mpidist.datasets import InputContext as InputContext
 from mpidist.datasets import InputOptions as InputOptions
 from mpidist.datasets import InputReplicationMode as InputReplicationMode
 from mpidist.extended import StrategyExtended as StrategyExtended
+from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.options import Compression as Compression
@@ -44,6 +46,7 @@ from mpidist.variables import VariableSynchronization as VariableSynchronization
 
 __all__ = [
     "CollectiveAllReduce",
+    "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",
     "Compression",
@@ -83,3 +86,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 _contexts.set_default_factory(_make_default)
+_explain_absent_names(__name__)

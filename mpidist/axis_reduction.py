@@ -1,15 +1,17 @@
-"""Reduction along an axis and over ranks at once."""
+"""Reduction along axes and over ranks at once."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from mpidist import nest
+from mpidist.axes import axes_of, axes_text, whole_axes
 from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.plan import wire_and_result_dtypes
-from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.reduction import accumulator_dtype
@@ -23,10 +25,10 @@ def reduce_along_axis(
     num_ranks: int,
     reduce_op: ReduceOp | str,
     value: Any,
-    axis: int,
+    axis: int | tuple[int, ...],
     options: CommunicationOptions | None,
 ) -> Any:
-    """Reduce arrays along an axis on every rank, then over ranks. Collective.
+    """Reduce arrays along axes on every rank, then over ranks. Collective.
 
     A mean is the sum of all divided by the count of all: one all-reduce of sums, and one number more.
 
@@ -34,30 +36,35 @@ def reduce_along_axis(
         ops: The algorithm, tied to the ranks.
         num_ranks: Number of ranks.
         reduce_op: A `ReduceOp` or its name in any case.
-        value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along `axis`.
-        axis: The axis; negative counts from the end.
+        value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along the axes.
+        axis: An axis, or a tuple of them; negative counts from the end.
         options: Laid over the strategy's.
 
     Returns:
-        A nest like `value`, of arrays without that axis.
+        A nest like `value`, of arrays without these axes.
 
     Raises:
-        InvalidArgumentError: If the ranks' arguments differ, or a value has no such axis. On every rank.
+        InvalidArgumentError: If the ranks' arguments differ, a value has no such axis, or an axis is there twice. On
+            every rank.
         ValueError: If a mirrored value of several ranks is to be summed.
     """
     leaves: list[Any] = []
     parts: list[Any] = []
     error: Exception | None = None
     op = ReduceOp.SUM
+    call = "reduce along an axis"
     try:
-        op = ReduceOp(reduce_op)
+        axes = whole_axes(axis)
+        call = f"reduce along {axes_text(axes)}"  # as ranks compare it
+        op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)
+        require_values(leaves, value)
         if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
             raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
-        parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]
+        leaves = [local(leaf) for leaf in leaves]
+        parts = [_reduce_here(op, leaf, axes) for leaf in leaves]
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
-    call = f"reduce along axis {axis}"  # as ranks compare it
     sums = nest.rebuild(value, [part for part, _, _ in parts]) if error is None else []
     if op is not ReduceOp.MEAN:
         results, _ = nest.flatten(ops.all_reduce(op, sums, options, call=call, error=error))
@@ -68,33 +75,31 @@ def reduce_along_axis(
             _divide(total, int(count), dtype)
             for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, parts, strict=True)
         ]
-    kinds = [arrays.library_of(local(leaf)) for leaf in leaves]
-    restored = [kind.from_native(array, local(leaf)) for kind, array, leaf in zip(kinds, results, leaves, strict=True)]
+    restored = [arrays.library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
 
 
-def _reduce_here(op: ReduceOp, value: Any, axis: int) -> tuple[Any, int, np.dtype[Any]]:
-    """Reduce one array along the axis.
+def _reduce_here(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, int, np.dtype[Any]]:
+    """Reduce one array along the axes.
 
     Returns:
-        The partial result, the length of the axis, and the dtype of the final result.
+        The partial result, the product of the axes' lengths, and the dtype of the final result.
     """
     array = arrays.library_of(value).to_native(value)
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(f"axis must be a whole number or None, got {axis!r}")
-    if not -array.ndim <= axis < array.ndim:
-        raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {list(array.shape)}")
+    axes = axes_of(axes, array.shape, "reduce")
+    count = math.prod([array.shape[at] for at in axes])
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     wire, result = wire_and_result_dtypes(op, native)
     wide = accumulator_dtype(wire)
-    shape = tuple(length for dim, length in enumerate(array.shape) if dim != axis % array.ndim)
-    if array.shape[axis] == 0:
+    shape = tuple(length for at, length in enumerate(array.shape) if at not in axes)
+    if count == 0:
         part = arrays.empty(shape, wide, arrays.is_device(array))
         part[...] = _identity(op, wide)
     else:
         method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
-        part = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
-    return (part if op is ReduceOp.MEAN else part.astype(native)), array.shape[axis], result
+        one_or_all = axes[0] if len(axes) == 1 else axes  # of one, NumPy is quicker
+        part = method(axis=one_or_all, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
+    return (part if op is ReduceOp.MEAN else part.astype(native)), count, result
 
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:

@@ -44,12 +44,14 @@ class Entry:
         strategy: The strategy.
         replica_context: The replica context; `None` is cross-replica context.
         updating: Whether this is the function of `StrategyExtended.update`.
+        merging: Whether this is the function of `ReplicaContext.merge_call`.
         by_set_strategy: Whether `experimental_set_strategy` made it, and no `with` statement will close it.
     """
 
     strategy: Strategy
     replica_context: ReplicaContext | None = None
     updating: bool = False
+    merging: bool = False
     by_set_strategy: bool = False
 
 
@@ -99,7 +101,8 @@ def default_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is current."""
-    return current() is not None
+    entry = current()
+    return entry is not None and not _is_default(entry.strategy)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -145,12 +148,15 @@ def get_loss_reduction() -> ReduceOp:
 
 
 def current() -> Entry | None:
-    """Return the innermost entry of this thread, or `None` when nothing, or the default strategy, was entered."""
+    """Return the innermost entry of this thread, or `None` when nothing was entered.
+
+    The default strategy's scope and `run` are nothing: they change no answer. Its `merge_call` is cross-replica.
+    """
     entries = _stack.entries
     if not entries:
         return None
     entry = entries[-1]
-    return None if _default.made is not None and entry.strategy is _default.made[0] else entry
+    return None if _is_default(entry.strategy) and not entry.merging else entry
 
 
 def innermost() -> Entry | None:
@@ -191,6 +197,10 @@ def called(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -
         return result
     finally:
         del entries[depth:]
+
+
+def _is_default(strategy: Strategy) -> bool:
+    return _default.made is not None and strategy is _default.made[0]
 
 
 def _require_innermost(entry: Entry) -> None:

@@ -1,13 +1,20 @@
 """Names that tf.distribute keeps under `experimental`."""
 
+from mpidist.absent_names import explain_absent_names as _explain_absent_names
+from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [
+    "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ValueContext",
 ]
+
+_explain_absent_names(__name__)

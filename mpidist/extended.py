@@ -13,7 +13,7 @@ from mpidist import contexts
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.gathering import all_gather
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.raise_together import raise_together
 from mpidist.replica_context import ReplicaContext
 from mpidist.scattering import reduce_scatter
@@ -156,9 +156,12 @@ class StrategyExtended:
         value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce one value of every rank to the destinations: `CrossDeviceOps.reduce`. Collective."""
         self.require_cross_replica("reduce_to")
+        options = options_or_hints(options, experimental_hints)
         return self._cross_device_ops.reduce(reduce_op, value, destinations, options)
 
     def batch_reduce_to(
@@ -166,9 +169,12 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values at once: `CrossDeviceOps.batch_reduce`. Collective."""
         self.require_cross_replica("batch_reduce_to")
+        options = options_or_hints(options, experimental_hints)
         return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
 
     def broadcast_to(self, value: Any, destinations: Any) -> Any:
@@ -323,9 +329,10 @@ class StrategyExtended:
 
     def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
         """Join a call's options to the strategy's; what is wrong with them, all ranks must learn."""
-        if options is None or isinstance(options, CommunicationOptions):
+        try:
             return self._options.merge(options), None
-        return self._options, TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            return self._options, problem
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
         """Refuse a call from inside `run`, from another strategy's scope, or after `close`.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
 from mpidist import nest
+from mpidist.axes import axis_of
 from mpidist.cross_device_ops.describing import specs_text
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -54,17 +56,18 @@ def all_gather(
     word = 1
 
     def describe() -> dict[str, str]:
-        fields = {"axis": str(axis), "form of the nest": repr(structure)}
-        for index, (spec, at) in enumerate(zip(operands.specs, axes, strict=True)):
+        fields = {"axis": str(axis), "form of the nest": form_text(structure)}
+        for name, spec, at in zip(array_names(structure), operands.specs, axes, strict=True):
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
-            fields[f"array {index} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
         return fields
 
     try:
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
         operands = Operands.of(leaves, group.devices, call)
-        axes = [_axis_of(array.shape, axis) for array in operands.arrays]
+        axes = [axis_of(axis, array.shape, "concatenate") for array in operands.arrays]
         lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))
         word = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
         fingerprint = group.agreement.fingerprint(call, (repr(axis), structure, operands.key), describe)
@@ -102,17 +105,6 @@ def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, An
     world.all_gather(flat, bounds)
     result = gathered.swapaxes(0, axis)
     return result if result.flags.c_contiguous else result.copy()
-
-
-def _axis_of(shape: tuple[int, ...], axis: int) -> int:
-    try:
-        at = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis must be a whole number, got {axis!r}") from None
-    if not -len(shape) <= at < len(shape):
-        what = f"an array of shape {list(shape)}" if shape else "a scalar"
-        raise InvalidArgumentError(f"cannot concatenate along axis {axis}: {what} has no such axis")
-    return at % len(shape)
 
 
 def _movable(array: Any) -> Any:

@@ -7,27 +7,47 @@ import numbers
 import warnings
 from dataclasses import dataclass
 from enum import Enum
-from typing import final
+from typing import Any, TypeVar, final
+
+from mpidist.transport.texts import value_text
 
 __all__ = [
+    "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "Compression",
     "NamedInAnyCase",
     "ReduceOp",
+    "options_or_hints",
 ]
+
+_Named = TypeVar("_Named", bound="NamedInAnyCase")
 
 
 class NamedInAnyCase(Enum):
     """An enumeration whose members are found by name in any case: `ReduceOp("sum")`."""
 
     @classmethod
-    def _missing_(cls, value: object) -> NamedInAnyCase:
+    def of(cls: type[_Named], value: object) -> _Named:
+        """Find the member that an argument means: itself, or its name.
+
+        Raises:
+            ValueError: If it means none, whatever it is: the constructor would compare an array with each name.
+        """
+        if isinstance(value, cls):
+            return value
+        member = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        return cls._missing_(value) if member is None else member  # quicker than the constructor, which tries all
+
+    @classmethod
+    def _missing_(cls: type[_Named], value: object) -> _Named:
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         names = ", ".join(cls.__members__)
-        raise ValueError(f"{value!r} is not a valid {cls.__name__}; it is one of {names}, or such a name as a string")
+        raise ValueError(
+            f"{value_text(value)} is not a valid {cls.__name__}; it is one of {names}, or such a name as a string"
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -64,6 +84,9 @@ class CommunicationImplementation(NamedInAnyCase):
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+
+
+CollectiveCommunication = CommunicationImplementation  # its name before TensorFlow 2.4
 
 
 @final
@@ -147,9 +170,16 @@ class CommunicationOptions:
 
         Returns:
             New options; neither operand changes. A call cannot put a field back to its default.
+
+        Raises:
+            TypeError: If `other` is something else.
         """
         if other is None:
             return self
+        if isinstance(other, TypeError):  # of `options_or_hints`
+            raise other
+        if not isinstance(other, CommunicationOptions):
+            raise TypeError(f"options must be a CommunicationOptions or None, got {type(other).__name__}")
         return CommunicationOptions(
             other.bytes_per_pack or self.bytes_per_pack,
             self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds,
@@ -179,3 +209,20 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
     """
     warnings.warn("CollectiveHints is deprecated: use CommunicationOptions", DeprecationWarning, stacklevel=2)
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+def options_or_hints(
+    options: CommunicationOptions | None, experimental_hints: CommunicationOptions | None
+) -> CommunicationOptions | Any:
+    """Take the options of a call, also under the name that they had before TensorFlow 2.4.
+
+    Returns:
+        The options. If both were given, an error in their place, which `CommunicationOptions.merge` raises: where all
+        ranks learn of it.
+    """
+    if experimental_hints is None:
+        return options
+    warnings.warn("experimental_hints is deprecated: use options", DeprecationWarning, stacklevel=3)
+    if options is not None:
+        return TypeError("options and experimental_hints are two names of one argument: give one of them")
+    return experimental_hints

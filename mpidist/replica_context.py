@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from mpidist import contexts, nest
+from mpidist import contexts
 from mpidist.cross_device_ops.pending_result import PendingResult
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
-from mpidist.values import Mirrored, PerReplica, local
+from mpidist.values import open_nest
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
@@ -62,6 +62,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce every replica's value, and give every replica the result. Collective.
 
@@ -70,6 +71,7 @@ class ReplicaContext:
             value: This replica's contribution: an array, a number, or a nest of them.
             options: Laid over the strategy's.
             out: A nest of arrays like the result, which then takes it. May be `value` itself.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
             A nest like `value`, of new arrays; `out`, if it was given.
@@ -80,6 +82,7 @@ class ReplicaContext:
             RuntimeError: If this context is not the current one.
         """
         self._require_current("all_reduce")
+        options = options_or_hints(options, experimental_hints)
         return self._strategy.extended.cross_device_ops.all_reduce(reduce_op, value, options, out=out)
 
     def start_all_reduce(
@@ -127,13 +130,21 @@ class ReplicaContext:
         self._require_current("reduce_scatter")
         return self._strategy.extended.reduce_scatter(reduce_op, value, axis, options)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.
 
         Args:
             value: An array of at least one dimension, or a nest of them. Lengths may differ along `axis` alone.
             axis: The axis; negative counts from the end.
             options: Laid over the strategy's.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
             A nest like `value`, the same on all replicas.
@@ -142,6 +153,7 @@ class ReplicaContext:
             InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
         """
         self._require_current("all_gather")
+        options = options_or_hints(options, experimental_hints)
         return self._strategy.extended.all_gather("all_gather", value, axis, options)
 
     def merge_call(
@@ -152,17 +164,17 @@ class ReplicaContext:
     ) -> Any:
         """Leave replica context for one call: run `merge_fn(strategy, *args, **kwargs)` across replicas. Collective.
 
-        The function runs on every rank, each with its own components of the arguments, so it must not be counted on
-        to run once: guard what only the chief shall do with `strategy.is_chief`.
+        The function runs on every rank, so it must not be counted on to run once: guard what only the chief shall do
+        with `strategy.is_chief`.
 
         Args:
             merge_fn: The function.
-            args: Its arguments after the strategy. Arrays and numbers arrive as `PerReplica`, other objects as
-                they are.
+            args: Its arguments after the strategy. They arrive as they are given: a rank carries one replica, so there
+                is nothing to bring together. A bare array is this rank's contribution to whatever the function reduces.
             kwargs: Its keyword arguments, likewise.
 
         Returns:
-            What the function returned, distributed values opened to this replica's component.
+            What the function returned; distributed values in it are opened to this replica's component.
 
         Raises:
             InvalidArgumentError: If another rank makes another call. On every rank.
@@ -170,17 +182,16 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        wrapped: list[Any] = []
+        given: list[Any] = []
         named: dict[str, Any] = {}
         error = None
         try:
-            wrapped = [nest.map_structure(_per_replica, value) for value in args]
-            named = {key: nest.map_structure(_per_replica, value) for key, value in (kwargs or {}).items()}
+            given, named = list(args), dict(kwargs or {})
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
-        result = contexts.called(contexts.Entry(self._strategy), merge_fn, self._strategy, *wrapped, **named)
-        return nest.map_structure(local, result)
+        entry = contexts.Entry(self._strategy, merging=True)
+        return open_nest(contexts.called(entry, merge_fn, self._strategy, *given, **named))
 
     def _require_current(self, call: str) -> None:
         here = contexts.get_replica_context()
@@ -206,11 +217,3 @@ class ReplicaContext:
             f"ReplicaContext.{call}: mismatching ReplicaContext; this one was current in another call of run() or on "
             "another thread. Ask mpidist.get_replica_context() for the current one"
         )
-
-
-def _per_replica(value: Any) -> Any:
-    if isinstance(value, (PerReplica, Mirrored)):
-        return value
-    is_number = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
-    is_array = hasattr(value, "__array__") and not hasattr(value, "aggregation")  # a variable stays one
-    return PerReplica((value,)) if is_array or is_number else value

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
+from mpidist.axes import axis_of
 from mpidist.cross_device_ops.compressing import Compressing
 from mpidist.cross_device_ops.describing import specs_text
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.operands import Operands
 from mpidist.cross_device_ops.plan import reduction_of, wire_and_result_dtypes
-from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -62,17 +64,18 @@ def reduce_scatter(
     op = ReduceOp.SUM
 
     def describe() -> dict[str, str]:
-        fields = {"op": str(op), "axis": str(axis), "form of the nest": repr(structure)}
+        fields = {"op": str(op), "axis": str(axis), "form of the nest": form_text(structure)}
         fields |= {"reproducible": str(options.reproducible), "compression": str(options.compression)}
         fields["compress_everywhere"] = str(options.compress_everywhere)
-        return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
 
     try:
-        op = ReduceOp(reduce_op)
+        op = ReduceOp.of(reduce_op)
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
         operands = Operands.of(leaves, group.devices, call)
-        axes = [_axis_of(array.shape, axis) for array in operands.arrays]
+        axes = [axis_of(axis, array.shape, "scatter") for array in operands.arrays]
         for spec in operands.specs:
             wire_and_result_dtypes(op, spec.dtype)
         hints = options.reproducible, options.compression, options.compress_everywhere
@@ -139,12 +142,3 @@ def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:
     work = arrays.empty(moved.shape, wire, device)
     work[...] = moved
     return work.reshape(-1)
-
-
-def _axis_of(shape: tuple[int, ...], axis: int) -> int:
-    if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise TypeError(f"axis must be a whole number, got {axis!r}")
-    if not -len(shape) <= axis < len(shape):
-        what = f"an array of shape {list(shape)}" if shape else "a scalar"
-        raise InvalidArgumentError(f"cannot scatter along axis {axis}: {what} has no such axis")
-    return int(axis) % len(shape)

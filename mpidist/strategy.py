@@ -14,7 +14,7 @@ from mpidist.axis_reduction import reduce_along_axis
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
 from mpidist.extended import StrategyExtended
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import arrays
 from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.topology import Topology
@@ -47,7 +47,7 @@ class Strategy(ABC):
 
     Args:
         extended: The parts, put together.
-        cluster_resolver: Where the ranks run, if somebody said.
+        cluster_resolver: Which tasks there are, for strategies that have a cluster.
     """
 
     def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
@@ -64,7 +64,7 @@ class Strategy(ABC):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Where the ranks run, if somebody said."""
+        """Which tasks there are, and which of them this rank is; `None` where a strategy needs no cluster."""
         return self._cluster_resolver
 
     @property
@@ -135,20 +135,23 @@ class Strategy(ABC):
         self,
         reduce_op: ReduceOp | str,
         value: Any,
-        axis: int | None = None,
+        axis: int | tuple[int, ...] | None = None,
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce a value of every rank, and give every rank the result. Collective.
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This rank's contribution, or a distributed value, or a nest of them.
-            axis: Reduce along this axis on every rank, too. A mean is then the sum of all divided by the count of
-                all, so that ranks with more rows weigh more.
+            axis: Reduce along this axis, or these, on every rank, too. A mean is then the sum of all divided by the
+                count of all, so that ranks with more rows weigh more. `()` is no axis: as `None`.
             options: Laid over the strategy's.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
-            A nest like `value`; without `axis` in its shapes, if one was given.
+            A nest like `value`; without the axes in its shapes, if any were given.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
@@ -156,7 +159,8 @@ class Strategy(ABC):
         """
         self._extended.require_cross_replica("reduce")
         ops = self._extended.cross_device_ops
-        if axis is not None:
+        options = options_or_hints(options, experimental_hints)
+        if axis is not None and not (isinstance(axis, tuple) and not axis):
             return reduce_along_axis(ops, self.num_replicas_in_sync, reduce_op, value, axis, options)
         return ops.reduce(reduce_op, value, "all", options)
 

@@ -92,10 +92,17 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
     "deadline": (
         lambda s, x: s.reduce("SUM", 1.0, options=options(timeout_seconds=x)), 9, 0, "timeout", "set", "none",
     ),
-    "kind of nest": (lambda s, x: inside(s, "all_reduce", "SUM", x), [1.0], (1.0,), "form", "('list'", "('tuple'"),
-    "keys": (lambda s, x: inside(s, "all_reduce", "SUM", {x: 1.0}), "w", "b", "form", """('mapping', ("'w'""", "("),
+    "kind of nest": (lambda s, x: inside(s, "all_reduce", "SUM", x), [1.0], (1.0,), "form", "[*]", "(*)"),
+    "keys": (lambda s, x: inside(s, "all_reduce", "SUM", {x: 1.0}), "w", "b", "array ['w']", "f64[]", "-"),
+    "length in a nest": (
+        lambda s, x: s.reduce("SUM", [{"a": 1.0, "b": np.ones(x)}]), 2, 3, "array [0]['b']", "f64[2]", "f64[3]",
+    ),
+    "length in a pair": (
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(1.0, 0), ([np.ones(x)], 0)]), 2, 3, "pair 1, array [0]",
+        "f64[2]", "f64[3]",
+    ),
     "emptiness": (lambda s, x: inside(s, "all_reduce", "SUM", x), [], [1.0], "number of arrays", "0", "1"),
-    "mirrored": (lambda s, x: s.reduce("MEAN", x), Mirrored((1.0,)), 1.0, "number of arrays", "0", "1"),
+    "mirrored": (lambda s, x: s.reduce("MEAN", x), Mirrored((1.0,)), 1.0, "mirrored", "array 0", "none"),
     "axis": (lambda s, x: s.reduce("SUM", np.ones((3, 3)), axis=x), 0, 1, "call", "reduce along axis 0", "reduce a"),
     "axis or none": (lambda s, x: s.reduce("SUM", np.ones(3), axis=x), 0, None, "call", "reduce along axis", "reduce"),
     "axis to gather": (lambda s, x: s.gather(np.ones((3, 3)), x), 0, 1, "axis", "0", "1"),
@@ -107,6 +114,10 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
         lambda s, x: s.reduce("SUM", np.ones(1)) if x else s.gather(np.ones(1), 0), True, False, "call", "reduce",
         "gather",
     ),
+    "name of the call": (
+        lambda s, x: s.extended.cross_device_ops.all_reduce("SUM", 1.0, call=x), "assignment to 'a'",
+        "assignment to 'b'", "call", "assignment to 'a'", "assignment to 'b'",
+    ),
     "broadcast": (lambda s, x: s.extended.broadcast_to(np.ones(x), 0), 2, 3, "array 0", "f64[2]", "f64[3]"),
     "merge function": (lambda s, x: inside(s, "merge_call", x), len, print, "function", "len", "print"),
     "allocation": (lambda s, x: s.symmetric_empty(x, "f4"), 3, 2, "array 0", "<f4[3]", "<f4[2]"),
@@ -117,11 +128,26 @@ DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
     ),
     # One rank's own mistake: the others passed nothing wrong.
     "bool": (lambda s, x: s.reduce("SUM", x), True, 1.0, "error", "InvalidArgumentError: SUM needs numbers", "-"),
-    "None": (lambda s, x: s.reduce("SUM", x), None, 1.0, "error", "TypeError: cannot take a value of type", "-"),
+    "None": (lambda s, x: s.reduce("SUM", x), None, 1.0, "error", "TypeError: cannot take None, which", "-"),
+    "None in a nest": (
+        lambda s, x: inside(s, "all_reduce", "SUM", [1.0, {"bias": x}]), None, 1.0, "error",
+        "TypeError: [1]['bias'] is None, which is neither", "-",
+    ),
+    "no leaf": (lambda s, x: s.reduce("SUM", [1, x]), "a", 1, "error", "TypeError: [1]: cannot take a value of", "-"),
+    "no leaf to gather": (lambda s, x: s.gather([x], 0), "a", np.ones(1), "error", "TypeError: [0]: cannot take", "-"),
+    "no leaf to broadcast": (
+        lambda s, x: s.extended.broadcast_to({"a": x}, 0), "a", 1, "error", "TypeError: ['a']: cannot take", "-",
+    ),
+    "no leaf to scatter": (
+        lambda s, x: inside(s, "reduce_scatter", "SUM", (x,)), "a", np.ones(3), "error", "TypeError: [0]: cannot", "-",
+    ),
+    "no leaf along an axis": (
+        lambda s, x: s.reduce("SUM", [x], axis=0), "a", np.ones(1), "error", "TypeError: [0]: cannot take", "-",
+    ),
     "no reduction": (lambda s, x: s.reduce(x, 1.0), "bogus", "SUM", "error", "ValueError: 'bogus' is not a valid", "-"),
     "no destination": (lambda s, x: s.extended.broadcast_to(1.0, x), -1, 0, "error", "ValueError: destination ra", "-"),
     "no pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", x), 5, [], "error", "TypeError: 'int' object", "-"),
-    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: axis 1", "-"),
+    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: cannot r", "-"),
     "scalar": (lambda s, x: s.gather(x, 0), 1.0, np.ones(1), "error", "InvalidArgumentError: cannot concatenate", "-"),
     "failing pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", lookup(x)), "n", "y", "error", "KeyError", "-"),
     "failing array": (lambda s, x: s.reduce("SUM", lazy(x)), True, False, "error", "OSError: no file", "-"),

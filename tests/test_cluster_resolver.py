@@ -16,6 +16,7 @@ from mpidist.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
     TFConfigClusterResolver,
+    UnionResolver,
 )
 from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.cluster_resolver.roles import id_in_cluster, is_chief, validate_roles, worker_count
@@ -65,7 +66,29 @@ def test_spec_without_jobs_is_false() -> None:
     assert ClusterSpec({"worker": ["w0:1"]})
 
 
-@pytest.mark.parametrize("wrong", [None, 3, ["w0:1"], {"worker": "w0:1"}, {"worker": [1]}, {"worker": 1}, {1: []}])
+def test_spec_of_some_tasks_knows_those() -> None:
+    """As TensorFlow's: without gaps it is a list."""
+    spec = ClusterSpec({"worker": {3: "w3:1", 1: "w1:1"}, "ps": {1: "p1:1", "0": "p0:1"}, "chief": {}})
+    assert spec.as_dict() == {"worker": {1: "w1:1", 3: "w3:1"}, "ps": ["p0:1", "p1:1"], "chief": []}
+    assert spec == spec.as_dict() == ClusterSpec(spec)
+    assert spec != {"worker": ["w1:1", "w3:1"], "ps": ["p0:1", "p1:1"], "chief": []}
+    assert spec.job_tasks("worker") == [None, "w1:1", None, "w3:1"]
+    assert (spec.num_tasks("worker"), spec.task_indices("worker")) == (2, [1, 3])
+    assert spec.task_address("worker", 3) == "w3:1"
+    with pytest.raises(ValueError, match=r"no task 2 in job 'worker'; its indices are \[1, 3\]"):
+        spec.task_address("worker", 2)
+    assert [spec.is_sparse(job) for job in spec.jobs] == [True, False, False]
+    with pytest.raises(ValueError, match=r"task_id 2 is not in job 'worker', whose ids are \[1, 3\]"):
+        validate_roles(spec, "worker", 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None, 3, ["w0:1"], {"worker": "w0:1"}, {"worker": [1]}, {"worker": 1}, {1: []}, {"worker": {"x": "w0:1"}},
+        {"worker": {-1: "w0:1"}}, {"worker": {0.5: "w0:1"}}, {"worker": {0: 5}},
+    ],
+)  # fmt: skip
 def test_spec_of_anything_else_is_refused(wrong: Any) -> None:
     """T235, TypeErrors."""
     with pytest.raises(TypeError, match="ClusterSpec got"):
@@ -373,3 +396,56 @@ def test_resolvers_import_no_mpi() -> None:
     )
     root = str(pathlib.Path(__file__).parents[1])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root})
+
+
+def test_tf_config_of_some_tasks_is_compared_with_nothing() -> None:
+    """Nobody knows how many there are."""
+    environ = tf_config(cluster={"worker": {"1": "w1:1"}}, task={"type": "worker", "index": 1})
+    resolver = TFConfigClusterResolver(environ=environ)
+    assert resolver.master("worker", 1) in ("", "w1:1")
+    assert (resolver.num_tasks, resolver.rank) == (None, None)
+    resolver.check(size=8, rank=5)
+
+
+# UnionResolver
+
+
+def simple(cluster: dict[str, Any], **task: Any) -> SimpleClusterResolver:
+    return SimpleClusterResolver(ClusterSpec(cluster), **task)
+
+
+def test_union_of_lists_numbers_tasks_anew() -> None:
+    """T233."""
+    one = simple({"worker": ["a:1", "b:1"], "ps": ["p:1"]})
+    resolver = UnionResolver(one, simple({"worker": ["c:1"], "chief": ["d:1"]}))
+    assert resolver.cluster_spec() == {"worker": ["a:1", "b:1", "c:1"], "ps": ["p:1"], "chief": ["d:1"]}
+    assert resolver.num_tasks == 4
+
+
+def test_union_with_indices_keeps_them() -> None:
+    """1.4.11."""
+    known = simple({"worker": {2: "c:1"}})
+    assert UnionResolver(simple({"worker": ["a:1", "b:1"]}), known).cluster_spec() == {"worker": ["a:1", "b:1", "c:1"]}
+    with pytest.raises(KeyError, match=r"Duplicate keys.*task 2"):
+        UnionResolver(known, known).cluster_spec()
+
+
+def test_union_speaks_for_its_first_member() -> None:
+    """1.4.11."""
+    first = simple({"worker": ["a:1"]}, master="m:1", task_type="worker", task_id=0, environment="here", rpc_layer="x")
+    second = simple({"worker": ["b:1"]}, task_type="worker", task_id=5, num_accelerators={"GPU": 2})
+    resolver = UnionResolver(first, second)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, "x")
+    assert (resolver.master(), resolver.master("worker", 1)) == ("x://m:1", "x://b:1")
+    assert (resolver.environment, resolver.num_accelerators()) == ("here", {})
+    other = UnionResolver(second, first, rpc_layer="grpc", task_type="worker", task_id=1)
+    assert (other.task_id, other.master("worker", 1), other.num_accelerators()) == (1, "grpc://a:1", {"GPU": 2})
+    other.check(2, 1)
+
+
+def test_union_of_nothing_or_of_others_is_refused() -> None:
+    """1.4.11."""
+    with pytest.raises(ValueError, match="at least one"):
+        UnionResolver()
+    with pytest.raises(TypeError, match="ClusterSpec"):
+        UnionResolver(ClusterSpec({}))  # type: ignore[arg-type]

@@ -265,6 +265,24 @@ def test_default_context_reduces_its_own_value() -> None:
     assert default.run(lambda x: x + 1, (1,)) == 2
 
 
+def test_merge_call_of_the_default_context_is_cross_replica_context() -> None:
+    """As in TensorFlow: there the default strategy's scope and `run` change nothing, and `merge_call` does."""
+    default, context = mpidist.get_strategy(), mpidist.get_replica_context()
+
+    def merged(strategy: Strategy) -> State:
+        assert strategy is default
+        with pytest.raises(RuntimeError, match="cross-replica"):
+            context.all_reduce("SUM", 1.0)
+        with pytest.raises(RuntimeError, match="cross-replica"):
+            context.merge_call(merged)
+        assert strategy.run(state) == DEFAULT
+        assert strategy.extended.reduce_to("SUM", 2.0, 0) == 2.0
+        return state()
+
+    assert context.merge_call(merged) == (default, None, True, False)
+    assert default.run(lambda: mpidist.get_replica_context().merge_call(merged)) == (default, None, True, False)
+
+
 def test_loss_reduction_is_sum(strategy: Strategy) -> None:
     """Reference 1.4.3."""
     assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM

@@ -290,9 +290,9 @@ MISTAKES: list[tuple[str, type[Exception], str, Call]] = [
     ("PerReplica first", ValueError, "tuple of size 2", lambda o, n: o.batch_reduce("SUM", [(PerReplica((1,)), 0, 0)])),
     ("pairs are a number", TypeError, "not iterable", lambda o, n: o.batch_reduce("SUM", 5)),
     ("options are a dict", TypeError, "CommunicationOptions", lambda o, n: o.reduce("SUM", 1.0, 0, {})),
-    ("None", TypeError, "NoneType", lambda o, n: o.reduce("SUM", None, 0)),
+    ("None", TypeError, "cannot take None", lambda o, n: o.reduce("SUM", None, 0)),
     ("text", TypeError, "builtins.str", lambda o, n: o.reduce("SUM", {"a": ["text"]}, "all")),
-    ("broadcast of None", TypeError, "NoneType", lambda o, n: o.broadcast(None, 0)),
+    ("broadcast of None", TypeError, "cannot take None", lambda o, n: o.broadcast(None, 0)),
     ("huge int", ValueError, "does not fit", lambda o, n: o.reduce("SUM", 2**63, 0)),
     ("bool", InvalidArgumentError, "SUM needs numbers, got dtype bool", lambda o, n: o.reduce("SUM", True, 0)),
     ("strings", InvalidArgumentError, "got dtype str", lambda o, n: o.reduce("MEAN", np.array(["a"]), 0)),
@@ -363,6 +363,15 @@ def test_negative_num_packs_are_refused(kind: Any) -> None:
     """X22."""
     with pytest.raises(ValueError, match=f"{kind.__name__} requires num_packs >= 0"):
         kind(num_packs=-1)
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("kind", [NcclAllReduce, HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("wrong", [1.5, 2.0, True, "2", None, [1]])
+def test_num_packs_that_are_no_number_are_refused(kind: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} requires num_packs to be a whole number"):
+        kind(wrong)
+    assert kind(np.int64(2)).configuration == kind(2).configuration
 
 
 @pytest.mark.no_mpi

@@ -160,6 +160,8 @@ def test_scalars_are_refused_on_all_ranks(gather: Gather, value: Any) -> None:
         (np.ones((2, 3)), "0", TypeError),
         (np.ones((2, 3)), None, TypeError),
         (np.ones((2, 3)), 1.0, TypeError),
+        (np.ones((2, 3)), True, TypeError),
+        (np.ones((2, 3)), object(), TypeError),
         (np.array(["a"]), 0, InvalidArgumentError),
         (np.array([object()]), 0, InvalidArgumentError),
         (object(), 0, TypeError),
@@ -167,7 +169,7 @@ def test_scalars_are_refused_on_all_ranks(gather: Gather, value: Any) -> None:
     ],
 )
 def test_what_cannot_be_gathered_is_refused(gather: Gather, value: Any, axis: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind):
+    with raises_everywhere(WORLD, kind):
         gather(value, axis)
     assert gather(np.ones(1), 0).shape == (SIZE,)
 

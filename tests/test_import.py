@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_first_strategy_says_what_to_install(before: str, variables: dict[str, s
 NAMES = """
 ReduceOp CommunicationOptions experimental.CommunicationOptions
 CommunicationImplementation experimental.CommunicationImplementation experimental.CollectiveHints
+CollectiveCommunication experimental.CollectiveCommunication experimental.ValueContext
 CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce CollectiveAllReduce
 OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
 Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
@@ -100,6 +102,7 @@ DistributedValues PerReplica Mirrored DistributedDataset InputContext InputRepli
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
 cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
+cluster_resolver.UnionResolver
 errors.DeadlineExceededError errors.InvalidArgumentError errors.PeerFailedError errors.UnavailableError
 errors.TopologyError
 """
@@ -122,8 +125,52 @@ def test_name_of_the_contract_is_there_and_listed(name: str) -> None:
 
 
 def test_names_of_the_seed_have_two_homes() -> None:
-    for name in ("CommunicationOptions", "CommunicationImplementation", "MultiWorkerMirroredStrategy"):
+    names = "CommunicationOptions CommunicationImplementation CollectiveCommunication MultiWorkerMirroredStrategy"
+    for name in names.split():
         assert getattr(mpidist, name) is getattr(mpidist.experimental, name)
+    assert mpidist.CollectiveCommunication is mpidist.CommunicationImplementation
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("TPUStrategy", "not on TPUs; see the page 'From tf.distribute'"),
+        ("experimental.TPUStrategy", "mpidist.experimental has no TPUStrategy: .*TPUs"),
+        ("RunOptions", "`run` takes none"),
+        ("Server", "not in this version"),
+        ("experimental.ParameterServerStrategy", "not in this version"),
+        ("experimental.CentralStorageStrategy", "not in this version"),
+        ("experimental.PreemptionCheckpointHandler", "not in this version"),
+        ("cluster_resolver.TPUClusterResolver", "TPUs"),
+        ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
+        ("cluster_resolver.GCEClusterResolver", "leave the resolver out"),
+        ("cluster_resolver.UnionClusterResolver", "its name is UnionResolver"),
+        ("CollectiveHints", r"did you mean mpidist\.experimental\.CollectiveHints\?$"),
+        ("experimental.MirroredStrategy", r"did you mean mpidist\.MirroredStrategy\?$"),
+        ("MirorredStrategy", r"module 'mpidist' has no attribute 'MirorredStrategy'; did you mean mpidist\.Mirrored"),
+        ("bogus", "^module 'mpidist' has no attribute 'bogus'$"),
+        ("_private", "^module 'mpidist' has no attribute '_private'$"),
+    ],
+)
+def test_name_that_is_not_there_says_why(path: str, text: str) -> None:
+    """To `hasattr` it is not there, and nobody lists it."""
+    parent, _, last = path.rpartition(".")
+    module = named(parent) if parent else mpidist
+    with pytest.raises(AttributeError, match=text):
+        named(path)
+    assert not hasattr(module, last)
+    assert last not in dir(module)
+
+
+@pytest.mark.parametrize("home", [mpidist, mpidist.experimental, mpidist.cluster_resolver], ids=lambda it: it.__name__)
+def test_module_shows_its_public_names_and_its_parts(home: ModuleType) -> None:
+    """`dir` and `import *`."""
+    shown = {name for name in dir(home) if not name.startswith("_")}
+    parts = {name for name in shown if f"{home.__name__}.{name}" in sys.modules}
+    assert shown - parts <= set(home.__all__) <= shown
+    starred: dict[str, Any] = {}
+    exec(f"from {home.__name__} import *", starred)
+    assert set(starred) - {"__builtins__"} == set(home.__all__)
 
 
 def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
@@ -165,7 +212,7 @@ MirroredStrategy(devices=, cross_device_ops=, *, comm=, per_node_variables=)
 MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=, per_node_variables=)
 Strategy.scope(self)
 Strategy.run(self, fn, args=, kwargs=, options=)
-Strategy.reduce(self, reduce_op, value, axis=, options=)
+Strategy.reduce(self, reduce_op, value, axis=, options=, *, experimental_hints=)
 Strategy.gather(self, value, axis)
 Strategy.experimental_local_results(self, value)
 Strategy.experimental_distribute_values_from_function(self, value_fn)
@@ -176,13 +223,13 @@ Strategy.symmetric_empty_like(self, value, *, per_node=)
 Strategy.raise_together(self, what=)
 Strategy.reset(self)
 Strategy.close(self)
-ReplicaContext.all_reduce(self, reduce_op, value, options=, *, out=)
+ReplicaContext.all_reduce(self, reduce_op, value, options=, *, out=, experimental_hints=)
 ReplicaContext.start_all_reduce(self, reduce_op, value, options=, *, out=)
 ReplicaContext.reduce_scatter(self, reduce_op, value, axis=, options=)
-ReplicaContext.all_gather(self, value, axis, options=)
+ReplicaContext.all_gather(self, value, axis, options=, *, experimental_hints=)
 ReplicaContext.merge_call(self, merge_fn, args=, kwargs=)
-StrategyExtended.reduce_to(self, reduce_op, value, destinations, options=)
-StrategyExtended.batch_reduce_to(self, reduce_op, value_destination_pairs, options=)
+StrategyExtended.reduce_to(self, reduce_op, value, destinations, options=, *, experimental_hints=)
+StrategyExtended.batch_reduce_to(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
 StrategyExtended.broadcast_to(self, value, destinations)
 StrategyExtended.update(self, var, fn, args=, kwargs=, group=)
 StrategyExtended.call_for_each_replica(self, fn, args=, kwargs=)
@@ -190,8 +237,8 @@ StrategyExtended.colocate_vars_with(self, var)
 StrategyExtended.value_container(self, value)
 StrategyExtended.variable_created_in_scope(self, v)
 CrossDeviceOps.bind(self, comm=)
-CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=)
-CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=)
+CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=, *, experimental_hints=)
+CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
 CrossDeviceOps.close(self)
 PerReplica(values)
 Variable.assign(self, value)

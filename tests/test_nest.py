@@ -1,16 +1,24 @@
-"""Nested lists, tuples and dicts: to a flat list, and back."""
+"""Nested lists, tuples, dicts and objects: to a flat list, and back; where a leaf is, in words."""
 
 from __future__ import annotations
 
+import enum
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from fractions import Fraction
+from pathlib import PurePosixPath
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+import mpidist
 from mpidist import nest
+from mpidist.nest_text import form_text, paths
 
 pytestmark = pytest.mark.no_mpi
 
@@ -21,6 +29,67 @@ class Layer(NamedTuple):
 
 
 OldStyle = namedtuple("OldStyle", "x")
+
+
+@dataclass
+class Dense:
+    kernel: Any
+    bias: Any
+    name: str = field(default="dense", metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Frozen:
+    w: Any
+
+
+@dataclass
+class Branch:
+    value: Any
+    parent: Any = None
+
+
+class WithAttrs:
+    """As attrs makes them: the list of fields is what tells."""
+
+    __attrs_attrs__ = (SimpleNamespace(name="a", metadata={}), SimpleNamespace(name="b", metadata={"static": True}))
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WithAttrs) and (self.a, self.b) == (other.a, other.b)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    layer: int
+    part: str
+
+
+class Loud(str):
+    """A text that ranks would write differently."""
+
+    def __repr__(self) -> str:
+        return f"Loud at {id(self)}"
+
+
+class Key:
+    """An object that ranks can only tell by its place. Whoever prints or compares one makes a test fail."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("printed")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    __hash__ = object.__hash__
+
 
 ROWS: list[tuple[Any, list[Any]]] = [
     (1, [1]),
@@ -36,9 +105,13 @@ ROWS: list[tuple[Any, list[Any]]] = [
     (OldStyle(4), [4]),
     (OrderedDict([("z", 1), ("a", 2)]), [2, 1]),
     (MappingProxyType({"q": 1}), [1]),
-    ({1: "int", "1": "str", (0, 1): "tuple"}, ["int", "str", "tuple"]),
+    ({1: "int", "1": "str", (0, 1): "tuple"}, ["str", "int", "tuple"]),
+    ({10: "b", 9: "a"}, ["a", "b"]),
     (Counter("aab"), [2, 1]),
     ([[[[[5]]]]], [5]),
+    (Dense([1], {"a": 2}), [1, 2]),
+    ([Frozen(Dense(1, 2)), 3], [1, 2, 3]),
+    (WithAttrs([1, 2], "static"), [1, 2]),
 ]
 
 
@@ -109,6 +182,9 @@ def test_nests_of_one_form_have_one_structure(one: Any, other: Any) -> None:
         ([], {}),
         (1, [1]),
         ([[], [1]], [[1], []]),
+        (Dense(1, 2), Layer(1, 2)),
+        ({1: 0, "a": 0}, {"1": 0, "a": 0}),
+        ({"a": 0, ("b",): 0}, {"a": 0, ("c",): 0}),
     ],
 )
 def test_nests_of_other_forms_have_other_structures(one: Any, other: Any) -> None:
@@ -126,3 +202,165 @@ def test_map_structure_changes_the_leaves_alone() -> None:
 
 def test_map_structure_of_a_leaf_is_a_call() -> None:
     assert nest.map_structure(lambda leaf: -leaf, 3) == -3
+
+
+VALUES: dict[str, Callable[[], list[Any]]] = {
+    "numbers": lambda: [1, 2.5, 1j, False, None, Fraction(1, 3), np.int64(7)],
+    "texts": lambda: ["a", b"a", np.str_("b"), Loud("c"), PurePosixPath("a/b")],
+    "dates": lambda: [date(2026, 1, 1), date(2025, 1, 1)],
+    "members": lambda: [Color.BLUE, Color.RED],
+    "classes": lambda: [Key, int, np.dtype("f4")],
+    "compounds": lambda: [("b", (1, Color.RED)), ("a", 2), frozenset("ab"), Place(1, "bias"), Place(0, "kernel")],
+    "a mixture": lambda: ["a", 1, ("a", 1), Color.RED],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_keys_that_are_values_may_be_filled_in_in_any_order(kind: str) -> None:
+    """Other ranks make equal keys of their own."""
+    one, other = VALUES[kind](), VALUES[kind]()[::-1]
+    assert len(set(map(repr, one))) == len(one)
+    leaves, structure = nest.flatten({key: index for index, key in enumerate(one)})
+    last = len(one) - 1
+    assert nest.flatten({key: last - index for index, key in enumerate(other)}) == (leaves, structure)
+    assert sorted(leaves) == list(range(len(one)))
+
+
+def test_variables_are_keys_by_their_names_whatever_they_hold() -> None:
+    """Their numbers must not be looked at: they differ from step to step, or from rank to rank."""
+    one, other = mpidist.Variable(1.0, name="w"), mpidist.Variable([2.0, 3.0], name="b")
+    leaves, structure = nest.flatten({one: "w", other: "b"})
+    assert leaves == ["b", "w"]
+    one.assign(7.0)
+    assert nest.flatten({other: "b", one: "w"}) == (leaves, structure)
+    assert paths(structure) == ["[variable 'b']", "[variable 'w']"]
+    result = nest.rebuild({one: 0, other: 0}, leaves)
+    assert [(key is one, value) for key, value in result.items()] == [(True, "w"), (False, "b")]
+
+
+def test_variables_of_one_name_are_told_apart() -> None:
+    twins = [mpidist.Variable(0.0, name="w") for _ in range(3)]
+    leaves, structure = nest.flatten({twin: index for index, twin in enumerate(twins)})
+    assert leaves == [0, 1, 2]
+    assert len(set(paths(structure))) == 3
+
+
+def test_other_objects_are_keys_by_their_place() -> None:
+    """The mapping's own order; they are neither printed nor compared, and come after the others."""
+    keys = [Key() for _ in range(20)]
+    value = {keys[0]: 0, "b": 1, **{key: index + 2 for index, key in enumerate(keys[1:])}, "a": 3}
+    leaves, structure = nest.flatten(value)
+    assert leaves == [3, 1, 0, *range(2, 21)]
+    assert nest.flatten({**{Key(): 0 for _ in keys}, "a": 0, "b": 0})[1] == structure
+    assert nest.flatten({**{object(): 0 for _ in keys}, "a": 0, "b": 0})[1] != structure
+    again = nest.rebuild(value, leaves)
+    assert list(map(id, again)) == list(map(id, value))
+    assert list(again.values()) == list(value.values())
+
+
+def test_objects_are_copied_and_keep_what_is_no_leaf() -> None:
+    """Also frozen ones, and without their initialiser."""
+    dense = Dense(np.ones(2), 1.0, name="first")
+    dense.extra = "kept"  # type: ignore[attr-defined]
+    again = nest.map_structure(lambda leaf: leaf * 2, dense)
+    assert (again.kernel.tolist(), again.bias, again.name, again.extra) == ([2, 2], 2.0, "first", "kept")
+    assert (dense.kernel.tolist(), dense.bias) == ([1, 1], 1.0)
+    assert nest.map_structure(str, Frozen(3)) == Frozen("3")
+
+
+def test_what_contains_itself_is_a_leaf_there() -> None:
+    root = Branch(1)
+    root.parent = [Branch(2, parent=root), root]
+    leaves, structure = nest.flatten(root)
+    assert [leaf for leaf in leaves if not isinstance(leaf, Branch)] == [1, 2]
+    assert paths(structure) == [".value", ".parent[0].value", ".parent[0].parent", ".parent[1]"]
+    assert nest.rebuild(root, ["a", "b", "c", "d"]).parent[0].parent == "c"
+
+
+class GetAttrKey(NamedTuple):
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+class FlattenedIndexKey(NamedTuple):
+    key: int
+
+
+class Registry:
+    """What `jax.tree_util` offers to those who look at one level of a registered class."""
+
+    class Def(NamedTuple):
+        kind: type | None = None
+        names: tuple[str, ...] = ()
+
+        def node_data(self) -> tuple[type, Any] | None:
+            return None if self.kind is None else (self.kind, self.names)
+
+        def unflatten(self, children: list[Any]) -> Any:
+            assert self.kind is not None
+            return self.kind(**dict(zip(self.names, children, strict=True)))
+
+    def __init__(self, names_its_children: bool) -> None:
+        self.names_its_children = names_its_children
+
+    def tree_flatten_with_path(self, tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Def]:
+        assert not is_leaf(tree)
+        if not isinstance(tree, SimpleNamespace):
+            return [((), tree)], self.Def()
+        assert all(map(is_leaf, vars(tree).values()))
+        keys = map(GetAttrKey if self.names_its_children else FlattenedIndexKey, vars(tree))
+        branches = [((key,), child) for key, child in zip(keys, vars(tree).values(), strict=True)]
+        return branches, self.Def(SimpleNamespace, tuple(vars(tree)))
+
+
+@pytest.mark.parametrize(("names_its_children", "steps"), [(True, [".w", ".b"]), (False, ["[0]", "[1]"])])
+def test_what_jax_knows_is_opened_where_jax_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, names_its_children: bool, steps: list[str]
+) -> None:
+    """And only there: `import mpidist` does not load JAX."""
+    value = [SimpleNamespace(w=1, b={"c": None}), Dense(2, object())]
+    assert nest.flatten(value)[0] == [value[0], 2, value[1].bias]
+    monkeypatch.setitem(sys.modules, "jax.tree_util", Registry(names_its_children))
+    leaves, structure = nest.flatten(value)
+    assert leaves == [1, None, 2, value[1].bias]
+    assert paths(structure) == [f"[0]{steps[0]}", f"[0]{steps[1]}['c']", "[1].kernel", "[1].bias"]
+    assert structure != nest.flatten([SimpleNamespace(w=1, other={"c": None}), value[1]])[1]
+    assert nest.rebuild(value, leaves) == value
+
+
+def test_with_jax_itself() -> None:
+    jax = pytest.importorskip("jax")
+    partial = jax.tree_util.Partial(len, np.ones(2), (3.0, None))
+    leaves, structure = nest.flatten({"f": partial})
+    assert leaves[1:] == [3.0, None]
+    assert nest.rebuild({"f": partial}, leaves)["f"].args == partial.args
+    assert len(paths(structure)) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "form"),
+    [
+        (1, [""], "*"),
+        ([1, [2, (3,)]], ["[0]", "[1][0]", "[1][1][0]"], "[*, [*, (*)]]"),
+        ([0] * 17 + [{"bias": 0}], [f"[{at}]" for at in range(17)] + ["[17]['bias']"], None),
+        ([0] * 5, [f"[{at}]" for at in range(5)], "[* x 5]"),
+        ({"b": [1], 'it"s': 2}, ["['b'][0]", "['it\"s']"], "{'b': [*], 'it\"s': *}"),
+        ({1: 0, ("a", Color.RED): 0}, ["[1]", "[tuple('a', Color.RED)]"], "{1: *, tuple('a', Color.RED): *}"),
+        (Layer(1, Dense(2, ())), [".kernel", ".bias.kernel"], "Layer(kernel=*, bias=Dense(kernel=*, bias=()))"),
+        ([], [], "[]"),
+        ({}, [], "{}"),
+    ],
+)
+def test_leaves_and_forms_are_written_as_in_python(value: Any, where: list[str], form: str | None) -> None:
+    structure = nest.flatten(value)[1]
+    assert paths(structure) == where
+    assert form in (None, form_text(structure))
+
+
+def test_equal_forms_alone_have_equal_texts() -> None:
+    """Ranks compare the texts."""
+    values = [value for value, _ in ROWS] + [Dense(1, 2), Frozen(1), {"*": 1}, ["*"], [1] * 5, [1] * 6, ([1],)]
+    structures = {nest.flatten(value)[1] for value in values}
+    assert len({form_text(structure) for structure in structures}) == len(structures)

@@ -1,4 +1,4 @@
-"""`reduce(..., axis=k)`: along an axis on every rank, and over ranks, where ranks may have unlike numbers of rows."""
+"""`reduce(..., axis=k)`: along axes on every rank, and over ranks, where ranks may have unlike numbers of rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from everywhere import raises_everywhere
 from mpi4py import MPI
 
 import mpidist
@@ -89,6 +90,27 @@ def test_every_axis_counts_as_in_numpy(strategy: Strategy, op: mpidist.ReduceOp,
     assert np.array_equal(result, expected)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("axes", [(0,), (-1, 0), (np.int64(0), 1, 2)])
+@pytest.mark.parametrize("op", list(mpidist.ReduceOp))
+def test_several_axes_count_as_in_numpy(strategy: Strategy, op: mpidist.ReduceOp, axes: tuple[int, ...]) -> None:
+    """Ranks have unlike numbers of rows: a mean is the sum of all over the count of all."""
+    parts = [np.random.default_rng(rank).integers(1, 5, (rank + 1, 2, 2)) for rank in range(SIZE)]
+    result = strategy.reduce(op, {"a": parts[RANK]}, axis=axes)["a"]
+    expected = getattr(np.concatenate(parts), op.name.lower())(axis=axes)
+    assert (type(result), result.shape) == (np.ndarray, expected.shape)
+    assert (
+        np.allclose(result, expected, rtol=1e-15) if op is mpidist.ReduceOp.MEAN else np.array_equal(result, expected)
+    )
+
+
+def test_no_axes_are_no_axis(strategy: Strategy) -> None:
+    """As in NumPy: an empty tuple leaves every number where it is."""
+    value = np.arange(6.0).reshape(2, 3) + RANK
+    for op in ("SUM", "MEAN", "MAX"):
+        assert np.array_equal(strategy.reduce(op, value, axis=()), strategy.reduce(op, value, axis=None))
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN"])
 def test_vector_gives_an_array_without_axes(strategy: Strategy, op: str) -> None:
     result = strategy.reduce(op, np.ones(3, np.float32), axis=0)
@@ -160,16 +182,21 @@ def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
         (np.array(["a"]), 0, InvalidArgumentError),
         (np.ones(2), "0", TypeError),
         (np.ones(2), True, TypeError),
-        (np.ones(2), (0,), TypeError),
+        (np.ones(2), [0], TypeError),
+        (np.ones(2), (True,), TypeError),
         (np.ones(2), 0.0, TypeError),
+        (np.ones(2), object(), TypeError),
+        (np.ones((2, 2)), (0, 2), InvalidArgumentError),
+        (np.ones((2, 2)), (0, 0), InvalidArgumentError),
+        (np.ones((2, 2)), (1, -1), InvalidArgumentError),
         (object(), 0, TypeError),
     ],
 )
 def test_axis_or_value_that_cannot_be_is_refused(
     strategy: Strategy, op: str, value: Any, axis: Any, kind: type[Exception]
 ) -> None:
-    """Reference 1.4.4; X7."""
-    with pytest.raises(kind):
+    """Reference 1.4.4; X7. The text names no address, so that all ranks have the same one."""
+    with raises_everywhere(WORLD, kind):
         strategy.reduce(op, value, axis=axis)
     assert strategy.reduce("SUM", 1) == SIZE
 
@@ -184,6 +211,7 @@ def test_axis_or_value_that_cannot_be_is_refused(
         (([np.ones(3)], 0), ({"a": np.ones(3)}, 0), "form of the nest"),
         ((np.ones(3), None), (np.ones(3), 0), "reduce"),
         ((np.ones(3), 5), (np.ones(3), 0), "axis 5"),
+        ((np.ones((3, 3)), (0, 1)), (np.ones((3, 3)), (1, 0)), r"axes \(0, 1\)"),
     ],
 )
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from contributions import HALVES, bits
+from everywhere import raises_everywhere
 
 import mpidist
 from mpidist import CommunicationOptions
@@ -76,6 +77,14 @@ def test_mistakes_are_every_ranks_error(comm: Intracomm, odd: Any, usual: Any, t
         value, axis = odd if comm.rank == 0 else usual
         with pytest.raises(InvalidArgumentError, match=text):
             scattered(strategy, "SUM", value, axis=axis)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.parametrize("axis", [True, 0.0, None, "0", (0,), object()])
+def test_what_is_no_axis_is_every_ranks_error(comm: Intracomm, axis: Any) -> None:
+    with Strategy(comm=comm) as strategy:
+        with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
+            scattered(strategy, "SUM", np.ones((4, 4)), axis=axis)
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 

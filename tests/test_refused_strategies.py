@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from everywhere import raises_everywhere
 from mpi4py import MPI
 
 import mpidist
 from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
-from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
+from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, MPIClusterResolver, SimpleClusterResolver
+from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
+from mpidist.transport import cuda
 
 WORLD = MPI.COMM_WORLD
 
@@ -107,6 +111,87 @@ class FailingResolver(ClusterResolver):
 def test_resolver_that_fails_on_one_rank_is_refused_on_all() -> None:
     with pytest.raises((TopologyError, OSError), match=rf"rank {WORLD.size - 1}.*no such file"):
         MultiWorkerMirroredStrategy(FailingResolver())
+
+
+def tf_config(size: int, index: int, **more: Any) -> str:
+    cluster = {"worker": [f"localhost:{12345 + worker}" for worker in range(size)], **more}
+    return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+
+
+@pytest.mark.core
+def test_tf_config_is_the_default_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in TensorFlow's printed sample; other jobs than chief and worker are not counted."""
+    monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank, ps=["localhost:34567"]))
+    with mpidist.experimental.MultiWorkerMirroredStrategy() as strategy:
+        assert strategy.cluster_resolver.task_type == "worker"
+        assert (strategy.cluster_resolver.task_id, strategy.cluster_resolver.num_tasks) == (WORLD.rank, WORLD.size)
+        assert strategy.cluster_resolver.cluster_spec().num_tasks("ps") == 1
+    given = resolver(WORLD.size, WORLD.rank)
+    with MultiWorkerMirroredStrategy(given) as strategy:
+        assert strategy.cluster_resolver is given
+
+
+def test_mpi_is_the_resolver_where_nothing_else_speaks_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a strategy over some ranks, in their order, TF_CONFIG does not speak. No question is collective."""
+    part = WORLD.Split(WORLD.rank % 2, -WORLD.rank)
+    for config in ("", tf_config(WORLD.size, WORLD.rank)) if WORLD.size > 1 else ("",):
+        monkeypatch.setenv("TF_CONFIG", config)
+        with MultiWorkerMirroredStrategy(comm=part) as strategy:
+            its = strategy.cluster_resolver
+            assert isinstance(its, MPIClusterResolver)
+            assert (its.task_type, its.task_id, its.num_tasks) == ("worker", part.rank, part.size)
+            if part.rank == 0:
+                assert its.cluster_spec() == {"worker": number_ports(strategy.topology.hostnames)}
+                assert its.master("worker", part.size - 1).endswith(f":{8888 + part.size - 1}")
+    part.Free()
+
+
+@pytest.mark.parametrize("size", [WORLD.size + 1, WORLD.size])
+def test_tf_config_that_contradicts_mpi_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The commonest: one that a launcher has handed to all ranks alike."""
+    monkeypatch.setenv("TF_CONFIG", tf_config(size, 0))
+    if size == WORLD.size == 1:
+        MultiWorkerMirroredStrategy().close()
+        return
+    with raises_everywhere(WORLD, TopologyError, "TFConfigClusterResolver says .* or unset TF_CONFIG: MPI is enough"):
+        MultiWorkerMirroredStrategy()
+
+
+def test_tf_config_that_is_not_understood_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{" if WORLD.rank == WORLD.size - 1 else tf_config(WORLD.size, WORLD.rank))
+    with raises_everywhere(WORLD, TopologyError, f"rank {WORLD.size - 1}: ValueError: TF_CONFIG is not JSON"):
+        MultiWorkerMirroredStrategy()
+
+
+@only_several
+def test_tf_config_on_some_ranks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    if WORLD.rank > 0:
+        monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
+    with raises_everywhere(WORLD, TopologyError, "TF_CONFIG is set, .* but not on rank 0"):
+        MultiWorkerMirroredStrategy()
+
+
+def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in TensorFlow."""
+    monkeypatch.setenv("TF_CONFIG", tf_config(WORLD.size, WORLD.rank))
+    for make in (MirroredStrategy, mpidist.OneDeviceStrategy):
+        with make() as strategy:
+            assert strategy.cluster_resolver is None
+
+
+@pytest.mark.parametrize("make", [MirroredStrategy, MultiWorkerMirroredStrategy])
+def test_driver_that_fails_on_one_rank_is_every_ranks_error(make: Callable[[], Strategy]) -> None:
+    """And leaves nothing behind: the next strategy is built as if nothing had been."""
+
+    def load(name: str) -> Any:
+        raise RuntimeError("CUDA driver error")
+
+    failing = WORLD.size - 1
+    text = f"rank {failing}: RuntimeError: CUDA" if failing else "CUDA driver error"
+    kind = InvalidArgumentError if failing else RuntimeError
+    with cuda.provided_by(cuda.Cuda(load, lambda name: WORLD.rank == failing)), raises_everywhere(WORLD, kind, text):
+        make()
+    MultiWorkerMirroredStrategy().close()
 
 
 @only_several

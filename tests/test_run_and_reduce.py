@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from everywhere import raises_everywhere
 from mpi4py import MPI
 
 import mpidist
@@ -108,24 +111,73 @@ def test_exceptions_come_out_as_they_are(strategy: Strategy, where: str) -> None
     assert strategy.reduce("SUM", 1) == SIZE
 
 
-def test_merge_function_sees_per_replica_values(strategy: Strategy) -> None:
-    """T133: arrays and numbers arrive distributed, other objects as they are; the result is opened."""
+def test_merge_function_gets_its_arguments_as_they_are(strategy: Strategy) -> None:
+    """T133, with one replica on a rank: nothing is wrapped, and nothing copied; the result is opened."""
     with strategy.scope():
         variable = mpidist.Variable(0.0)
-    mirrored, other = Mirrored((1,)), object()
+    array, other = np.full(2, RANK), object()
+    mine, mirrored = PerReplica((RANK,)), Mirrored((1,))
+    given = [array, RANK, variable, "text", None, True, other, {"x": (array, [2.5])}, mine, mirrored]
 
-    def merged(current: Strategy, number: Any, *, nest: Any, same: Any) -> Any:
+    def merged(current: Strategy, *args: Any, again: Any) -> Any:
         assert current is strategy
-        assert isinstance(number, PerReplica)
-        assert isinstance(nest["x"][0], PerReplica)
-        assert same == [mirrored, other, variable, "text", None, True]
-        return {"total": current.reduce("SUM", number), "mine": [number, nest["x"][0]]}
+        assert all(map(operator.is_, args, given))
+        assert again is given
+        assert (args[0] + 1).tolist() == [RANK + 1] * 2
+        assert current.reduce("SUM", args[1]) == current.reduce("SUM", mine) == SUM_OF_RANKS
+        return {"mine": [mine, mirrored], "array": array}
 
-    arguments = {"nest": {"x": [np.full(2, RANK)]}, "same": [mirrored, other, variable, "text", None, True]}
-    result = merge(strategy, merged, (RANK,), arguments)
-    assert (result["total"], result["mine"][0]) == (SUM_OF_RANKS, RANK)
-    assert result["mine"][1].tolist() == [RANK, RANK]
+    result = merge(strategy, merged, given, {"again": given})
+    assert result["mine"] == [RANK, 1]
+    assert result["array"] is array
+    assert merge(strategy, lambda merged, value: value, (given[:7],)) is not None
     assert merge(strategy, lambda merged: None) is None
+    assert merge(strategy, lambda merged: other) is other
+
+
+class Momentum:
+    """An optimizer of TensorFlow's kind: gradients are combined and applied in `merge_call`."""
+
+    def __init__(self, strategy: Strategy, variables: list[mpidist.Variable]) -> None:
+        with strategy.scope():
+            self.speeds = {variable: mpidist.Variable(np.zeros(variable.shape)) for variable in variables}
+
+    def apply_gradients(self, pairs: Iterable[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+        return context().merge_call(self._apply, args=(list(pairs),), kwargs={"loss": loss})
+
+    def _apply(self, strategy: Strategy, pairs: list[tuple[Any, mpidist.Variable]], loss: float) -> Any:
+        extended = strategy.extended
+        gradients = extended.batch_reduce_to(mpidist.ReduceOp.SUM, pairs)
+        for gradient, (_, variable) in zip(gradients, pairs, strict=True):
+            extended.update(variable, self._update, args=(gradient,), kwargs={"rate": 0.5}, group=False)
+        return extended.reduce_to("MEAN", loss + 1, destinations="all")
+
+    def _update(self, variable: mpidist.Variable, gradient: Any, rate: float) -> None:
+        speed = self.speeds[variable]
+        speed.assign(0.5 * speed.local_value() + gradient)
+        variable.assign_sub(rate * speed.local_value())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, None])
+def test_an_optimizer_may_be_written_as_in_tensorflow(make: Callable[[], Strategy] | None) -> None:
+    """Also with the default strategy, and in whole numbers and halves, which are exact."""
+    strategy = mpidist.get_strategy() if make is None else make()
+    size, rank = strategy.num_replicas_in_sync, strategy.topology.rank
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(2), name="w"), mpidist.Variable(1.0, name="b")]
+    optimizer = Momentum(strategy, variables)
+
+    def step() -> Any:
+        return optimizer.apply_gradients([(np.full(2, rank), variables[0]), (2.0, variables[1])], loss=float(rank))
+
+    losses = [strategy.run(step) for _ in range(3)]
+    moved = 0.5 * (1 + 1.5 + 1.75)
+    assert losses == [(size - 1) / 2 + 1] * 3
+    assert variables[0].numpy().tolist() == [-moved * size * (size - 1) / 2] * 2
+    assert float(variables[1]) == 1 - moved * 2 * size
+    if make is not None:
+        strategy.close()
 
 
 @only_several
@@ -182,9 +234,9 @@ def test_operations_are_named_in_any_case(op: Any) -> None:
 
 def test_operation_that_is_none_is_refused(strategy: Strategy) -> None:
     """Reference 1.4.1."""
-    for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA):
+    for wrong in ("median", None, mpidist.VariableAggregation.ONLY_FIRST_REPLICA, MPI.SUM, np.ones(2), object()):
         for axis in (None, 0):
-            with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+            with raises_everywhere(WORLD, ValueError, "is not a valid ReduceOp"):
                 strategy.reduce(wrong, np.ones(2), axis)  # type: ignore[arg-type]
     assert strategy.reduce("SUM", 1) == SIZE
 
@@ -244,6 +296,56 @@ def test_all_reduce_sums_and_means_a_nest(placement: tuple[int, ...]) -> None:
         assert all_reduce(strategy, "MEAN", value) == (one / SIZE, [two / SIZE, three / SIZE])
     with OneDeviceStrategy() as alone:
         assert all_reduce(alone, "MEAN", value) == value
+
+
+@pytest.mark.core
+def test_gradients_may_be_keyed_by_variables(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """By their names, whatever they hold and in whatever order: the second step is the first one's shape."""
+    with strategy.scope():
+        shared = mpidist.Variable(np.zeros(2), name="w")
+        apart = mpidist.Variable(0.0, name="b", synchronization="on_read", aggregation="sum")
+    variables = [shared, apart][:: (-1) ** RANK]
+
+    def step() -> dict[Any, Any]:
+        apart.assign_add(RANK + 1.0)
+        return context().all_reduce("SUM", {variable: np.full(variable.shape, RANK) for variable in variables})
+
+    strategy.run(step)
+    with caplog.at_level("DEBUG", "mpidist.cross_device_ops"):
+        caplog.clear()
+        for _ in range(3):
+            sums = strategy.run(step)
+            shared.assign_sub(sums[shared])
+    assert not caplog.records
+    assert [key is variable for key, variable in zip(sums, variables, strict=True)] == [True, True]
+    assert (sums[apart], sums[shared].tolist()) == (SUM_OF_RANKS, [SUM_OF_RANKS] * 2)
+
+
+class Parameter:
+    """As those of other libraries: no name, no order, and as many addresses as ranks."""
+
+
+@dataclass
+class Model:
+    layers: list[Any]
+    scale: Any
+    name: str = field(default="model", metadata={"static": True})
+
+
+def test_gradients_may_be_keyed_by_objects_in_one_order(strategy: Strategy) -> None:
+    parameters = [Parameter() for _ in range(20)]
+    random = np.random.default_rng(RANK).permutation(100).tolist()  # so that addresses come in another order
+    parameters += [Parameter() for _ in random]
+    sums = all_reduce(strategy, "SUM", {key: np.full(1, index) for index, key in enumerate(parameters)})
+    assert [int(sums[key][0]) for key in parameters] == [SIZE * index for index in range(len(parameters))]
+
+
+def test_objects_are_reduced_field_by_field(strategy: Strategy) -> None:
+    model = Model([Point(np.full(2, RANK), 1), {"b": 2.0}], RANK, name=f"of rank {RANK}")
+    for total in (all_reduce(strategy, "SUM", model), strategy.reduce("SUM", model)):
+        assert (total.layers[0].x.tolist(), total.layers[0].y) == ([SUM_OF_RANKS] * 2, SIZE)
+        assert (total.layers[1], total.scale, total.name) == ({"b": 2.0 * SIZE}, SUM_OF_RANKS, f"of rank {RANK}")
+    assert model.scale == RANK
 
 
 def test_all_reduce_of_ones_counts_the_replicas(strategy: Strategy) -> None:
@@ -323,3 +425,49 @@ def test_local_results_are_a_tuple_of_this_ranks_component(strategy: Strategy) -
     assert results(PerReplica((1,))) == (1,)
     assert results({"a": PerReplica((1,)), "b": [Mirrored((2,)), other]}) == ({"a": 1, "b": [2, other]},)
     assert results(other) == (other,)
+
+
+def test_calls_of_one_shape_are_planned_once(strategy: Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever they are called: a model may have more variables than plans are kept."""
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(2), aggregation="SUM") for _ in range(5)]
+
+    def step() -> None:
+        for variable in variables:
+            variable.assign_add(np.ones(2))
+
+    with caplog.at_level("DEBUG", "mpidist.cross_device_ops"):
+        strategy.run(step)
+    assert len([record for record in caplog.records if "assignment" in record.getMessage()]) == 1
+    assert [variable.numpy().tolist() for variable in variables] == [[SIZE, SIZE]] * 5
+
+
+WITH_HINTS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda s, **k: s.run(lambda: context().all_reduce("SUM", 1.0, **k)),
+    "all_gather": lambda s, **k: s.run(lambda: context().all_gather(np.ones(1), 0, **k).sum()),
+    "reduce": lambda s, **k: s.reduce("SUM", 1.0, axis=None, **k),
+    "reduce along an axis": lambda s, **k: s.reduce("SUM", np.ones(1), axis=0, **k),
+    "reduce_to": lambda s, **k: s.extended.reduce_to("SUM", 1.0, "all", **k),
+    "batch_reduce_to": lambda s, **k: s.extended.batch_reduce_to("SUM", [(1.0, "all")], **k)[0],
+    "ops.reduce": lambda s, **k: s.extended.cross_device_ops.reduce("SUM", 1.0, "all", **k),
+    "ops.batch_reduce": lambda s, **k: s.extended.cross_device_ops.batch_reduce("SUM", [(1.0, "all")], **k)[0],
+}
+
+
+@pytest.mark.parametrize("call", WITH_HINTS)
+def test_options_are_taken_as_hints_with_a_warning(strategy: Strategy, call: str) -> None:
+    """The warning points at the program's line; the hints count; two names for one thing are everybody's error."""
+    hints = mpidist.CommunicationOptions(timeout_seconds=120.0)
+    with pytest.warns(DeprecationWarning, match="experimental_hints") as caught:
+        assert WITH_HINTS[call](strategy, experimental_hints=hints) == SIZE
+    assert [warning.filename for warning in caught] == [__file__]
+    with (
+        pytest.warns(DeprecationWarning, match="hints"),
+        raises_everywhere(WORLD, TypeError, "must be a CommunicationOptions"),
+    ):
+        WITH_HINTS[call](strategy, experimental_hints=3)
+    both = {"options": hints} if RANK == SIZE - 1 else {}
+    refused = pytest.raises((TypeError, InvalidArgumentError), match="two names of one")
+    with pytest.warns(DeprecationWarning, match="hints"), refused:
+        WITH_HINTS[call](strategy, experimental_hints=hints, **both)
+    assert strategy.reduce("SUM", 1) == SIZE

@@ -300,11 +300,41 @@ def test_unnamed_distribution_is_found_from_this_tasks_place(task: dict[str, str
 
 
 @pytest.mark.parametrize("distribution", [None, "unknown", "*"])
-def test_layout_that_cannot_be_known_is_refused(distribution: str | None) -> None:
-    """Section 7, item 16: rather an error than a guess."""
-    with pytest.raises(TopologyError, match="cannot tell which task is on which of 2 nodes") as error:
-        nodes_of(distribution, "2,2", "n[1-2]")
-    assert "srun -m block" in str(error.value)
+@pytest.mark.parametrize("task", [{}, {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}])
+def test_silent_environment_means_slurms_default(distribution: str | None, task: dict[str, str]) -> None:
+    """Block, as srun(1) says: also where this task's own place would fit another layout as well."""
+    assert nodes_of(distribution, "2,2", "n[1-2]", **task) == "1 1 2 2"
+
+
+def silent(shape: str) -> list[dict[str, str]]:
+    """Give recorded tasks without the variables that tell how tasks are dealt to nodes."""
+    untold = ("SLURM_DISTRIBUTION", "SLURM_GTIDS")
+    return [{name: task[name] for name in task if name not in untold} for task in tasks_of(shape)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_recorded_task_of_a_silent_slurm_agrees_with_mpi(shape: str) -> None:
+    """As far as Slurm's default was the layout; where it was not, the tasks that cannot know it are told by MPI."""
+    tasks = silent(shape)
+    hostnames = [f"{task['SLURMD_NODENAME']}.cluster" for task in tasks]
+    for rank, environ in enumerate(tasks):
+        resolver = SlurmClusterResolver(auto_set_gpu=False, environ=environ)
+        if resolver.cluster_spec() == {"worker": ADDRESSES[shape]}:
+            resolver.check(len(tasks), rank, hostnames)
+        else:
+            assert shape == "2nodes-4tasks-cyclic"
+            with pytest.raises(TopologyError, match=r"took the tasks to be on .*, but MPI has the ranks on"):
+                resolver.check(len(tasks), rank, hostnames)
+        with pytest.raises(TopologyError, match=f"{len(tasks)} tasks"):
+            resolver.check(len(tasks) + 1, rank, [*hostnames, "n1"])
+
+
+def test_what_slurm_has_said_is_not_compared_by_hosts() -> None:
+    """Containers have host names of their own."""
+    environ = tasks_of("2nodes-4tasks-pmi2")[0]
+    resolver = SlurmClusterResolver(environ=environ)
+    resolver.check(4, 0, ["a", "b", "c", "d"])
+    assert resolver.assumed_hosts is None
 
 
 def test_arbitrary_layout_is_refused() -> None:

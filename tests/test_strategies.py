@@ -39,7 +39,7 @@ def test_group_is_all_ranks_or_this_one(kind: str) -> None:
         assert (strategy.num_replicas_in_sync, topology.size, topology.rank) == (size, size, rank)
         assert topology.nodes == (tuple(range(size)),)
         assert strategy.is_chief == (rank == 0)
-        assert strategy.cluster_resolver is None
+        assert (strategy.cluster_resolver is None) == (kind != "MultiWorkerMirroredStrategy")
         devices = strategy.extended.worker_devices
         assert [device.rpartition("/")[0] for device in devices] == [f"/rank:{other}" for other in range(size)]
         assert strategy.extended.parameter_devices == devices
@@ -104,6 +104,9 @@ def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
         with pytest.raises(KeyError), strategy:
             raise KeyError
     WORLD.Barrier()  # would not be reached if leaving the body were collective
+    if WORLD.rank:
+        with pytest.raises(PeerFailedError, match="rank 0 left because of an exception: KeyError"):
+            strategy.close()
     strategy.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -59,6 +60,14 @@ def test_each_rank_knows_its_own_place(
         assert its.local_size == len(nodes[its.node])
         assert its.is_leader == (rank in its.leaders)
         assert its.hostnames[rank] == f"host-{labels[rank]}"
+
+
+def test_thousands_of_ranks_are_placed_in_one_pass() -> None:
+    """In CPU time. A pass over the ranks for each node took seconds, on every rank."""
+    begin = time.process_time()
+    its = topology([rank % 2048 for rank in range(16384)], rank=16383)
+    assert (its.nodes[2047][:2], its.local_rank, its.is_even) == ((2047, 4095), 7, True)
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize("labels", [[7, 7, -3], ["n1", "n1", "n0"], [(1, 2), (1, 2), None]])

@@ -9,18 +9,19 @@ Where they come from
     `SlurmClusterResolver`      the variables that `srun` sets
     `TFConfigClusterResolver`   the variable TF_CONFIG
     `SimpleClusterResolver`     the program itself
+    `UnionResolver`             several of them
 
 A new resolver is one file beside these and one line below.
 """
 
-from __future__ import annotations
-
+from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.mpi import MPIClusterResolver
 from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
 from mpidist.cluster_resolver.slurm import SlurmClusterResolver
 from mpidist.cluster_resolver.tf_config import TFConfigClusterResolver
+from mpidist.cluster_resolver.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -29,4 +30,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "UnionResolver",
 ]
+
+_explain_absent_names(__name__)

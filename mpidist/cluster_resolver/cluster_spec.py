@@ -7,32 +7,45 @@ from typing import final
 
 __all__ = ["ClusterSpec"]
 
+Tasks = Sequence[str] | Mapping[int, str]
+
 
 @final
 class ClusterSpec:
     """Jobs by name, each with the addresses of its tasks in order. Never changes once made.
 
     Args:
-        cluster: `{"worker": ["n1:8888", "n2:8888"]}`, or another `ClusterSpec`.
+        cluster: `{"worker": ["n1:8888", "n2:8888"]}`, or another `ClusterSpec`. A job may also be given as those of
+            its tasks that are known, `{1: "n2:8888"}`.
 
     Raises:
-        TypeError: If `cluster` is neither, or a job is no sequence of strings.
+        TypeError: If `cluster` is neither, or a job is neither a sequence of strings nor a dict of task indices to
+            strings.
     """
 
-    def __init__(self, cluster: Mapping[str, Sequence[str]] | ClusterSpec) -> None:
+    def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
         if isinstance(cluster, ClusterSpec):
-            self._jobs: dict[str, tuple[str, ...]] = cluster._jobs
+            self._jobs: dict[str, dict[int, str]] = cluster._jobs
         elif isinstance(cluster, Mapping):
-            self._jobs = {_check_name(job): _check_addresses(job, cluster[job]) for job in cluster}
+            self._jobs = {_check_name(job): _check_tasks(job, cluster[job]) for job in cluster}
         else:
             raise TypeError(
                 f"ClusterSpec got {cluster!r} of type {type(cluster).__name__}; "
                 f"it needs a dict of job names to lists of addresses, or a ClusterSpec"
             )
 
-    def as_dict(self) -> dict[str, list[str]]:
-        """Give the jobs as new lists in a new dict."""
-        return {job: list(addresses) for job, addresses in self._jobs.items()}
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Give the jobs in a new dict: lists of addresses, and dicts where not all tasks are known."""
+        return {job: dict(tasks) if self.is_sparse(job) else list(tasks.values()) for job, tasks in self._jobs.items()}
+
+    def is_sparse(self, job_name: str) -> bool:
+        """Tell whether not all tasks of a job are known: whether the indices have gaps.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        tasks = self._tasks(job_name)
+        return list(tasks) != list(range(len(tasks)))
 
     @property
     def jobs(self) -> list[str]:
@@ -40,7 +53,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Count the tasks of a job.
+        """Count the tasks of a job that are known.
 
         Raises:
             ValueError: If there is no such job.
@@ -53,7 +66,7 @@ class ClusterSpec:
         Raises:
             ValueError: If there is no such job.
         """
-        return list(range(len(self._tasks(job_name))))
+        return list(self._tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Look up one task's address.
@@ -62,21 +75,21 @@ class ClusterSpec:
             ValueError: If there is no such job, or the job has no such task.
         """
         tasks = self._tasks(job_name)
-        if not 0 <= task_index < len(tasks):
-            raise ValueError(
-                f"ClusterSpec has no task {task_index} in job {job_name!r}; its indices are 0 to {len(tasks) - 1}"
-            )
+        if task_index not in tasks:
+            indices = f"are {list(tasks)}" if self.is_sparse(job_name) else f"are 0 to {len(tasks) - 1}"
+            raise ValueError(f"ClusterSpec has no task {task_index} in job {job_name!r}; its indices {indices}")
         return tasks[task_index]
 
-    def job_tasks(self, job_name: str) -> list[str]:
-        """List a job's addresses in order of task index.
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """List a job's addresses in order of task index, `None` for a task that is not known.
 
         Raises:
             ValueError: If there is no such job.
         """
-        return list(self._tasks(job_name))
+        tasks = self._tasks(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
-    def _tasks(self, job_name: str) -> tuple[str, ...]:
+    def _tasks(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:
             raise ValueError(f"ClusterSpec has no job {job_name!r}; its jobs are {self.jobs}")
         return self._jobs[job_name]
@@ -88,7 +101,7 @@ class ClusterSpec:
         if isinstance(other, ClusterSpec):
             return self._jobs == other._jobs
         if isinstance(other, Mapping):
-            return self.as_dict() == {job: _as_list(addresses) for job, addresses in other.items()}
+            return self._jobs == {job: _by_index(tasks) for job, tasks in other.items()}
         return NotImplemented
 
     # Equal to a dict, which has no hash either.
@@ -104,15 +117,26 @@ def _check_name(job: object) -> str:
     return job
 
 
-def _check_addresses(job: str, addresses: object) -> tuple[str, ...]:
+def _check_tasks(job: str, tasks: object) -> dict[int, str]:
+    by_index = _by_index(tasks)
+    if not isinstance(by_index, dict):
+        raise TypeError(
+            f"ClusterSpec got {tasks!r} for job {job!r}; it needs a list of addresses like ['n1:8888'], or a dict of "
+            "task indices to addresses like {0: 'n1:8888'}"
+        )
+    for index, address in by_index.items():
+        if not isinstance(index, int) or index < 0:
+            raise TypeError(f"ClusterSpec got the task index {index!r} in job {job!r}; it needs a number from 0")
+        if not isinstance(address, str):
+            raise TypeError(f"ClusterSpec got {address!r} in job {job!r}; it needs a string like 'n1:8888'")
+    return dict(sorted(by_index.items()))
+
+
+def _by_index(tasks: object) -> object:
+    """Give tasks as a dict of indices, if they are a list or dict of them; JSON writes numbers as texts."""
+    if isinstance(tasks, Mapping):
+        return {int(key) if isinstance(key, str) and key.isdecimal() else key: tasks[key] for key in tasks}
     # A string is a sequence of strings too, and a sign of forgotten brackets.
-    if isinstance(addresses, Sequence) and not isinstance(addresses, (str, bytes)):
-        wrong = [address for address in addresses if not isinstance(address, str)]
-        if not wrong:
-            return tuple(addresses)
-        raise TypeError(f"ClusterSpec got {wrong[0]!r} in job {job!r}; it needs a string like 'n1:8888'")
-    raise TypeError(f"ClusterSpec got {addresses!r} for job {job!r}; it needs a list of addresses like ['n1:8888']")
-
-
-def _as_list(addresses: object) -> object:
-    return list(addresses) if isinstance(addresses, tuple) else addresses
+    if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
+        return dict(enumerate(tasks))
+    return tasks

@@ -11,6 +11,7 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
 from mpidist.transport.mpi import load_mpi
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +36,16 @@ class MPIClusterResolver(ClusterResolver):
         super().__init__()
         self._comm = comm
         self._environ = environ
+        self._topology: Topology | None = None
         self._cluster_spec: ClusterSpec | None = None
+
+    @classmethod
+    def of(cls, topology: Topology) -> MPIClusterResolver:
+        """Make the resolver of a strategy's ranks, whose hosts are known: no question is collective."""
+        resolver = cls()
+        resolver._topology = topology
+        resolver._cluster_spec = ClusterSpec({"worker": number_ports(topology.hostnames)})
+        return resolver
 
     def cluster_spec(self) -> ClusterSpec:
         """Give `{"worker": ["host:port", ...]}` in rank order. Collective at the first call.
@@ -76,14 +86,15 @@ class MPIClusterResolver(ClusterResolver):
         Raises:
             UnavailableError: If no MPI library can be loaded.
         """
-        return OwnTask("worker", self._communicator().Get_rank())
+        rank = self._communicator().Get_rank() if self._topology is None else self._topology.rank
+        return OwnTask("worker", rank)
 
     # The two below replace what ClusterResolver reads from the spec: they must not be collective.
 
     @property
     def num_tasks(self) -> int | None:
         """Number of ranks."""
-        return self._communicator().Get_size()
+        return self._communicator().Get_size() if self._topology is None else self._topology.size
 
     @property
     def rank(self) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, final
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, final
 
 from mpidist.cluster_resolver.addresses import with_rpc_layer
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
@@ -33,6 +34,8 @@ class ClusterResolver(ABC):
         rpc_layer: Prefix of addresses, such as "grpc".
         environment: Free text on where the cluster runs.
     """
+
+    _way_out: ClassVar[str] = "leave the resolver out"  # of a contradiction
 
     # Here too, so that a subclass without an `__init__` of its own chain works.
     _task_type: str | None = None
@@ -103,8 +106,16 @@ class ClusterResolver(ABC):
 
     @property
     def num_tasks(self) -> int | None:
-        """Number of tasks in synchronous training, chief and workers; None where the cluster has neither."""
-        return num_synchronous_tasks(self.cluster_spec()) or None
+        """Number of tasks in synchronous training, chief and workers; None where the cluster does not say all."""
+        spec = self.cluster_spec()
+        if any(spec.is_sparse(job) for job in ("chief", "worker") if job in spec.jobs):
+            return None
+        return num_synchronous_tasks(spec) or None
+
+    @property
+    def assumed_hosts(self) -> Sequence[str] | None:
+        """Host of each task of chief and workers, where the resolver has only assumed it; None where it was told."""
+        return None
 
     @property
     def rank(self) -> int | None:
@@ -136,7 +147,7 @@ class ClusterResolver(ABC):
         return with_rpc_layer(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @final
-    def check(self, size: int, rank: int) -> None:
+    def check(self, size: int, rank: int, hostnames: Sequence[str] | None = None) -> None:
         """Compare what the resolver says with what MPI says, once, before any training.
 
         Nothing is compared with what the resolver does not know. A wrong size shows on every rank, a wrong
@@ -145,6 +156,8 @@ class ClusterResolver(ABC):
         Args:
             size: Ranks in the communicator of chief and workers.
             rank: This process's rank in it.
+            hostnames: The host of each rank, if what the resolver has assumed of hosts shall be compared, too. Names
+                may differ; which ranks share a host may not.
 
         Raises:
             TopologyError: If they differ.
@@ -155,11 +168,20 @@ class ClusterResolver(ABC):
                 f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
                 f"with `mpiexec -n {self.num_tasks}` of the MPI that mpi4py was built with, or under Slurm "
                 f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
-                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or leave the resolver out: MPI is enough"
+                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._way_out}: MPI is enough"
             )
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
                 f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
                 f"workers, but MPI says rank {rank} of {size}; start the ranks in the order of the cluster's "
-                f"tasks (one `srun` or one `mpiexec -n {size}`), or leave the resolver out: MPI is enough"
+                f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._way_out}: MPI is enough"
             )
+        assumed = self.assumed_hosts
+        if hostnames is not None and assumed is not None:
+            pairs = set(zip(assumed, hostnames, strict=True))
+            if not len(pairs) == len(set(assumed)) == len(set(hostnames)):
+                raise TopologyError(
+                    f"{who} took the tasks to be on {list(assumed)}, as nothing in the environment says how they are "
+                    f"dealt to nodes, but MPI has the ranks on {list(hostnames)}; say it (`srun -m block`), or "
+                    f"{self._way_out}: MPI is enough"
+                )

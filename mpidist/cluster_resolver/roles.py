@@ -34,11 +34,14 @@ def validate_roles(cluster_spec: ClusterSpec, task_type: str | None, task_id: in
         if task_type == "evaluator":
             return
         raise ValueError(f"task_type {task_type!r} is not in the cluster, whose jobs are {cluster_spec.jobs}")
-    largest = cluster_spec.num_tasks(task_type) - 1
+    indices = cluster_spec.task_indices(task_type)
+    largest = max(indices, default=-1)
     if task_id is not None and task_id > largest:
         raise ValueError(f"task_id {task_id} exceeds the maximum id {largest} of job {task_type!r}")
     if task_id is not None and task_id < 0:
         raise ValueError(f"task_id {task_id} of job {task_type!r} is negative; ids are 0 to {largest}")
+    if task_id is not None and task_id not in indices:
+        raise ValueError(f"task_id {task_id} is not in job {task_type!r}, whose ids are {indices}")
 
 
 def is_chief(cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None) -> bool:

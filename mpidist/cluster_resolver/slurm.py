@@ -24,6 +24,7 @@ class _Step(NamedTuple):
     task_type: str
     task_id: int
     gpus: list[str]
+    is_assumed: bool  # whether nothing says on which node each task is
 
 
 @final
@@ -31,9 +32,11 @@ class SlurmClusterResolver(ClusterResolver):
     """The tasks of the Slurm step that this process is in; task r of `srun` is rank r.
 
     The environment is read at the first question and remembered. The order of ranks is that of Slurm for the
-    distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks; what cannot be
-    known is an error. GPUs are counted from CUDA_VISIBLE_DEVICES, where an empty one means none, else from
-    SLURM_GPUS_ON_NODE, else there are none. nvidia-smi is never run.
+    distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks. Where the environment is
+    silent it is block, Slurm's default, unless this task's own place tells otherwise; a strategy then compares it
+    with MPI. What contradicts, and a distribution of another kind, is an error. GPUs are counted from
+    CUDA_VISIBLE_DEVICES, where an empty one means none, else from SLURM_GPUS_ON_NODE, else there are none. nvidia-smi
+    is never run.
 
     Args:
         jobs: Number of tasks by job. Jobs get consecutive ranks in alphabetical order ("ps" before "worker").
@@ -121,6 +124,15 @@ class SlurmClusterResolver(ClusterResolver):
         step = self._read_step()
         return OwnTask(step.task_type, step.task_id)
 
+    @property
+    def assumed_hosts(self) -> list[str] | None:
+        """Host of each task of chief and workers, where the environment does not say how tasks are dealt to nodes."""
+        step = self._read_step()
+        if not step.is_assumed:
+            return None
+        addresses = [step.cluster_spec.job_tasks(job) for job in ("chief", "worker") if job in step.cluster_spec.jobs]
+        return [str(address).rpartition(":")[0] for job in addresses for address in job]
+
     def _read_step(self) -> _Step:
         if self._step is None:
             environ = os.environ if self._environ is None else self._environ
@@ -139,12 +151,12 @@ class SlurmClusterResolver(ClusterResolver):
             )
         hosts = expand_host_list(_variable(environ, "SLURM_STEP_NODELIST"))
         num_tasks_by_host = self._count_tasks(hosts, num_tasks, environ)
-        layout = place_tasks(hosts, num_tasks_by_host, environ)
+        layout, is_assumed = place_tasks(hosts, num_tasks_by_host, environ)
         addresses = number_ports([hosts[node] for node in layout], self._port_base)
         cluster, (task_type, task_id) = _deal_jobs(self._jobs or {"worker": num_tasks}, addresses, rank)
         local_rank = layout[:rank].count(layout[rank])
         gpus = gpus_of_task(environ, local_rank, max(num_tasks_by_host), self._gpus_per_node, self._gpus_per_task)
-        return _Step(ClusterSpec(cluster), task_type, task_id, gpus)
+        return _Step(ClusterSpec(cluster), task_type, task_id, gpus, is_assumed)
 
     def _count_tasks(self, hosts: list[str], num_tasks: int, environ: Mapping[str, str]) -> list[int]:
         """Count the tasks on each of `hosts`, from the argument or from Slurm."""

@@ -13,11 +13,14 @@ __all__ = ["place_tasks"]
 ADVICE = "start the step with `srun -m block`, or leave the resolver out: MPI alone is enough"
 
 
-def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]) -> list[int]:
+def place_tasks(
+    hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]
+) -> tuple[list[int], bool]:
     """Find the node of each task, and hold it against what Slurm tells this task about its own place.
 
     Block fills one node after another, cyclic gives each node one task in turn, plane some at a time; a full
-    node is passed over.
+    node is passed over. Where the environment does not say which, it is Slurm's default, block, unless this task's
+    own place contradicts that and fits cyclic.
 
     Args:
         hosts: The step's nodes, in Slurm's order. [m]
@@ -26,26 +29,21 @@ def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ:
             SLURM_LOCALID, SLURM_GTIDS and SLURMD_NODENAME of this task.
 
     Returns:
-        An index into `hosts` for each task. [number of tasks]
+        An index into `hosts` for each task [number of tasks], and whether that is an assumption: whether all that
+        this task sees would fit another layout, too.
 
     Source: srun(1), option --distribution.
 
     Raises:
-        TopologyError: If the environment does not tell the layout, or contradicts it.
+        TopologyError: If the environment names a layout of another kind, or contradicts all of them.
         ValueError: If the size of a plane is no number.
     """
     layouts = [_deal(num_tasks_by_host, num_together) for num_together in _tasks_per_turn(hosts, environ)]
     contradictions = [_contradiction(layout, hosts, environ) for layout in layouts]
     fitting = [layout for layout, wrong in zip(layouts, contradictions, strict=True) if wrong is None]
-    # One task a node is the same whether dealt as block or cyclic.
-    if fitting and all(layout == fitting[0] for layout in fitting):
-        return fitting[0]
+    if fitting:  # one task a node is the same whether dealt as block or cyclic
+        return fitting[0], any(layout != fitting[0] for layout in fitting)
     said = f"SLURM_DISTRIBUTION={environ.get('SLURM_DISTRIBUTION')!r}"
-    if fitting:
-        raise TopologyError(
-            f"SlurmClusterResolver cannot tell which task is on which of {len(hosts)} nodes: with {said}, "
-            f"block and cyclic both fit what task {environ['SLURM_PROCID']} sees; {ADVICE}"
-        )
     raise TopologyError(
         f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
         f"with {said} on {list(hosts)}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {ADVICE}"
@@ -53,7 +51,7 @@ def place_tasks(hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ:
 
 
 def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-    """List how many tasks a node gets before the next node's turn; all that may be, if Slurm does not say."""
+    """List how many tasks a node gets before the next node's turn; if Slurm does not say, all that may be."""
     # block, cyclic:block, "block:cyclic:fcyclic,NoPack", plane=2; only the first word is about nodes.
     word, _, plane_size = environ.get("SLURM_DISTRIBUTION", "").split(",")[0].split(":")[0].partition("=")
     if word == "block" or len(hosts) == 1:

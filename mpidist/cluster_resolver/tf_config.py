@@ -28,6 +28,8 @@ class TFConfigClusterResolver(ClusterResolver):
         environ: Where to read TF_CONFIG; default `os.environ`.
     """
 
+    _way_out = "unset TF_CONFIG"
+
     def __init__(
         self,
         task_type: str | None = None,

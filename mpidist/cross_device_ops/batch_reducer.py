@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -87,6 +87,12 @@ class _Call:
         self.begun: Any = None
         self.layout: Layout | None = None
         self.error: Exception | None = None
+
+
+@lru_cache(4096)
+def _word_of(call: str) -> int:
+    """Return a number for a call's name, which ranks compare together with its shape."""
+    return fingerprint_of(call)
 
 
 @final
@@ -232,7 +238,7 @@ class BatchReducer:
     def _joining(self, call: _Call) -> Joining:
         return Joining(
             call.request.call,
-            call.shape.fingerprint ^ call.together,
+            call.shape.fingerprint ^ call.together ^ _word_of(call.request.call),
             partial(describe, call.request, call.operands.specs, call.together, self._configuration),
             call.request.options.timeout_seconds,
             call.error,
@@ -289,8 +295,7 @@ class BatchReducer:
 
     def _shape(self, request: Request, operands: Operands) -> _Shape:
         options = request.options
-        key = (
-            request.call,
+        key = (  # without the call's name, of which there may be as many as variables: `_word_of` stands for it
             request.op,
             request.structure,
             request.destinations,

@@ -7,8 +7,10 @@ from typing import Any
 from mpidist import nest
 from mpidist.cross_device_ops.describing import specs_text
 from mpidist.cross_device_ops.destinations import ranks_of, send_to
+from mpidist.cross_device_ops.leaves import require_values
 from mpidist.cross_device_ops.operands import Operands, result_arrays
 from mpidist.errors import InvalidArgumentError
+from mpidist.nest_text import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import arrays
 from mpidist.transport.agreement import Joining
@@ -48,12 +50,13 @@ def broadcast(
     ranks: tuple[int, ...] = (0,)
 
     def describe() -> dict[str, str]:
-        fields = {"destinations": str(ranks), "form of the nest": repr(structure)}
-        return fields | {f"array {index}": repr(spec) for index, spec in enumerate(operands.specs)}
+        fields = {"destinations": str(ranks), "form of the nest": form_text(structure)}
+        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
 
     try:
         ranks = ranks_of(destinations, group.topology.size, tensor)
         leaves, structure = nest.flatten(tensor)
+        require_values(leaves, tensor)
         operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in operands.specs):
             raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")

@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Final, final
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.batch_reducer import BatchReducer
 from mpidist.cross_device_ops.broadcasting import broadcast
+from mpidist.cross_device_ops.leaves import outs_like, require_values
+from mpidist.cross_device_ops.packs import require_num_packs
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
-from mpidist.cross_device_ops.request import Request
-from mpidist.errors import InvalidArgumentError, UnavailableError
-from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp
-from mpidist.transport import cuda
+from mpidist.cross_device_ops.request import Request, require_usable
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
 from mpidist.transport.exit_code import ends_normally
 from mpidist.transport.levels import Levels
 from mpidist.transport.mpi import Intracomm
@@ -29,7 +29,7 @@ from mpidist.transport.ring import ring_all_reduce
 from mpidist.transport.streams import StreamReducer
 from mpidist.transport.sync_group import SyncGroup
 
-__all__ = ["CrossDeviceOps", "reduce_to_root", "require_usable"]
+__all__ = ["CrossDeviceOps", "reduce_to_root"]
 
 ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
 _DEFAULTS: Final = CommunicationOptions()
@@ -55,6 +55,7 @@ class CrossDeviceOps(ABC):
             as `Reduction` says. One with a rule of its own is used whatever the options, or refuses them.
 
     Raises:
+        TypeError: If `num_packs` is no whole number.
         ValueError: If `num_packs` is negative.
     """
 
@@ -63,9 +64,8 @@ class CrossDeviceOps(ABC):
     def __init__(
         self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root, is_replaceable: bool = True
     ) -> None:
-        if num_packs < 0:
-            raise ValueError(f"{type(self).__name__} requires num_packs >= 0, got {num_packs}; 0 does not pack")
-        self._num_packs = num_packs
+        require_num_packs(type(self).__name__, num_packs)
+        self._num_packs = int(num_packs)
         self._options = _DEFAULTS
         self._reduce_to_root = reduce_to_root
         self._is_replaceable = is_replaceable
@@ -155,6 +155,8 @@ class CrossDeviceOps(ABC):
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce one value of every rank to the destinations. Collective.
 
@@ -164,6 +166,7 @@ class CrossDeviceOps(ABC):
                 has no contributions: its mean is itself.
             destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"`, a distributed value or a variable.
             options: Laid over the strategy's.
+            experimental_hints: `options` under an old name (deprecated).
 
         Returns:
             The result where this rank is a destination, else `None`.
@@ -172,6 +175,7 @@ class CrossDeviceOps(ABC):
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
             ValueError: If `reduce_op` or `destinations` is none of what is listed.
         """
+        options = options_or_hints(options, experimental_hints)
         return self._batch("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @final
@@ -180,6 +184,8 @@ class CrossDeviceOps(ABC):
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values at once. Collective.
 
@@ -189,6 +195,7 @@ class CrossDeviceOps(ABC):
             reduce_op: A `ReduceOp` or its name in any case.
             value_destination_pairs: Tuples of a value and its destinations, each as in `reduce`.
             options: Laid over the strategy's.
+            experimental_hints: As in `reduce`.
 
         Returns:
             The results, in the order of the pairs; `None` for those that this rank is no destination of.
@@ -198,6 +205,7 @@ class CrossDeviceOps(ABC):
             ValueError: If one is not a tuple of two.
             InvalidArgumentError: As in `reduce`.
         """
+        options = options_or_hints(options, experimental_hints)
         return self._batch("batch_reduce", reduce_op, value_destination_pairs, options)
 
     @final
@@ -260,13 +268,12 @@ class CrossDeviceOps(ABC):
         op = ReduceOp.SUM
         merged = self._options
         try:
-            op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp(reduce_op)
+            op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
             merged = self._merge(options)
             leaves, structure = nest.flatten(value)
+            require_values(leaves, value)
             if out is not None:
-                outs, out_structure = nest.flatten(out)
-                if out_structure != structure:
-                    raise InvalidArgumentError("out must be a nest of the same form as the value")
+                outs = outs_like(structure, out)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         return Request(call, op, structure, None, merged), leaves, outs, error
@@ -307,9 +314,11 @@ class CrossDeviceOps(ABC):
         op, merged, error = ReduceOp.SUM, self._options, None
         opened: list[Pair] = []
         try:
-            op = ReduceOp(reduce_op)
+            op = ReduceOp.of(reduce_op)
             merged = self._merge(options)
             opened = [Pair.open(op, *as_pair(pair), size) for pair in pairs]
+            for pair in opened:
+                require_values(pair.leaves, pair.value)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
@@ -322,13 +331,12 @@ class CrossDeviceOps(ABC):
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         if options is None:
             return self._options
-        if not isinstance(options, CommunicationOptions):
-            raise TypeError(f"options must be a CommunicationOptions or None, got {type(options).__name__}")
+        merged = self._options.merge(options)
         require_usable(options)
         if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
             name = type(self).__name__
             raise ValueError(f"this {name} adds by a function of its own, which a ring cannot; leave one of them out")
-        return self._options.merge(options)
+        return merged
 
     @final
     def _tied(self) -> tuple[SyncGroup, BatchReducer]:
@@ -386,15 +394,3 @@ class CrossDeviceOps(ABC):
             ring_all_reduce(levels.world, buffer, reduction)
         else:
             self._all_reduce(levels, buffer, reduction)
-
-
-def require_usable(options: CommunicationOptions) -> None:
-    """Refuse options that this machine cannot follow.
-
-    Raises:
-        UnavailableError: If they insist on NCCL.
-    """
-    if options.implementation is CommunicationImplementation.NCCL:
-        reason = cuda.current().support.reason
-        if reason:
-            raise UnavailableError(f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"')

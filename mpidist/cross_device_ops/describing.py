@@ -8,6 +8,7 @@ from typing import Any
 
 from mpidist.cross_device_ops.plan import Spec
 from mpidist.cross_device_ops.request import Request
+from mpidist.nest_text import array_names, form_text
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.texts import count_text, size_text
 
@@ -53,8 +54,23 @@ def describe(
         "compression": str(options.compression),
         "compress_everywhere": str(options.compress_everywhere),
     }
-    if request.destinations is not None:
+    if request.destinations is None:
+        names, forms = array_names(request.structure), form_text(request.structure)
+    else:
         fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in request.destinations)
-    fields |= {f"array {index}": repr(spec) for index, spec in enumerate(specs)}
-    fields["form of the nest"] = repr(request.structure)
-    return fields
+        names, mirrored = _names_in_pairs(request.structure)
+        fields["mirrored"] = ", ".join(mirrored) or "none"
+        forms = "; ".join(form_text(structure) for structure, _ in request.structure)
+    fields |= {name: repr(spec) for name, spec in zip(names, specs, strict=True)}
+    return fields | {"form of the nest": forms}
+
+
+def _names_in_pairs(pairs: Sequence[tuple[Any, Sequence[bool]]]) -> tuple[list[str], list[str]]:
+    """Name the arrays that travel, and those that are mirrored."""
+    travelling: list[str] = []
+    mirrored: list[str] = []
+    for index, (structure, is_mirrored) in enumerate(pairs):
+        pair = f"pair {index}, " if len(pairs) > 1 else ""
+        for name, stays in zip(array_names(structure), is_mirrored, strict=True):
+            (mirrored if stays else travelling).append(pair + name)
+    return travelling, mirrored

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist.transport.communicator import Communicator
+from mpidist.transport.texts import value_text
 from mpidist.values import DistributedValues
 
 __all__ = ["ranks_of", "send_to"]
@@ -45,7 +46,7 @@ def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]
         return tuple(range(size))
     if isinstance(destinations, (Sequence, set, frozenset)) and destinations and all(map(_is_rank, destinations)):
         return tuple(sorted({_in_range(int(rank), size) for rank in destinations}))
-    raise ValueError(f"destinations must be one of {_KINDS}; got {destinations!r}")
+    raise ValueError(f"destinations must be one of {_KINDS}; got {value_text(destinations)}")
 
 
 def _is_rank(item: Any) -> bool:

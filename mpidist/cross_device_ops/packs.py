@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-__all__ = ["Piece", "group_by_size", "messages", "packs_by_number", "packs_by_size"]
+__all__ = ["Piece", "group_by_size", "messages", "packs_by_number", "packs_by_size", "require_num_packs"]
 
 
 @final
@@ -24,6 +24,19 @@ class Piece:
     def count(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+def require_num_packs(owner: str, num_packs: int) -> None:
+    """Refuse what is no number of packs.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is negative.
+    """
+    if isinstance(num_packs, bool) or not isinstance(num_packs, (int, np.integer)):
+        raise TypeError(f"{owner} requires num_packs to be a whole number of packs, got {num_packs!r}")
+    if num_packs < 0:
+        raise ValueError(f"{owner} requires num_packs >= 0, got {num_packs}; 0 does not pack")
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:

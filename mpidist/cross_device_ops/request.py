@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, final
 
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.errors import UnavailableError
+from mpidist.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpidist.transport import cuda
 
-__all__ = ["Request"]
+__all__ = ["Request", "require_usable"]
 
 
 @final
@@ -26,3 +28,15 @@ class Request(NamedTuple):
     structure: Any
     destinations: tuple[tuple[int, ...], ...] | None
     options: CommunicationOptions
+
+
+def require_usable(options: CommunicationOptions) -> None:
+    """Refuse options that this machine cannot follow.
+
+    Raises:
+        UnavailableError: If they insist on NCCL.
+    """
+    if options.implementation is CommunicationImplementation.NCCL:
+        reason = cuda.current().support.reason
+        if reason:
+            raise UnavailableError(f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"')

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import final
+import os
+from typing import NoReturn, final
 
-from mpidist.cluster_resolver import ClusterResolver
+from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist.errors import TopologyError
 from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
-from mpidist.transport.devices import choose_device
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.ranks import name_ranks
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -24,8 +26,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Making one is collective over `comm`.
 
     Args:
-        cluster_resolver: What says where the ranks run. It is held against what MPI says; by default MPI alone
-            is asked.
+        cluster_resolver: What says where the ranks run. It is held against what MPI says. By default what TF_CONFIG
+            says, where it is set and the strategy is over all ranks of the job, else MPI itself.
         communication_options: The defaults of all calls.
         cross_device_ops: How values are combined; by default `CollectiveAllReduce()` on one node, and
             `HierarchicalCopyAllReduce()` on several.
@@ -34,7 +36,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             of one for each. Then assigning is collective, in every context.
 
     Raises:
-        TopologyError: If the resolver contradicts MPI. On every rank.
+        TopologyError: If the resolver or TF_CONFIG contradicts MPI, or TF_CONFIG is set on some ranks only. On every
+            rank.
         UnavailableError: If there is no MPI, or the options cannot be followed here.
         TypeError: If the resolver, the options or `cross_device_ops` are something else.
     """
@@ -49,40 +52,51 @@ class MultiWorkerMirroredStrategy(Strategy):
         per_node_variables: bool = False,
     ) -> None:
         group = SyncGroup.from_mpi(comm)
-        error: Exception | None = None
-        if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
-            kind, communication_options = type(communication_options).__name__, None
-            error = TypeError(f"communication_options must be CommunicationOptions, got {kind}")
-        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-            kind, cluster_resolver = type(cluster_resolver).__name__, None
-            error = TypeError(f"cluster_resolver must be a ClusterResolver, got {kind}")
+        device, error = Device("cpu"), None
+        try:
+            _require_kinds(cluster_resolver, communication_options)
+            device = choose_device(group.topology)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
-        extended = StrategyExtended.assemble(
-            type(self).__name__,
-            group,
-            ops,
-            choose_device(group.topology),
-            communication_options,
-            per_node_variables,
-            error,
-        )
-        _check(cluster_resolver, group)
-        super().__init__(extended, cluster_resolver)
+        name = type(self).__name__
+        extended = StrategyExtended.assemble(name, group, ops, device, communication_options, per_node_variables, error)
+        super().__init__(extended, _checked_resolver(cluster_resolver, group))
 
 
-def _check(cluster_resolver: ClusterResolver | None, group: SyncGroup) -> None:
+def _require_kinds(cluster_resolver: object, communication_options: object) -> None:
+    if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
+        kind = type(communication_options).__name__
+        raise TypeError(f"communication_options must be CommunicationOptions, got {kind}")
+    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        raise TypeError(f"cluster_resolver must be a ClusterResolver, got {type(cluster_resolver).__name__}")
+
+
+def _checked_resolver(given: ClusterResolver | None, group: SyncGroup) -> ClusterResolver:
     """Hold a resolver against MPI, on all ranks: one that is contradicted on one rank is refused on all."""
-    problem = None
+    topology = group.topology
+    resolver, problem = given, None
     try:
-        if cluster_resolver is not None:
-            cluster_resolver.check(group.topology.size, group.topology.rank)
+        # TF_CONFIG speaks of a whole job, so it says nothing of a strategy over some of its ranks.
+        if given is None and os.environ.get("TF_CONFIG") and topology.size == load_mpi().COMM_WORLD.Get_size():
+            resolver = TFConfigClusterResolver()
+        if resolver is not None:
+            resolver.check(topology.size, topology.rank, topology.hostnames)
     except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
         problem = f"{type(error).__name__}: {error}"
-    problems = group.agreement.exchange(problem)
-    for rank, text in enumerate(problems):
+    everyone = group.agreement.exchange((problem, resolver is None))
+    for rank, (text, _) in enumerate(everyone):
         if text is not None:
-            group.close()
-            refusal = TopologyError(f"rank {rank}: {text}")
-            vars(refusal)["raised_on_all_ranks"] = True  # printing it once will do
-            raise refusal
+            _refuse(group, f"rank {rank}: {text}")
+    without = [rank for rank, (_, asks_mpi) in enumerate(everyone) if asks_mpi]
+    if 0 < len(without) < topology.size:
+        _refuse(group, f"TF_CONFIG is set, or a resolver given, but not on {name_ranks(without)}; do so on all ranks")
+    return MPIClusterResolver.of(topology) if resolver is None else resolver
+
+
+def _refuse(group: SyncGroup, text: str) -> NoReturn:
+    group.close()
+    refusal = TopologyError(text)
+    vars(refusal)["raised_on_all_ranks"] = True  # printing it once will do
+    raise refusal

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from enum import Enum
+from numbers import Number
+from typing import Any, Final
 
-__all__ = ["count_text", "first_line", "last_line", "size_text", "text_of"]
+__all__ = ["count_text", "first_line", "last_line", "size_text", "text_of", "value_text"]
+
+_MAX_ITEMS: Final = 8  # that are written out
 
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
@@ -35,3 +40,15 @@ def text_of(error: BaseException) -> str:
     """Return an exception's name and the first line of its text, also of one that cannot say what it is."""
     told = [entry for entry in traceback.format_exception_only(error) if not entry.startswith(" ")]  # no lines of code
     return told[0].splitlines()[0]
+
+
+def value_text(value: Any) -> str:
+    """Write an argument as Python does; where that may show an address or many numbers, say what it is."""
+    if value is None or isinstance(value, (str, bytes, Number, Enum)):
+        return repr(value)
+    if type(value) in (list, tuple) and len(value) <= _MAX_ITEMS:
+        items = ", ".join(map(value_text, value))
+        return f"[{items}]" if type(value) is list else f"({items})"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    return f"an object of type {type(value).__module__}.{type(value).__qualname__}"

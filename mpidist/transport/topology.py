@@ -51,9 +51,10 @@ class Topology:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in order."""
-        return tuple(
-            tuple(rank for rank, its in enumerate(self.node_of_rank) if its == node) for node in range(self.num_nodes)
-        )
+        ranks_of: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for rank, node in enumerate(self.node_of_rank):
+            ranks_of[node].append(rank)
+        return tuple(map(tuple, ranks_of))
 
     @cached_property
     def node_sizes(self) -> tuple[int, ...]:
@@ -63,7 +64,8 @@ class Topology:
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         """Each rank's place among the ranks of its node."""
-        return tuple(self.nodes[node].index(rank) for rank, node in enumerate(self.node_of_rank))
+        place_of = {rank: place for ranks in self.nodes for place, rank in enumerate(ranks)}
+        return tuple(place_of[rank] for rank in range(self.size))
 
     @property
     def local_rank(self) -> int:

@@ -1,0 +1,64 @@
+"""Names that a program of tf.distribute looks for and does not find: why, and what there is instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Final, NoReturn
+
+__all__ = ["explain_absent_names"]
+
+_MODULES: Final = ("mpidist", "mpidist.experimental", "mpidist.cluster_resolver")
+_PAGE: Final = "see the page 'From tf.distribute' of the documentation"
+
+_NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
+_NOT_YET: Final = "not in this version, in which every rank computes: MultiWorkerMirroredStrategy"
+_CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
+_CHECKPOINTS: Final = "not in this version: save `variable.numpy()` on the chief"
+_WHY: Final[Mapping[str, str]] = {
+    "AutoShardPolicy": "every rank takes its part of every global batch",
+    "CentralStorageStrategy": _NOT_YET,
+    "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
+    "GCEClusterResolver": _CLOUD,
+    "IndexedSlices": "there are no sparse values",
+    "KubernetesClusterResolver": _CLOUD,
+    "ParameterServerStrategy": _NOT_YET,
+    "PreemptionCheckpointHandler": _CHECKPOINTS,
+    "RunOptions": "its options are for TPUs; `run` takes none",
+    "SageMakerClusterResolver": _CLOUD,
+    "Server": _NOT_YET,
+    "TPUClusterResolver": _NO_TPUS,
+    "TPUStrategy": _NO_TPUS,
+    "TerminationConfig": _CHECKPOINTS,
+    "UnionClusterResolver": "its name is UnionResolver",
+    "coordinator": _NOT_YET,
+    "partitioners": _NOT_YET,
+    "rpc": "ranks call collectives; mpi4py sends anything else",
+}
+
+
+def explain_absent_names(module: str) -> None:
+    """Let a module say of a name that it does not have, when it is asked, why that is so.
+
+    Set at run time, as a type checker would take any name for granted in a module with a `__getattr__` of its own.
+
+    Args:
+        module: The module's name. It has been imported, as far as this call.
+    """
+
+    def look_up(name: str) -> NoReturn:
+        raise AttributeError(_text_of(module, name))
+
+    vars(sys.modules[module])["__getattr__"] = look_up
+
+
+def _text_of(module: str, name: str) -> str:
+    if name in _WHY:
+        return f"{module} has no {name}: {_WHY[name]}; {_PAGE}"
+    text = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        return text
+    listed = {public: home for home in reversed(_MODULES) for public in sys.modules[home].__all__}
+    near = [name] if name in listed else get_close_matches(name, listed, 1, cutoff=0.8)
+    return f"{text}; did you mean {listed[near[0]]}.{near[0]}?" if near else text

@@ -1,0 +1,95 @@
+"""The keys of a mapping: in an order, and in words, that are the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from functools import lru_cache
+from numbers import Number
+from operator import itemgetter
+from pathlib import PurePath
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["LABELLED", "PLAIN", "in_order", "label_of"]
+
+# The classes of mappings, as structures name them: by their very keys, or by what is written for the keys.
+PLAIN: Final = "mapping"
+LABELLED: Final = "mapping by labels"
+
+_SORTABLE: Final = (set[type](), {str}, {int})
+# What is written as `repr` does, which shows the whole value and nothing of this process.
+_WRITTEN_OUT: Final = (bytes, Number, type(None), np.generic, np.dtype, PurePath, date, time, timedelta)
+
+
+def in_order(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
+    """List the keys of a mapping in an order that is the same on every rank.
+
+    Numbers, texts, dates, paths, members of enumerations, classes, and tuples, frozen sets and dataclasses of these
+    are compared by their value, variables by their name; they are sorted. Any other key is an object that ranks can
+    only tell by its class and its place: these come last, in the mapping's own order, which must be the same on all
+    ranks. No key is ever printed that could show an address or an array's numbers.
+
+    Returns:
+        `PLAIN` or `LABELLED`; what ranks compare of each key, itself or its label; and the keys.
+    """
+    keys = list(mapping)
+    if set(map(type, keys)) in _SORTABLE:
+        keys.sort()
+        return PLAIN, tuple(keys), keys
+    labelled: list[tuple[str, Any]] = []
+    objects: list[tuple[str, Any]] = []
+    for key in keys:
+        label = label_of(key)
+        if label is None:
+            objects.append((f"{_name_of(type(key))} {len(objects)}", key))
+        else:
+            labelled.append((label, key))
+    labelled.sort(key=itemgetter(0))
+    labelled += objects
+    labels = [label for label, _ in labelled]
+    if len(set(labels)) < len(labels):  # variables of one name: what has a label must be told apart by it
+        labels = [f"{label} {place}" for place, label in enumerate(labels)]
+    return LABELLED, tuple(labels), [key for _, key in labelled]
+
+
+def label_of(key: Any) -> str | None:
+    """Write a key as every rank writes an equal one; `None` for an object of which only the address is known."""
+    return _labeller(type(key))(key)  # type: ignore[arg-type]  # every class has a hash
+
+
+@lru_cache(1024)
+def _labeller(kind: type) -> Callable[[Any], str | None]:
+    """Find out how keys of a class are written."""
+    if issubclass(kind, Enum):
+        return lambda key: f"{kind.__qualname__}.{key.name}"
+    if issubclass(kind, str):
+        return str.__repr__  # a class of somebody else's may write anything
+    if issubclass(kind, _WRITTEN_OUT):
+        return repr
+    if issubclass(kind, (tuple, frozenset)):
+        return _label_of_items
+    if issubclass(kind, type):
+        return _name_of
+    if hasattr(kind, "aggregation"):
+        return lambda key: f"variable {key.name!r}"
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        return lambda key: _label_of_items([getattr(key, name) for name in names], kind.__qualname__)
+    return lambda key: None
+
+
+def _label_of_items(key: Any, name: str = "") -> str | None:
+    labels = [label for label in map(label_of, key) if label is not None]
+    if len(labels) < len(key):
+        return None
+    if isinstance(key, frozenset):
+        labels.sort()
+    return f"{name or type(key).__name__}({', '.join(labels)})"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
