@@ -232,6 +232,17 @@ def test_a_call_is_launched_when_all_have_come(standin: LateStandIn, group: Sync
 
 
 @pytest.mark.ranks(min=2)
+def test_memory_of_a_lane_is_allocated_on_the_lane(standin: LateStandIn, group: SyncGroup) -> None:
+    """What a call outside of launches was lent belongs to the caller's stream, which may have it back at any time."""
+    queue = queue_of(group)
+    outside = [queue.buffer("lent", 64) for _ in range(2)]
+    lanes = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
+    addresses = [memory.data.ptr for memory in (*outside, *lanes)]
+    assert addresses[0] == addresses[1]
+    assert len(set(addresses)) == 3
+
+
+@pytest.mark.ranks(min=2)
 def test_one_call_at_a_time_is_waited_for(
     standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

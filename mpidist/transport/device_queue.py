@@ -89,6 +89,7 @@ class DeviceQueue:
         self.stream = cupy.Stream(non_blocking=True)
         self._lanes = [_Lane(cupy.Stream(non_blocking=True)) for _ in range(2)]
         self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
+        self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
         self._names: dict[Handle, str] = {}
         self._flying: list[Launched] = []
         self._under_way: _Launching | None = None
@@ -110,12 +111,16 @@ class DeviceQueue:
         """Forget a communicator that was freed, and with the last one the memory of all."""
         self._names.pop(handle, None)
         if not self._names:
-            for lane in self._lanes:
-                lane.memory.clear()
+            for memory in (self._outside, *(lane.memory for lane in self._lanes)):
+                memory.clear()
 
     def buffer(self, key: Any, nbytes: int) -> Array:
-        """Lend memory [nbytes] to the current lane. What uses it next comes after what used it last."""
-        memory = self._lanes[self._turn if self._under_way is None else self._under_way.lane].memory
+        """Lend memory [nbytes] to the current lane. What uses it next comes after what used it last.
+
+        Outside of `launch` the host waits for what uses it. That memory is never lent to a lane: it was allocated on
+        the caller's stream, which would have it back, once it is replaced, before a lane is through with it.
+        """
+        memory = self._outside if self._under_way is None else self._lanes[self._under_way.lane].memory
         buffer = memory.get(key)
         if buffer is None or buffer.size < nbytes:
             memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
