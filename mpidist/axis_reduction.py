@@ -107,6 +107,8 @@ def _identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
     """Return what an empty part of an array contributes: a number that changes nothing."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return dtype.type(op is ReduceOp.PROD)
+    if dtype.kind == "b":
+        return dtype.type(op is ReduceOp.MIN)
     if dtype.kind == "f":
         return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
     limits = np.iinfo(dtype)
