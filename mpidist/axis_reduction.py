@@ -13,7 +13,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.reduction import accumulator_dtype
-from mpidist.values import Mirrored, local
+from mpidist.values import contribution, require_contributions
 
 __all__ = ["reduce_along_axis"]
 
@@ -52,9 +52,9 @@ def reduce_along_axis(
     try:
         op = ReduceOp(reduce_op)
         leaves, _ = nest.flatten(value)
-        if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
-            raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
-        parts = [_reduce_here(op, local(leaf), axis) for leaf in leaves]
+        if num_ranks > 1:
+            require_contributions(op, leaves, ops.group)
+        parts = [_reduce_here(op, contribution(leaf), axis) for leaf in leaves]
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
     call = f"reduce along axis {axis}"  # as ranks compare it
@@ -68,8 +68,9 @@ def reduce_along_axis(
             _divide(total, int(count), dtype)
             for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, parts, strict=True)
         ]
-    kinds = [arrays.library_of(local(leaf)) for leaf in leaves]
-    restored = [kind.from_native(array, local(leaf)) for kind, array, leaf in zip(kinds, results, leaves, strict=True)]
+    likes = [contribution(leaf) for leaf in leaves]
+    kinds = map(arrays.library_of, likes)
+    restored = [kind.from_native(array, like) for kind, array, like in zip(kinds, results, likes, strict=True)]
     return nest.rebuild(value, restored)
 
 

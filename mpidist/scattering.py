@@ -22,7 +22,7 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.transport.topology import Topology
-from mpidist.values import open_nest
+from mpidist.values import open_nest, require_contributions
 
 __all__ = ["reduce_scatter"]
 
@@ -69,6 +69,7 @@ def reduce_scatter(
 
     try:
         op = ReduceOp(reduce_op)
+        require_contributions(op, nest.flatten(value)[0], group)
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         operands = Operands.of(leaves, group.devices, call)

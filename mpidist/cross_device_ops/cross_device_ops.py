@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, final
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.batch_reducer import BatchReducer
 from mpidist.cross_device_ops.broadcasting import broadcast
+from mpidist.cross_device_ops.mirrored import NOTHING_KEPT, Kept, put_together, take_apart
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.cross_device_ops.request import Request
@@ -82,6 +83,11 @@ class CrossDeviceOps(ABC):
     def _streams_of(self, levels: Levels) -> StreamReducer | None:
         """Say who reduces lists of arrays in this algorithm's place: `levels.streams`, or nobody."""
         return None
+
+    @property
+    def group(self) -> SyncGroup:
+        """The ranks that this object is tied to, or else those of the scope."""
+        return self._tied()[0]
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -217,10 +223,10 @@ class CrossDeviceOps(ABC):
         Raises:
             InvalidArgumentError: As in `reduce`.
         """
-        _, reducer = self._tied()
-        request, leaves, outs, error = self._open(call, reduce_op, value, options, out, error)
+        group, reducer = self._tied()
+        (request, leaves, outs, error), kept = self._open(group, call, reduce_op, value, options, out, error)
         results = reducer.run(request, leaves, outs, error)
-        return out if out is not None else nest.rebuild(value, results)
+        return out if out is not None else put_together(value, results, kept)
 
     @final
     def start_all_reduce(
@@ -238,34 +244,36 @@ class CrossDeviceOps(ABC):
             A handle, whose `wait` returns what `all_reduce` does, or raises it.
         """
         group, reducer = self._tied()
-        call = reducer.start(*self._open("start_all_reduce", reduce_op, value, options, out, None))
-        return PendingResult(group.calls, call, value, out)
+        asked, kept = self._open(group, "start_all_reduce", reduce_op, value, options, out, None)
+        return PendingResult(group.calls, reducer.start(*asked), value, out, kept)
 
     def _open(
         self,
+        group: SyncGroup,
         call: str,
         reduce_op: ReduceOp | str,
         value: Any,
         options: CommunicationOptions | None,
         out: Any,
         error: Exception | None,
-    ) -> tuple[Request, list[Any], list[Any] | None, Exception | None]:
+    ) -> tuple[tuple[Request, list[Any], list[Any] | None, Exception | None], Kept]:
         leaves: list[Any] = []
         structure: nest.Structure = nest.LEAF
+        kept = NOTHING_KEPT
         outs = None
         op = ReduceOp.SUM
         merged = self._options
         try:
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp(reduce_op)
             merged = self._merge(options)
-            leaves, structure = nest.flatten(value)
+            leaves, structure, kept = take_apart(op, value, group)
             if out is not None:
                 outs, out_structure = nest.flatten(out)
-                if out_structure != structure:
-                    raise InvalidArgumentError("out must be a nest of the same form as the value")
+                if out_structure != structure:  # of all that is not mirrored
+                    raise InvalidArgumentError("out must be a nest of the same form as what is reduced")
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
-        return Request(call, op, structure, None, merged), leaves, outs, error
+        return (Request(call, op, structure, None, merged), leaves, outs, error), kept
 
     @final
     def broadcast(
@@ -299,20 +307,19 @@ class CrossDeviceOps(ABC):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         group, reducer = self._tied()
-        size, rank = group.topology.size, group.topology.rank
         op, merged, error = ReduceOp.SUM, self._options, None
         opened: list[Pair] = []
         try:
             op = ReduceOp(reduce_op)
             merged = self._merge(options)
-            opened = [Pair.open(op, *as_pair(pair), size) for pair in pairs]
+            opened = [Pair.open(op, *as_pair(pair), group) for pair in pairs]
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
         request = Request(call, op, tuple(pair.structure for pair in opened), ranks, merged)
         results = iter(reducer.run(request, leaves, None, error))
-        return [pair.close(results, rank) for pair in opened]
+        return [pair.close(results, group.topology.rank) for pair in opened]
 
     @final
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
