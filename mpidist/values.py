@@ -7,9 +7,9 @@ see that component alone, and whether there is anything to combine: what is mirr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ __all__ = [
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "any_distributed",
     "contribution",
     "is_mirrored",
     "local",
@@ -31,6 +32,9 @@ __all__ = [
     "open_nest",
     "require_contributions",
 ]
+
+
+_KINDS: Final[set[type]] = set()  # of distributed values: to find none among thousands of arrays takes no time
 
 
 class DistributedValues(ABC):
@@ -41,6 +45,9 @@ class DistributedValues(ABC):
         if cls is DistributedValues:
             raise TypeError("DistributedValues is abstract: make a PerReplica or a Mirrored")
         return super().__new__(cls)
+
+    def __init_subclass__(cls) -> None:
+        _KINDS.add(cls)
 
     @property
     @abstractmethod
@@ -175,8 +182,15 @@ def open_nest(value: Any) -> Any:
 
 def _opened(value: Any, open_leaf: Callable[[Any], Any]) -> Any:
     leaves, _ = nest.flatten(value)
+    if not any_distributed(leaves):
+        return value
     opened = [open_leaf(leaf) for leaf in leaves]
     return value if all(map(is_, leaves, opened)) else nest.rebuild(value, opened)
+
+
+def any_distributed(leaves: Iterable[Any]) -> bool:
+    """Whether there is a distributed value among leaves."""
+    return not _KINDS.isdisjoint(map(type, leaves))
 
 
 def is_mirrored(value: Any, group: SyncGroup) -> bool:
@@ -184,14 +198,14 @@ def is_mirrored(value: Any, group: SyncGroup) -> bool:
     return isinstance(value, DistributedValues) and value.is_mirrored_over(group)
 
 
-def require_contributions(op: ReduceOp, leaves: Iterable[Any], group: SyncGroup) -> None:
+def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup) -> None:
     """Refuse to add up or multiply what is mirrored over several ranks: it would count as often as there are ranks.
 
     Raises:
         ValueError: If one of the leaves is, and `op` is SUM or PROD.
     """
     size = group.topology.size
-    if size == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD):
+    if size == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not any_distributed(leaves):
         return
     for leaf in leaves:
         if is_mirrored(leaf, group):

@@ -11,13 +11,12 @@ import numpy as np
 from mpidist import nest
 from mpidist.options import ReduceOp
 from mpidist.transport.sync_group import SyncGroup
-from mpidist.values import DistributedValues, contribution, is_mirrored, require_contributions
+from mpidist.values import any_distributed, contribution, is_mirrored, require_contributions
 
 __all__ = ["NOTHING_KEPT", "Kept", "put_together", "take_apart"]
 
 Kept = Mapping[int, Any]  # a leaf's place in the nest -> this rank's copy of it
 NOTHING_KEPT: Final[Kept] = MappingProxyType({})
-_PLAIN: Final = {np.ndarray}
 
 
 def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], nest.Structure, Kept]:
@@ -34,9 +33,10 @@ def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], n
     Raises:
         ValueError: If what is mirrored over several ranks is to be summed or multiplied.
     """
+    if type(value) is np.ndarray:
+        return [value], nest.LEAF, NOTHING_KEPT
     leaves, structure = nest.flatten(value)
-    kinds = set(map(type, leaves))
-    if kinds == _PLAIN or not any(issubclass(kind, DistributedValues) for kind in kinds):
+    if not any_distributed(leaves):
         return leaves, structure, NOTHING_KEPT
     require_contributions(op, leaves, group)
     kept = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
