@@ -38,6 +38,7 @@ from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from mpidist.strategy import Strategy as Strategy
 from mpidist.values import DistributedValues as DistributedValues
+from mpidist.values import IndexedSlices as IndexedSlices
 from mpidist.values import Mirrored as Mirrored
 from mpidist.values import PerReplica as PerReplica
 from mpidist.variables import Variable as Variable
@@ -55,6 +56,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

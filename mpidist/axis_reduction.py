@@ -15,7 +15,7 @@ from mpidist.cross_device_ops.plan import wire_and_result_dtypes
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.reduction import accumulator_dtype
-from mpidist.values import Mirrored, local
+from mpidist.values import contribution, require_contributions
 
 __all__ = ["reduce_along_axis"]
 
@@ -58,10 +58,10 @@ def reduce_along_axis(
         call = f"reduce along {axes_text(axes)}"  # as ranks compare it
         op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)
+        if num_ranks > 1:
+            require_contributions(op, leaves, ops.group)
         require_values(leaves, value)
-        if num_ranks > 1 and op in (ReduceOp.SUM, ReduceOp.PROD) and any(isinstance(leaf, Mirrored) for leaf in leaves):
-            raise ValueError(f"a Mirrored value is no rank's contribution, so its {op} has no meaning; take the MEAN")
-        leaves = [local(leaf) for leaf in leaves]
+        leaves = [contribution(leaf) for leaf in leaves]
         parts = [_reduce_here(op, leaf, axes) for leaf in leaves]
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         error = problem
@@ -112,6 +112,8 @@ def _identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
     """Return what an empty part of an array contributes: a number that changes nothing."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return dtype.type(op is ReduceOp.PROD)
+    if dtype.kind == "b":
+        return dtype.type(op is ReduceOp.MIN)
     if dtype.kind == "f":
         return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
     limits = np.iinfo(dtype)

@@ -20,7 +20,7 @@ from mpidist.scattering import reduce_scatter
 from mpidist.transport.agreement import Joining, fingerprint_of
 from mpidist.transport.devices import Device
 from mpidist.transport.sync_group import SyncGroup
-from mpidist.values import local, open_nest
+from mpidist.values import local, open_arguments
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
@@ -211,7 +211,7 @@ class StrategyExtended:
         self._require_own("update", var)
         self.require_not_mixed("update")
         entry = contexts.Entry(self.strategy, updating=True)
-        result = contexts.called(entry, fn, var, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
+        result = contexts.called(entry, fn, var, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
         return result if group else (result,)
 
     def call_for_each_replica(
@@ -221,7 +221,7 @@ class StrategyExtended:
         self.require_cross_replica("run")
         context = ReplicaContext(self.strategy, self._group.topology.rank)
         entry = contexts.Entry(self.strategy, context)
-        return contexts.called(entry, fn, *open_nest(list(args)), **open_nest(dict(kwargs or {})))
+        return contexts.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
@@ -278,12 +278,23 @@ class StrategyExtended:
     def copy_per_node(self, value: Any) -> Any:
         """Copy an array into memory that all ranks of a node share. Collective."""
         (place,) = self.symmetric_empty([(value.shape, value.dtype)], per_node=True)
-        self.write_per_node(place, value)
+        self._group.shared.write(place, value)
         return place
 
-    def write_per_node(self, array: Any, value: Any) -> None:
-        """Let the first rank of each node write an array that its ranks share. Collective over the node."""
-        self._group.shared.write(array, value)
+    def write_per_node(self, name: str, write: Callable[[], None], error: Exception | None = None) -> None:
+        """Let the first rank of each node write a variable that its ranks share. Collective.
+
+        Args:
+            name: The variable.
+            write: Writes it, when no rank reads the old value any more.
+            error: What is wrong with this rank's arguments: it is raised on all ranks.
+        """
+        call = f"writing of variable {name!r}"
+        self._group.enter(call)
+        with self._group.moving():
+            fingerprint = self._group.agreement.fingerprint(call, (), dict)
+            self._group.agree(Joining(call, fingerprint, dict, self._options.timeout_seconds, error))
+            self._group.shared.change(write)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
@@ -315,10 +326,17 @@ class StrategyExtended:
         """Let an exception of one rank be everybody's: `Strategy.raise_together`. Collective."""
         return raise_together(self._group, what, self._options.timeout_seconds)
 
-    def all_gather(self, call: str, value: Any, axis: int, options: CommunicationOptions | None) -> Any:
+    def all_gather(
+        self,
+        call: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        error: Exception | None = None,
+    ) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
-        merged, error = self._merge(options)
-        return all_gather(self._group, call, value, axis, merged, error)
+        merged, problem = self._merge(options)
+        return all_gather(self._group, call, value, axis, merged, error or problem)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None

@@ -10,7 +10,7 @@ from mpidist import contexts
 from mpidist.cross_device_ops.pending_result import PendingResult
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
-from mpidist.values import open_nest
+from mpidist.values import open_arguments
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
@@ -191,7 +191,7 @@ class ReplicaContext:
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
         entry = contexts.Entry(self._strategy, merging=True)
-        return open_nest(contexts.called(entry, merge_fn, self._strategy, *given, **named))
+        return open_arguments(contexts.called(entry, merge_fn, self._strategy, *given, **named))
 
     def _require_current(self, call: str) -> None:
         here = contexts.get_replica_context()

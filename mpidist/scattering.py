@@ -24,7 +24,7 @@ from mpidist.transport.levels import Levels
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.transport.topology import Topology
-from mpidist.values import open_nest
+from mpidist.values import open_nest, require_contributions
 
 __all__ = ["reduce_scatter"]
 
@@ -71,6 +71,7 @@ def reduce_scatter(
 
     try:
         op = ReduceOp.of(reduce_op)
+        require_contributions(op, nest.flatten(value)[0], group)
         value = open_nest(value)
         leaves, structure = nest.flatten(value)
         require_values(leaves, value)

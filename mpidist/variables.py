@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import operator
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpidist import contexts
+from mpidist.array_protocol import ReadsAsArray
+from mpidist.assigning import Assignable
+from mpidist.casting import is_python_number
 from mpidist.options import NamedInAnyCase, ReduceOp
-from mpidist.transport import arrays
-from mpidist.values import local
+from mpidist.sparse_updates import ADDITIVE, SparseUpdates, change_rows, rows_of
+from mpidist.transport import arrays, open_groups
+from mpidist.values import DistributedValues, require_contributions
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
+    from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -41,11 +48,7 @@ class VariableAggregation(NamedInAnyCase):
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
 
-_ADD: Final = operator.add
-_SUBTRACT: Final = operator.sub
-
-
-class Variable(NDArrayOperatorsMixin, ABC):
+class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
 
     Works as an array: NumPy's operators and functions read it. Assigning in `Strategy.run` aggregates what the
@@ -66,13 +69,14 @@ class Variable(NDArrayOperatorsMixin, ABC):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
-        if cls is not Variable:
-            return super().__new__(cls)
-        try:
-            wanted = VariableSynchronization(kwargs.get("synchronization", VariableSynchronization.AUTO))
-        except ValueError:
-            wanted = VariableSynchronization.AUTO  # `__init__` refuses it, together with the other ranks
-        return super().__new__(SyncOnReadVariable if wanted is VariableSynchronization.ON_READ else MirroredVariable)
+        kind: type[Variable] = cls
+        if cls is Variable:
+            kind = MirroredVariable
+            with suppress(ValueError):  # `__init__` refuses what is no synchronization, together with the other ranks
+                if VariableSynchronization(kwargs.get("synchronization", "AUTO")) is VariableSynchronization.ON_READ:
+                    kind = SyncOnReadVariable
+        made: Variable = super().__new__(kind)
+        return made
 
     def __init__(
         self,
@@ -107,7 +111,14 @@ class Variable(NDArrayOperatorsMixin, ABC):
         strategy.extended.agree_on_variable(fields, name is None, error)
         value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._value = self._place(value)
+        self._view = self.local_value()  # what is read where no copy is needed
         self._trainable = self._default_trainable() if trainable is None else trainable
+        if contexts.current() is None and open_groups.num_open():
+            logger.warning(
+                "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
+                "alone, so its value is this rank's own, and nothing keeps it like that of other ranks; make it inside",
+                self._name,
+            )
 
     def _place(self, value: Any) -> Any:
         """Put the initial value where this kind of variable lives."""
@@ -118,17 +129,10 @@ class Variable(NDArrayOperatorsMixin, ABC):
     def _default_trainable() -> bool:
         """Whether an optimizer should change variables of this kind."""
 
-    @abstractmethod
-    def read_value(self) -> Any:
-        """Return the value as the current context sees it: a new array."""
-
-    @abstractmethod
-    def _write_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        """Write from inside `Strategy.run`."""
-
-    @abstractmethod
-    def _write_cross_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        """Write in cross-replica context."""
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """This rank's copy, in a tuple of one."""
+        return (self.local_value(),)
 
     @property
     def strategy(self) -> Strategy:
@@ -181,101 +185,25 @@ class Variable(NDArrayOperatorsMixin, ABC):
         return self.read_value()
 
     @final
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the value as the current context sees it, in host memory."""
-        value = self.read_value()
-        return arrays.to_host(value) if arrays.is_device(value) else np.asarray(value)
+    def read_value(self) -> Any:
+        """Return the value as the current context sees it: a new array.
 
-    @final
-    def assign(self, value: Any) -> Variable:
-        """Set the value, and return the variable.
-
-        In `Strategy.run` the replicas' values are aggregated, and the call is collective, unless the aggregation is
-        NONE or the variable is read together. Elsewhere the call is local.
-
-        Args:
-            value: An array of the variable's shape, or a number; a distributed value is opened.
-
-        Raises:
-            ValueError: If the shape is another, or a Python number is assigned with aggregation SUM in `run`, where
-                every replica would add it.
-            RuntimeError: If another strategy is current.
+        In cross-replica context reading a variable that is read together (`ON_READ`) is collective.
         """
-        return self._assign("assign", value, None)
+        seen = self._seen()
+        return seen.copy() if seen is self._view else seen
 
-    @final
-    def assign_add(self, value: Any) -> Variable:
-        """Add to the value, and return the variable. As `assign`; it is what is added that is aggregated."""
-        return self._assign("assign_add", value, _ADD)
-
-    @final
-    def assign_sub(self, value: Any) -> Variable:
-        """Subtract from the value, and return the variable. As `assign_add`."""
-        return self._assign("assign_sub", value, _SUBTRACT)
-
-    def _assign(self, call: str, value: Any, combine: Callable[[Any, Any], Any] | None) -> Variable:
-        extended = self._strategy.extended
-        entry = contexts.innermost()
-        if entry is not None:
-            extended.require_not_mixed(call)
-        value = local(value)
-        if entry is None or (entry.replica_context is None and not entry.updating):
-            self._write_cross_replica(self._cast(value), combine)
-        elif entry.updating:
-            self._set(self._cast(value), combine)
-        else:
-            self._write_replica(value, combine)
-        return self
-
-    def _cast(self, value: Any) -> Any:
-        array = _native(value, None)
-        if array.shape != self.shape and array.shape != ():
-            raise ValueError(
-                f"variable {self._name!r} has shape {list(self.shape)}, and a value of shape {list(array.shape)} "
-                "was assigned to it"
-            )
-        return array.astype(self.dtype)
-
-    def _set(self, array: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        self._value[...] = array if combine is None else combine(self._value, array)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.asarray(self.numpy(), dtype)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(out, Variable) for out in kwargs.get("out", ())):
-            return NotImplemented  # assigning is for `assign`, which knows the replicas
-        values = [item.read_value() if isinstance(item, Variable) else item for item in inputs]
-        return getattr(ufunc, method)(*values, **kwargs)
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
-    def __int__(self) -> int:
-        return int(self.numpy())
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.read_value()[key]
-
-    def __len__(self) -> int:
-        return len(self._value)
-
-    def __bool__(self) -> bool:
-        return bool(self.numpy())
-
-    def __copy__(self) -> NoReturn:
-        raise RuntimeError(f"variable {self._name!r} cannot be copied: it belongs to its strategy; read its value")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__copy__()
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"variable {self._name!r} cannot be copied or pickled: it belongs to its strategy; read its value, as with "
+            "numpy()"
+        )
 
     def __repr__(self) -> str:
         return (
             f"<mpidist.Variable {self._name!r} {self.dtype.name}{list(self.shape)} {self._synchronization} "
             f"{self._aggregation}, this rank's copy: {self._value!r}>"
         )
-
-    __hash__ = object.__hash__
 
 
 @final
@@ -286,19 +214,21 @@ class MirroredVariable(Variable):
     def _default_trainable() -> bool:
         return True
 
-    def read_value(self) -> Any:
-        """Return a copy of this rank's copy. Local."""
-        return self._value.copy()
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Whether all ranks are taken to hold the same: across replicas, and those of its strategy."""
+        entry = contexts.innermost()
+        return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
 
-    def _write_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        ops = self._strategy.extended.cross_device_ops
+    def _seen(self) -> Any:
+        return self._view
+
+    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
         aggregation = self._aggregation
         if aggregation is VariableAggregation.NONE:
-            if self._is_per_node:
-                what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
-                raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
-            self._set(self._cast(value), combine)
+            self._require_own_copy()
+            self._write(value, ufunc)
             return
+        ops = self._strategy.extended.cross_device_ops
         array, error = self._value, None
         try:
             array = self._contribution(value)
@@ -306,35 +236,85 @@ class MirroredVariable(Variable):
             error = problem
         call = f"assignment to variable {self._name!r}"
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            self._set(ops.broadcast(array, "all", call=call, error=error), combine)
+            self._write(ops.broadcast(array, "all", call=call, error=error), ufunc)
         else:
-            self._set(ops.all_reduce(ReduceOp[aggregation.name], array, call=call, error=error), combine)
+            self._write(ops.all_reduce(ReduceOp[aggregation.name], array, call=call, error=error), ufunc)
 
-    def _write_cross_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        self._set(value, combine)
+    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
 
     def _place(self, value: Any) -> Any:
         extended = self._strategy.extended
         self._is_per_node = extended.per_node_variables and not arrays.is_device(value)
         return extended.copy_per_node(value) if self._is_per_node else value
 
-    def _set(self, array: Any, combine: Callable[[Any, Any], Any] | None) -> None:
+    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
         if not self._is_per_node:
-            super()._set(array, combine)
+            self._put(self._cast(value), ufunc)
             return
-        extended = self._strategy.extended
-        extended.agree(f"writing of variable {self._name!r}", {})  # nobody reads the old value any more
-        extended.write_per_node(self._value, array if combine is None else combine(self._value, array))
+        array, error = self._value, None
+        try:
+            array = self._cast(value)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        self._strategy.extended.write_per_node(self._name, partial(self._put, array, ufunc), error)
+
+    def _require_own_copy(self) -> None:
+        if self._is_per_node:
+            what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
+            raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
 
     def _contribution(self, value: Any) -> Any:
-        is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
-        if is_number and self._aggregation is VariableAggregation.SUM and self._strategy.num_replicas_in_sync > 1:
-            raise ValueError(
-                f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} with "
-                f"aggregation SUM, it would count {self._strategy.num_replicas_in_sync} times. Assign an array that "
-                "this replica contributes"
+        num_replicas = self._strategy.num_replicas_in_sync
+        if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
+            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group)
+            if is_python_number(value):
+                raise ValueError(
+                    f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "
+                    f"with aggregation SUM, it would count {num_replicas} times. Assign an array that this replica "
+                    "contributes"
+                )
+        array = self._cast(value)
+        return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
+
+    def _scatter(self, call: str, delta: Any) -> Variable:
+        entry = self._entered(call)
+        aggregates = self._aggregation is not VariableAggregation.NONE
+        if entry is None or entry.replica_context is None:
+            aggregates = False
+        elif not aggregates:
+            self._require_own_copy()
+        elif call not in ADDITIVE and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            raise NotImplementedError(
+                f"{call} of variable {self._name!r} has no {self._aggregation} over replicas; choose aggregation "
+                "ONLY_FIRST_REPLICA or NONE, or change the rows outside of strategy.run()"
             )
-        return np.broadcast_to(self._cast(value), self.shape)
+        indices, values, error = np.empty(0, np.int64), self._value, None
+        try:
+            indices, values = rows_of(delta, self._value, f"variable {self._name!r}")
+        except Exception as problem:
+            error = problem
+        if aggregates:
+            indices, values = self._gathered(call, indices, values, error)
+        elif error is not None and not self._is_per_node:
+            raise error
+        change = partial(change_rows, call, self._value, indices, values)
+        if self._is_per_node:
+            self._strategy.extended.write_per_node(self._name, change, error)
+        else:
+            change()
+        return self
+
+    def _gathered(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
+        """Bring the rows of all replicas together, as the aggregation says."""
+        extended, aggregation = self._strategy.extended, self._aggregation
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not self._strategy.is_chief:
+            indices, values = indices[:0], values[:0]
+        call = f"{call} of variable {self._name!r}"
+        indices, values = extended.all_gather(call, (indices, values), 0, None, error)
+        if aggregation is VariableAggregation.MEAN:
+            values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
+        return indices, values
 
 
 @final
@@ -345,11 +325,15 @@ class SyncOnReadVariable(Variable):
     def _default_trainable() -> bool:
         return False
 
-    def read_value(self) -> Any:
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Whether all ranks are known to hold the same: no."""
+        return False
+
+    def _seen(self) -> Any:
         """Return this rank's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
         entry = contexts.innermost()
         if (entry is not None and (entry.replica_context is not None or entry.updating)) or self._is_alone():
-            return self._value.copy()
+            return self._view
         ops = self._strategy.extended.cross_device_ops
         self._require_aggregation("read")
         call = f"reading of variable {self._name!r}"
@@ -357,25 +341,39 @@ class SyncOnReadVariable(Variable):
             return ops.broadcast(self._value, "all", call=call)
         return ops.all_reduce(ReduceOp[self._aggregation.name], self._value, call=call)
 
-    def _write_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
-        self._set(self._cast(value), combine)
+    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
 
-    def _write_cross_replica(self, value: Any, combine: Callable[[Any, Any], Any] | None) -> None:
+    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
         if self._is_alone():
-            self._set(value, combine)
+            self._write(value, ufunc)
             return
         self._require_aggregation("assigned")
-        if self._aggregation is VariableAggregation.SUM:
-            if combine is not None:
-                raise ValueError(
-                    f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, and "
-                    "not added to or subtracted from"
-                )
-            value = (value / self._strategy.num_replicas_in_sync).astype(self.dtype)
-        self._set(value, combine)
+        if self._aggregation is not VariableAggregation.SUM:
+            self._write(value, ufunc)
+            return
+        if ufunc is not None:
+            raise ValueError(
+                f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, and not "
+                "added to or subtracted from"
+            )
+        self._put(self._share(self._cast(value)), None)
 
-    def _is_alone(self) -> bool:
-        return self._strategy is contexts.default_strategy()
+    def _share(self, total: Any) -> Any:
+        """Return this rank's part of a sum: equal parts, and what is left over of integers on rank 0."""
+        count = self._strategy.num_replicas_in_sync
+        if total.dtype.kind not in "biu":
+            return total / count
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+        rest = np.fmod(wide, wide.dtype.type(count))
+        share = (wide - rest) // wide.dtype.type(count)
+        return share + rest if self._strategy.is_chief else share
+
+    def _scatter(self, call: str, delta: Any) -> Variable:
+        raise NotImplementedError(
+            f"{call} of variable {self._name!r}, which is read together (ON_READ), cannot be had: read it, change the "
+            "array, and assign that"
+        )
 
     def _require_aggregation(self, what: str) -> None:
         if self._aggregation is VariableAggregation.NONE:

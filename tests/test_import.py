@@ -98,7 +98,7 @@ CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce Coll
 OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
 Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
 experimental_set_strategy get_loss_reduction
-DistributedValues PerReplica Mirrored DistributedDataset InputContext InputReplicationMode InputOptions
+DistributedValues PerReplica Mirrored IndexedSlices DistributedDataset InputContext InputReplicationMode InputOptions
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
 cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
@@ -241,7 +241,12 @@ CrossDeviceOps.reduce(self, reduce_op, per_replica_value, destinations, options=
 CrossDeviceOps.batch_reduce(self, reduce_op, value_destination_pairs, options=, *, experimental_hints=)
 CrossDeviceOps.close(self)
 PerReplica(values)
-Variable.assign(self, value)
+IndexedSlices(values, indices, dense_shape=)
+Variable.assign(self, value, use_locking=, name=, read_value=)
+Variable.assign_add(self, delta, use_locking=, name=, read_value=)
+Variable.assign_sub(self, delta, use_locking=, name=, read_value=)
+Variable.scatter_add(self, sparse_delta, use_locking=, name=)
+Variable.scatter_update(self, sparse_delta, use_locking=, name=)
 InputContext(num_input_pipelines=, input_pipeline_id=, num_replicas_in_sync=)
 InputContext.get_per_replica_batch_size(self, global_batch_size)
 """

@@ -116,3 +116,16 @@ def test_strategies_and_arrays_leave_nothing_behind(comm: Intracomm) -> None:
             strategy.reduce("SUM", np.ones(100_000))
 
     check_growth(live, max(20, NUM_CALLS // 20))
+
+
+@pytest.mark.usefixtures("placement", "transport")
+def test_variables_that_are_gone_leave_nothing_behind(comm: Intracomm) -> None:
+    """Those of which a node has one copy, too, while their strategy lives on."""
+    with Strategy(comm=comm, per_node_variables=True) as strategy, strategy.scope():
+
+        def live(step: int) -> None:
+            variable = mpidist.Variable(np.ones(100_000, np.float32), name="weights", aggregation="SUM")
+            strategy.run(lambda: variable.assign_add(np.ones(100_000, np.float32)))
+            assert (variable[step] == comm.size + 1).all()
+
+        check_growth(live, max(20, NUM_CALLS // 20))

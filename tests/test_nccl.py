@@ -286,6 +286,11 @@ def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, i
             mean = ops.all_reduce("MEAN", up(numbers[2]))
             sums = reduction_of("sum", comm.size, 40, np.dtype(np.float64))
             assert np.allclose(down(mean).astype(np.float64), sums / comm.size, rtol=1e-2)
+        large = np.full(9000, 2**63, np.uint64)
+        assert (down(ops.all_reduce("MEAN", up(large))) == 2.0**63).all()
+        flags = np.arange(9000) % comm.size == comm.rank
+        assert down(ops.all_reduce("MAX", up(flags))).all()
+        assert (down(ops.all_reduce("MIN", up(flags))) == (comm.size == 1)).all()
     if implementation == "RING" or not can_meet(cuda.current(), comm):
         return
     reach = group.levels_of(True).nccl

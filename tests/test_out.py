@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from everywhere import raises_everywhere
+from test_arrays import Tensor
 from test_results import DTYPES, LARGE, LAYOUTS, all_reduce, numbers, total
 
+import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
@@ -128,9 +130,42 @@ def test_means_of_integers_go_into_floats(strategy: Strategy) -> None:
     assert out.tolist() == [4, 3, 3]
 
 
+@pytest.mark.parametrize("shape", [(4, 6), LARGE])
+def test_arrays_of_other_libraries_take_the_result(strategy: Strategy, shape: tuple[int, ...]) -> None:
+    """Those that can be written through DLPack: new ones, arguments themselves, and beside others."""
+    size = strategy.topology.size
+    value, out, other = Tensor(numbers(strategy, shape)), Tensor(np.zeros(shape, np.float32)), np.zeros(3)
+    for _ in range(2):
+        assert all_reduce(strategy, "SUM", value, out=out) is out
+        assert (out.array == total(strategy, shape)).all()
+        assert (value.array == numbers(strategy, shape)).all()
+    nest = {"a": value, "b": [np.ones(3)]}
+    assert all_reduce(strategy, "SUM", nest, out={"a": value, "b": [other]})["a"] is value
+    assert (value.array == out.array).all()
+    assert (other == size).all()
+    started = strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", other, out=Tensor(other)))
+    assert (started.wait().array == size * size).all()
+    all_reduce(strategy, "MEAN", np.full(shape, 3, np.int8), out=value)
+    assert (value.array == 3).all()
+
+
+def test_an_array_of_a_subclass_takes_the_result(strategy: Strategy) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        out = np.asmatrix(np.zeros((2, 2)))
+    assert all_reduce(strategy, "SUM", np.ones((2, 2)), out=out) is out
+    assert (out == strategy.topology.size).all()
+
+
 _SHARED = np.zeros(9)
 _READ_ONLY = np.zeros(3)
 _READ_ONLY.flags.writeable = False
+
+
+class Readable:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.zeros(3)
+
 
 WRONG_OUTS: list[tuple[str, Any, Any, str]] = [
     ("another dtype", np.ones(3), np.zeros(3, np.float32), r"out 0 must be an array f64\[3\], got f32\[3\]"),
@@ -145,6 +180,11 @@ WRONG_OUTS: list[tuple[str, Any, Any, str]] = [
     ("one array twice", [np.ones(9), np.ones(9)], [_SHARED, _SHARED], "out 0 and out 1 share memory"),
     ("overlapping", [np.ones(5), np.ones(5)], [_SHARED[4:], _SHARED[:5]], "out 0 and out 1 share memory"),
     ("a number", np.ones(()), 0.0, "out 0 must be an array f64.*got float"),
+    ("the number itself", *[[1.0]] * 2, "out 0 must be an array f64.*got float"),
+    ("what can be read alone", np.ones(3), Readable(), r"out 0 must be an array f64\[3\], got Readable"),
+    ("another library's of another dtype", np.ones(3), Tensor(np.zeros(3, np.int8)), r"f64\[3\], got i8\[3\]"),
+    ("another library's, twice", [np.ones(9)] * 2, [Tensor(_SHARED), _SHARED], "out 0 and out 1 share memory"),
+    ("another library's, read-only", np.ones(3), Tensor(_READ_ONLY), "read-only|readonly"),
 ]
 
 
@@ -155,6 +195,11 @@ def test_an_out_that_cannot_take_the_result_is_refused(
     with raises_everywhere(comm, InvalidArgumentError, text):
         all_reduce(strategy, "SUM", value, out=out)
     assert all_reduce(strategy, "SUM", 1) == comm.size
+
+
+def test_masked_arrays_take_no_results(strategy: Strategy, comm: Intracomm) -> None:
+    with raises_everywhere(comm, TypeError, "masked array, whose mask would be lost"):
+        all_reduce(strategy, "SUM", np.ones(2), out=np.ma.masked_array([0.0, 0.0], [0, 1]))
 
 
 def test_integers_cannot_take_a_mean(strategy: Strategy, comm: Intracomm) -> None:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from everywhere import same_everywhere
+from everywhere import raises_everywhere, same_everywhere
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -64,3 +65,15 @@ def test_a_replica_cannot_assign_by_itself(comm: Intracomm) -> None:
         metric = variable(strategy, 0.0, synchronization="ON_READ", aggregation="SUM")
         strategy.run(lambda: metric.assign_add(1.0))
         assert float(metric) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
+    """Also across replicas and in updates, where all ranks write one memory and wait for each other."""
+    with Strategy(comm=comm, per_node_variables=True) as strategy:
+        count = variable(strategy, np.zeros(2, np.int64), aggregation="SUM")
+        wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
+        for assign in (count.assign, lambda x: strategy.extended.update(count, lambda var: var.assign_add(x))):
+            with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
+                assign(wrong)
+        assert count.assign(np.ones(2, np.int64)).local_value().tolist() == [1, 1]

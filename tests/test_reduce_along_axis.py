@@ -124,12 +124,15 @@ def test_nothing_at_all_has_the_neutral_element(strategy: Strategy) -> None:
     assert strategy.reduce("PROD", nothing, axis=0).tolist() == [1, 1]
     assert strategy.reduce("MIN", nothing, axis=0).tolist() == [np.inf, np.inf]
     assert strategy.reduce("MAX", nothing.astype(np.int8), axis=0).tolist() == [-128, -128]
+    assert strategy.reduce("MAX", nothing.astype(bool), axis=0).tolist() == [False, False]
+    assert strategy.reduce("MIN", nothing.astype(bool), axis=0).tolist() == [True, True]
     with np.errstate(invalid="ignore"):
         assert np.isnan(strategy.reduce("MEAN", nothing, axis=0)).all()
 
 
 def test_means_do_not_wrap_or_overflow_on_their_way(strategy: Strategy) -> None:
     assert strategy.reduce("MEAN", np.full(100, 100, np.int8), axis=0) == 100
+    assert strategy.reduce("MEAN", np.full(3, 2**63, np.uint64), axis=0) == 2.0**63
     assert strategy.reduce("MEAN", np.full(100, 2**31 - 1, np.int32), axis=0) == 2**31 - 1
     assert strategy.reduce("MEAN", np.full(100, 60000, np.float16), axis=0) == 60000 // 32 * 32
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from contributions import bits
+from everywhere import raises_everywhere
 from test_arrays import Tensor
 
 import mpidist
@@ -177,8 +178,39 @@ def test_small_integers_wrap_in_sums_and_not_in_means(strategy: Strategy) -> Non
     value = np.full(3, 100, np.int8)
     assert (all_reduce(strategy, "SUM", value) == np.full(size, 100, np.int8).sum(dtype=np.int8)).all()
     assert (all_reduce(strategy, "MEAN", value) == 100).all()
-    large = np.full(3, 2**31 - 1, np.int32)
-    assert (all_reduce(strategy, "MEAN", large) == 2**31 - 1).all()
+    for dtype in (np.int32, np.uint32, np.int64, np.uint64):
+        for count in (3, 50_000):
+            large = np.full(count, np.iinfo(dtype).max, dtype)
+            assert (all_reduce(strategy, "MEAN", large) == np.float64(large[0])).all(), (dtype, count)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "start_all_reduce", "reduce_scatter", "reduce_to", "axis"])
+def test_flags_have_a_least_and_a_greatest(strategy: Strategy, comm: Intracomm, call: str) -> None:
+    """What all ranks agree to, or any. A sum of flags would be no flag."""
+
+    def reduced(op: str, flags: Any) -> Any:
+        if call == "axis":
+            return strategy.reduce(op, flags, axis=0)
+        if call == "reduce_to":
+            return strategy.extended.reduce_to(op, flags, "all")
+        result = strategy.run(lambda: getattr(mpidist.get_replica_context(), call)(op, flags))
+        return result.wait() if call == "start_all_reduce" else result
+
+    for count in (1, 7, 200_000):
+        flags = np.arange(count) % comm.size == comm.rank  # each is set on one rank
+        for op, right in (("max", True), ("min", comm.size == 1)):
+            result = reduced(op, flags)
+            assert result.dtype == bool
+            assert (result == right).all()
+    for op in ("sum", "mean", "prod"):
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "needs numbers, got dtype bool"):
+            reduced(op, np.ones(3, bool))
+
+
+def test_flags_of_python_are_flags(strategy: Strategy) -> None:
+    assert strategy.reduce("max", strategy.is_chief) is True
+    assert strategy.reduce("min", strategy.topology.rank > 0) is False
+    assert strategy.reduce("min", True) is True
 
 
 def test_dicts_may_be_filled_in_another_order_on_every_rank(strategy: Strategy) -> None:

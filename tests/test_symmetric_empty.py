@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,3 +129,44 @@ def test_ranks_that_ask_for_different_arrays_are_refused(
     shape, dtype, per_node = mine if WORLD.rank == 0 else theirs
     with pytest.raises(InvalidArgumentError, match=text):
         strategy.symmetric_empty(shape, dtype, per_node=per_node)
+
+
+@both
+@pytest.mark.core
+def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_node: bool) -> None:
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("/dev/shm/mpidist-")
+
+    before = mapped()
+    for _ in range(30):
+        array, view = strategy.symmetric_empty(9, np.float32, per_node=per_node), None
+        assert strategy.extended.group.shared.place(array) is not None
+        view = array[2:5]
+        del array
+        assert strategy.extended.group.shared.place(view) is not None
+    assert mapped() <= before + 1
+    del view
+    assert mapped() == before
+
+
+@both
+@pytest.mark.core
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_ranks_may_let_go_of_arrays_at_other_times(strategy: Strategy, per_node: bool, count: int) -> None:
+    kept = []
+    for step in range(4):
+        value, out = (
+            strategy.symmetric_empty(count, np.float32),
+            strategy.symmetric_empty(count, np.float32, per_node=per_node),
+        )
+        value[...] = WORLD.rank + step
+        all_reduce(strategy, value, out)
+        assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()
+        WORLD.Barrier()
+        if WORLD.rank % 2 == 0:
+            kept += [value, out]
+    del value, out
+    private = np.ones(count, np.float32)
+    all_reduce(strategy, private, private)
+    assert (private == WORLD.size).all()

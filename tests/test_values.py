@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from mpidist import DistributedValues, Mirrored, OneDeviceStrategy, PerReplica
-from mpidist.values import local, open_nest
+from mpidist import DistributedValues, IndexedSlices, Mirrored, OneDeviceStrategy, PerReplica, Variable
+from mpidist.values import contribution, local, open_arguments, open_nest
 
 pytestmark = pytest.mark.no_mpi
 
@@ -59,9 +60,47 @@ def test_values_that_differ_cannot_be_computed_with_across_replicas() -> None:
     with pytest.raises(TypeError):
         value + 1  # type: ignore[operator]
     with pytest.raises(TypeError):
-        np.ones(2) + value
-    with pytest.raises(TypeError):
         float(value)  # type: ignore[arg-type]
+    conversions: list[Callable[[], Any]] = [
+        lambda: np.sum(value), lambda: np.asarray(value), lambda: np.ones(2) + value, lambda: np.mean([value]),
+    ]  # fmt: skip
+    for convert in conversions:
+        with pytest.raises(ValueError, match="a PerReplica cannot be taken for an array"):
+            convert()
+
+
+def test_values_that_are_equal_are_arrays() -> None:
+    value = Mirrored((np.ones(2),))
+    assert np.sum(value) == 2
+    assert (np.ones(2) + value).tolist() == [2, 2]
+    assert np.asarray(value, np.float32).dtype == np.float32
+    np.array(value)[...] = 7
+    assert value.values[0].tolist() == [1, 1]
+
+
+def test_variables_are_distributed_values() -> None:
+    variable = Variable(np.ones(2))
+    assert isinstance(variable, DistributedValues)
+    (own,) = variable.values
+    assert own.tolist() == [1, 1]
+    assert not own.flags.writeable
+    assert local(variable) is variable
+    assert contribution(variable).tolist() == [1, 1]
+    assert contribution(PerReplica((3,))) == 3
+    nest = [variable, PerReplica((1,))]
+    assert open_arguments(nest)[0] is variable
+    assert open_arguments([variable])[0] is variable
+    assert open_nest(nest)[0].tolist() == [1, 1]
+
+
+def test_slices_are_what_was_given() -> None:
+    values, indices = np.ones((2, 3)), [4, 0]
+    slices = IndexedSlices(values, indices, [5, 3])
+    assert slices.values is values
+    assert slices.indices is indices
+    assert slices.dense_shape == (5, 3)
+    assert IndexedSlices(values, indices).dense_shape is None
+    assert repr(IndexedSlices(1, 2)) == "IndexedSlices(values=1, indices=2, dense_shape=None)"
 
 
 @both

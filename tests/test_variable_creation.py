@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
+import pickle
+import re
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +15,12 @@ import numpy as np
 import pytest
 from everywhere import raises_everywhere, same_everywhere
 from mpi4py import MPI
+from scipy.sparse import csr_matrix
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy, Variable
 from mpidist.errors import InvalidArgumentError
+from mpidist.transport import open_groups
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -78,6 +84,38 @@ def test_variable_outside_of_any_scope_is_this_process_own() -> None:
     assert variable.assign_add(1.0).read_value() == RANK + 2
     metric = Variable(RANK + 1.0, synchronization="ON_READ")
     assert metric.assign_add(1.0).read_value() == RANK + 2
+
+
+def test_variable_outside_of_the_scope_of_an_open_strategy_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Its value is each rank's own. Once for each variable, and where no other rank can be meant, not at all."""
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "mpidist.variables"]
+
+    before = open_groups.num_open()
+    alone = Variable(1.0)
+    assert len(warnings()) == (before > 0)
+    caplog.clear()
+    with MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            Variable(1.0)
+        strategy.run(lambda: Variable(1.0))
+        assert not warnings()
+        outside = Variable(RANK + 1.0, name="w")
+        for _ in range(2):
+            outside.assign_add(1.0)
+        assert len(warnings()) == (SIZE > 1)
+        assert SIZE == 1 or re.search(
+            r"variable 'w' was made outside of strategy\.scope\(\).*make it inside", *warnings()
+        )
+        text = r"mixing different strategies; variable '.*' was made outside of strategy\.scope\(\); make it inside"
+        for variable in (outside, alone):
+            for assign in (variable.assign, variable.assign_add, lambda x, v=variable: v.scatter_add(x)):
+                with strategy.scope(), pytest.raises(RuntimeError, match=text):
+                    assign(1.0)
+                with pytest.raises(RuntimeError, match=text):
+                    strategy.run(assign, (1.0,))
+    assert outside.read_value() == RANK + 3
 
 
 def test_initial_value_is_copied(strategy: Strategy) -> None:
@@ -210,9 +248,9 @@ def test_assigned_values_take_the_variables_dtype(strategy: Strategy, synchroniz
 @in_scope
 def test_variables_cannot_be_copied() -> None:
     variable = Variable(1.0, name="kernel")
-    for copies in (copy.copy, copy.deepcopy):
-        with pytest.raises(RuntimeError, match="'kernel' cannot be copied"):
-            copies(variable)
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"'kernel' cannot be copied or pickled: .*; read its value"):
+            copies([variable] if copies is not copy.copy else variable)
 
 
 @in_scope
@@ -241,6 +279,13 @@ def test_own_copy_is_seen_in_every_context(strategy: Strategy) -> None:
 # --- Computing with it ---
 
 A = np.array([[1.0, 2.0], [3.0, 4.0]])
+
+
+def added_at(array: Any, indices: Any, values: Any) -> Any:
+    np.add.at(array, indices, values)
+    return array
+
+
 COMPUTE: dict[str, Callable[[Any], Any]] = {
     "v + 1": lambda v: v + 1,
     "1 - v": lambda v: 1 - v,
@@ -279,9 +324,35 @@ COMPUTE: dict[str, Callable[[Any], Any]] = {
     "np.einsum": lambda v: np.einsum("ij,jk", v, v),
     "np.asarray": lambda v: np.asarray(v, np.float32),
     "np.array": lambda v: np.array(v),
+    "np.max": lambda v: np.max(v),
+    "np.argmax": lambda v: np.argmax(v),
+    "np.add, where it is true": lambda v: np.add(np.zeros((2, 2)), 1, out=np.full((2, 2), 5.0), where=v > 2),
+    "np.add.at of an array": lambda v: added_at(np.zeros(2), [0, 0], v[:, 0]),
+    "np.add.at with an array": lambda v: added_at(np.zeros((2, 2)), [1, 0], v),
+    "array -= v": lambda v: operator.isub(A.copy(), v),
+    "list + v": lambda v: operator.add([1.0, 2.0], v),
+    "reversed divmod": lambda v: divmod(7, v)[0],
+    "csr @ v": lambda v: csr_matrix(A) @ v,
+    "v @ csr": lambda v: v @ csr_matrix(A),
+    "csr * v": lambda v: csr_matrix(A) * v,
+    "csr + v": lambda v: np.asarray(csr_matrix(A) + v),
+    "v.T": lambda v: v.T,
+    "v.ndim": lambda v: v.ndim,
+    "v.size": lambda v: v.size,
+    "v.shape": lambda v: v.shape,
+    "in": lambda v: (3 in v, 5 in v),
+    "+v": lambda v: +v,
     "len": len,
     "list": lambda v: [row.tolist() for row in v],
 }
+
+
+def test_mask_computes_like_an_array() -> None:
+    mask, array = Variable(A > 2), A > 2
+    assert (np.add(A, 1, out=np.zeros((2, 2)), where=mask) == np.add(A, 1, out=np.zeros((2, 2)), where=array)).all()
+    assert (A[mask] == A[array]).all()
+    for one, other in ((~mask, ~array), (mask & mask, array), (mask ^ True, ~array), (mask | False, array)):
+        assert (one == other).all()
 
 
 @in_scope
@@ -296,10 +367,114 @@ def test_variable_computes_like_an_array(synchronization: str, name: str) -> Non
 
 
 @in_scope
-def test_scalar_variable_is_a_number() -> None:
-    variable = Variable(2.0)
-    assert (float(variable), int(variable), bool(variable), bool(Variable(0))) == (2.0, 2, True, False)
-    assert f"{float(variable):.1f}" == "2.0"
+@every_synchronization
+def test_scalar_variable_is_a_number(synchronization: str) -> None:
+    rules = {"synchronization": synchronization, "aggregation": "ONLY_FIRST_REPLICA"}
+    number, count, none = Variable(2.5, **rules), Variable(3, **rules), Variable(0, **rules)
+    assert (float(number), int(number), complex(number), bool(number), bool(none)) == (2.5, 2, 2.5, True, False)
+    assert complex(Variable(1j, **rules)) == 1j
+    assert f"{number:.2f} {count:>3} {number}" == f"2.50   3 {number!r}"
+    assert (round(number), round(Variable(2.75, **rules), 1)) == (2, 2.8)
+    assert operator.index(count) == 3
+    assert list(range(count)) == [0, 1, 2]
+    assert [4, 5, 6, 7][:count] == [4, 5, 6]
+    assert np.zeros(count).shape == (3,)
+    assert np.ones((2, count)).shape == (2, 3)
+    assert np.arange(10)[count] == 3
+    assert np.arange(10)[Variable(np.arange(3), **rules)].tolist() == [0, 1, 2]
+    for no_index in (number, Variable(True, **rules), Variable(np.ones(1, int), **rules)):
+        with pytest.raises(TypeError, match="can be converted to a scalar index"):
+            operator.index(no_index)
+    for unsized in (list, tuple, sum, len):
+        with pytest.raises(TypeError, match=r"iteration over a 0-d array|has no len"):
+            unsized(number)
+
+
+@in_scope
+def test_arrays_own_methods_are_those_of_its_value() -> None:
+    variable = Variable(A)
+    for name in ("sum", "mean", "reshape", "astype", "tolist", "fill", "flat"):
+        assert not hasattr(variable, name)
+        with pytest.raises(
+            AttributeError, match=rf"a variable has no '{name}': read it first, as in variable.numpy\(\)\.{name}"
+        ):
+            getattr(variable, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        variable.nonsense  # noqa: B018
+
+
+@in_scope
+@every_synchronization
+def test_reading_makes_one_call_and_no_second_one_for_each_row(strategy: Strategy, synchronization: str) -> None:
+    variable = Variable(np.arange(50.0), synchronization=synchronization, aggregation="MEAN")
+    calls = [
+        lambda: sum(variable), lambda: list(variable), lambda: 7 in variable, lambda: variable.T, lambda: variable[1:3],
+        lambda: variable + 1, lambda: np.asarray(variable), lambda: f"{variable[0]:.1f}",
+    ]  # fmt: skip
+    agreement = strategy.extended.group.agreement
+    for call in calls:
+        before = agreement.sequence
+        call()
+        assert agreement.sequence - before == (SIZE > 1 and synchronization == "ON_READ")
+    before = agreement.sequence
+    assert (len(variable), variable.ndim, variable.size, variable.shape) == (50, 1, 50, (50,))
+    assert agreement.sequence == before
+
+
+class Operand:
+    """What sees the array that an operator was given."""
+
+    __array_ufunc__ = None
+
+    def __radd__(self, other: Any) -> Any:
+        return other
+
+
+@in_scope
+def test_operators_read_the_memory_itself_and_cannot_write_it() -> None:
+    variable = Variable(A)
+    seen = variable + Operand()
+    assert np.shares_memory(seen, variable.local_value())
+    assert not seen.flags.writeable
+    tracemalloc.start()
+    try:
+        large = Variable(np.ones((1000, 1000)))
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        np.ones(1000) @ large
+        large[5]
+        np.add.reduce(large)
+        assert tracemalloc.get_traced_memory()[1] - before < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@in_scope
+@every_synchronization
+def test_what_is_read_is_nobody_elses(synchronization: str) -> None:
+    """It does not change when the variable does, and writing it does not change the variable."""
+    variable = Variable(A, synchronization=synchronization, aggregation="MEAN")
+    reads: list[Callable[[], Any]] = [
+        lambda: variable[...], lambda: variable[0], lambda: variable[:, 1], lambda: variable[[0, 1]],
+        lambda: variable.T,
+        lambda: variable + 0, lambda: +variable, lambda: abs(variable), lambda: next(iter(variable)),
+        lambda: variable.read_value(), lambda: variable.value(), lambda: variable.numpy(), lambda: np.asarray(variable),
+        lambda: np.array(variable), lambda: np.asarray(variable, A.dtype),
+    ]  # fmt: skip
+    for read in reads:
+        result = read()
+        held = result.copy()
+        variable.assign_add(1.0)
+        assert (result == held).all()
+        variable.assign_sub(1.0)
+        result[...] = 7
+        assert variable.local_value().tolist() == A.tolist()
+
+
+@in_scope
+def test_no_array_without_a_copy() -> None:
+    with pytest.raises(ValueError, match=r"cannot be had as an array without a copy; its local_value\(\)"):
+        Variable(A).__array__(copy=False)
 
 
 @in_scope
@@ -312,11 +487,24 @@ def test_variables_are_told_apart_by_identity_where_they_are_keys() -> None:
 @in_scope
 def test_operators_do_not_assign() -> None:
     """`assign` knows the replicas; an operator does not."""
-    variable = Variable([1.0, 2.0])
-    with pytest.raises(TypeError):
-        variable += 1
-    with pytest.raises(TypeError):
-        np.add(variable, 1, out=variable)
-    with pytest.raises(TypeError):
+    variable, index = Variable([1.0, 2.0], name="w"), np.array([0, 0])
+    in_place: dict[str, tuple[Any, str]] = {
+        "+=": (operator.iadd, "use assign_add"), "-=": (operator.isub, "use assign_sub"),
+        "*=": (operator.imul, "assign"),
+        "@=": (operator.imatmul, "assign"), "**=": (operator.ipow, "assign"), "|=": (operator.ior, "assign"),
+    }  # fmt: skip
+    for symbol, (change, advice) in in_place.items():
+        with pytest.raises(TypeError, match=rf"variable 'w' cannot be changed by {re.escape(symbol)}.*{advice}"):
+            change(variable, np.ones(2))
+    numpys: list[Callable[[], Any]] = [
+        lambda: np.add(variable, 1, out=variable), lambda: np.add.at(variable, index, 1.0),
+        lambda: np.multiply.at(variable, index, variable), lambda: np.modf(A[0], out=(None, variable)),
+    ]  # fmt: skip
+    for change in numpys:
+        with pytest.raises(TypeError, match=r"cannot write variable 'w'.*assign_add, scatter_add"):
+            change()
+    with pytest.raises(TypeError, match="'w' cannot be written in part: use assign, scatter_update"):
         variable[0] = 1
+    with pytest.raises(TypeError):
+        np.copyto(variable, 0)  # type: ignore[arg-type]
     assert variable.local_value().tolist() == [1, 2]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from everywhere import raises_everywhere, same_everywhere
@@ -336,6 +338,144 @@ def test_value_that_does_not_fit_changes_nothing(
     with raises_everywhere(WORLD, (ValueError, TypeError)):
         variable.assign(value)
     assert variable.local_value().tolist() == [1, 2]
+
+
+# dtype of the variable, what is assigned, and what the error says
+UNFIT: list[tuple[str, Any, str]] = [
+    ("int64", 2.7, "int64 and cannot take a value of dtype float64, which is another kind of number"),
+    ("int64", 2.0, "another kind"),
+    ("int64", np.nan, "another kind"),
+    ("int64", np.float32(2.5), "dtype float32"),
+    ("int64", np.full(2, 0.5), "dtype float64"),
+    ("int64", [1.5, 2], "another kind"),
+    ("float64", 1j, "dtype complex128"),
+    ("float32", np.ones(2, np.complex64), "dtype complex64"),
+    ("bfloat16", np.ones(2, np.complex64), "dtype complex64"),
+    ("uint8", 300, "300 does not fit in variable '.*', which is of dtype uint8 and takes 0 to 255"),
+    ("uint8", -1, "-1 does not fit"),
+    ("uint8", [255, 256], "256 does not fit"),
+    ("uint8", np.full(2, -1), "dtype int64"),
+    ("int32", 2**40, "takes -2147483648 to 2147483647"),
+    ("uint64", [2**64 - 1, -1], "object|float64|does not fit"),
+    ("float32", 10**400, "does not fit in variable '.*', which is of dtype float32"),
+    ("bool", 1, "dtype int64"),
+    ("int64", "5", "str"),
+]
+
+
+def assignments(strategy: Strategy, variable: Variable, value: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: strategy.run(lambda: variable.assign(value)),
+        lambda: strategy.run(lambda: variable.assign_add(value)),
+        lambda: variable.assign(value),
+        lambda: strategy.extended.update(variable, lambda var: var.assign_sub(value)),
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "value", "text"), UNFIT, ids=lambda it: str(it)[:20])
+def test_number_of_another_kind_or_size_is_an_error_on_all_ranks(
+    make: Callable[..., Variable], strategy: Strategy, dtype: str, value: Any, text: str
+) -> None:
+    """And changes nothing, wherever it is assigned, and whatever is aggregated."""
+    before = np.ones(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for rules in (("NONE",), ("SUM",), ("ONLY_FIRST_REPLICA",), ("SUM", "ON_READ")):
+        variable = make(before, *rules)
+        # A bare Python number would be refused for another reason.
+        for assignment in assignments(strategy, variable, PerReplica((value,)) if rules == ("SUM",) else value):
+            with raises_everywhere(WORLD, (TypeError, ValueError), text):
+                assignment()
+        assert variable.local_value().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        ("int64", True, 1),
+        ("int8", np.int64(3), 3),
+        ("int64", np.uint8(3), 3),
+        ("uint64", 2**64 - 1, 2**64 - 1),
+        ("uint8", [255, 0], [255, 0]),
+        ("uint8", [], None),
+        ("float32", 2**70, 2.0**70),
+        ("float16", np.float64(0.5), 0.5),
+        ("bfloat16", 2.5, 2.5),
+        ("bfloat16", 2**70, 2.0**70),
+        ("complex64", 2, 2),
+        ("complex64", np.float64(2), 2),
+        ("bool", np.array([True, False]), [True, False]),
+        ("float32", np.arange(2, dtype=">i2"), [0, 1]),
+    ],
+    ids=str,
+)
+def test_number_of_the_same_kind_is_cast(make: Callable[..., Variable], dtype: str, value: Any, held: Any) -> None:
+    count = 0 if held is None else 2
+    variable = make(np.zeros(count, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    assert variable.assign(value) is variable
+    assert variable.dtype.name == dtype
+    assert (variable.local_value() == (np.zeros(0) if held is None else held)).all()
+
+
+@only_several
+def test_one_ranks_fraction_is_everyones_error(make: Callable[..., Variable], strategy: Strategy) -> None:
+    variable = make(0, "SUM")
+    with raises_everywhere(WORLD, InvalidArgumentError, "rank 0.*another kind of number"):
+        strategy.run(lambda: variable.assign_add(np.float64(0.5) if RANK == 0 else np.int64(1)))
+    assert variable.local_value() == 0
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "uint64"])
+def test_sum_of_integers_that_was_assigned_is_read_again(make: Callable[..., Variable], dtype: str) -> None:
+    """What does not divide by the number of ranks is rank 0's."""
+    variable = make(np.zeros(2, dtype), "SUM", "ON_READ")
+    for total in (
+        10,
+        1,
+        0,
+        127,
+        [7, 3],
+        np.array([1, 100], dtype),
+        *([-10, -1, [-128, 127]] if dtype[0] == "i" else []),
+    ):
+        variable.assign(total)
+        assert variable.read_value().tolist() == np.broadcast_to(total, 2).tolist()
+    variable.assign(10)
+    assert variable.local_value().tolist() == [10 // SIZE + (10 % SIZE if RANK == 0 else 0)] * 2
+
+
+def test_sums_of_small_integers_wrap(make: Callable[..., Variable], strategy: Strategy) -> None:
+    """As NumPy's do, when they are added in the same dtype."""
+    variable = make(np.uint8(0), "SUM")
+    strategy.run(lambda: variable.assign_add(np.uint8(200)))
+    assert variable.local_value() == 200 * SIZE % 256
+
+
+@every_synchronization
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_arguments_of_tensorflow_are_taken(
+    make: Callable[..., Variable], strategy: Strategy, synchronization: str, method: str
+) -> None:
+    """T82: without `read_value` nothing is returned; the others change nothing."""
+    variable = make(1.0, "MEAN", synchronization)
+    assert getattr(variable, method)(2.0, True, "name") is variable
+    assert getattr(variable, method)(2.0, use_locking=False, name=None, read_value=True) is variable
+    assert getattr(variable, method)(2.0, read_value=False) is None
+    assert strategy.run(lambda: getattr(variable, method)(2.0, read_value=False)) is None
+    assert variable.local_value() == {"assign": 2, "assign_add": 9, "assign_sub": -7}[method]
+
+
+def test_changes_in_place_make_no_copies(make: Callable[..., Variable]) -> None:
+    """Of the variable, and of a value of the same dtype."""
+    variable, value = make(np.ones(1 << 20, np.float32)), np.ones(1 << 20, np.float32)
+    for method in (variable.assign, variable.assign_add, variable.assign_sub):
+        method(value)
+        tracemalloc.start()
+        try:
+            method(value)
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+    variable.assign(variable.local_value()[::-1])
+    assert (variable.local_value() == 1).all()
 
 
 @pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])

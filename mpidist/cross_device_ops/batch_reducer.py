@@ -14,7 +14,7 @@ from mpidist.cross_device_ops.chunk_calls import ChunkCalls, Layout, Parts
 from mpidist.cross_device_ops.compressing import Compressing, OverflowReport
 from mpidist.cross_device_ops.describing import describe, packs_text, specs_text
 from mpidist.cross_device_ops.operands import Operands
-from mpidist.cross_device_ops.outs import KnownOuts
+from mpidist.cross_device_ops.outs import KnownOuts, native_outs
 from mpidist.cross_device_ops.plan import Plan, Spec, make_plan
 from mpidist.cross_device_ops.request import Request
 from mpidist.cross_device_ops.streaming import NOWHERE, Placement, StreamCalls
@@ -49,16 +49,19 @@ class _Shape:
     uses_device: bool = False
     known_outs: dict[int, KnownOuts] = field(default_factory=dict)
 
-    def know(self, outs: Sequence[Any], operands: Operands, shared: SharedArrays) -> KnownOuts:
-        """Look at outs, and refuse those that cannot take the results."""
+    def know(
+        self, outs: Sequence[Any], values: Sequence[Any], operands: Operands, shared: SharedArrays
+    ) -> tuple[KnownOuts, Sequence[Any]]:
+        """Look at outs, and refuse those that cannot take the results. Returns them as native arrays, too."""
         key = id(outs[0]) if outs else 0
         known = self.known_outs.get(key)
         if known is None or not known.are(outs, operands.arrays):
             if len(self.known_outs) >= _MAX_OUTS:
                 self.known_outs.clear()
+            outs = native_outs(outs, values, operands.arrays)
             known = KnownOuts(outs, operands.arrays, operands.specs, self._result_dtypes, shared)
             self.known_outs[key] = known
-        return known
+        return known, outs
 
     @cached_property
     def _result_dtypes(self) -> list[np.dtype[Any]]:
@@ -219,7 +222,7 @@ class BatchReducer:
         call.operands = operands = Operands(values)
         call.shape = shape = self._shape(call.request, operands)
         if call.outs is not None:
-            call.known = shape.know(call.outs, operands, group.shared)
+            call.known, call.outs = shape.know(call.outs, values, operands, group.shared)
             call.together = call.known.together
 
     def _begin(self, call: _Call) -> None:
@@ -298,6 +301,7 @@ class BatchReducer:
         key = (  # without the call's name, of which there may be as many as variables: `_word_of` stands for it
             request.op,
             request.structure,
+            request.mirrored,
             request.destinations,
             options.bytes_per_pack,
             options.implementation,

@@ -9,13 +9,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
-from types import TracebackType
 from typing import Any, ClassVar, Final, final
 
 from mpidist import contexts, nest
 from mpidist.cross_device_ops.batch_reducer import BatchReducer
 from mpidist.cross_device_ops.broadcasting import broadcast
 from mpidist.cross_device_ops.leaves import outs_like, require_values
+from mpidist.cross_device_ops.mirrored import NOTHING_KEPT, Kept, put_together, take_apart
 from mpidist.cross_device_ops.packs import require_num_packs
 from mpidist.cross_device_ops.pairs import Pair, as_pair
 from mpidist.cross_device_ops.pending_result import PendingResult
@@ -92,6 +92,11 @@ class CrossDeviceOps(ABC):
         return None
 
     @property
+    def group(self) -> SyncGroup:
+        """The ranks that this object is tied to, or else those of the scope."""
+        return self._tied()[0]
+
+    @property
     def configuration(self) -> tuple[Any, ...]:
         """What must be equal on all ranks: class, packs and options."""
         return type(self).__name__, self._num_packs, self._options
@@ -142,9 +147,7 @@ class CrossDeviceOps(ABC):
         return self
 
     @final
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or not ends_normally(error):
             self.close()
 
@@ -235,10 +238,10 @@ class CrossDeviceOps(ABC):
         Raises:
             InvalidArgumentError: As in `reduce`.
         """
-        _, reducer = self._tied()
-        request, leaves, outs, error = self._open(call, reduce_op, value, options, out, error)
+        group, reducer = self._tied()
+        (request, leaves, outs, error), kept = self._open(group, call, reduce_op, value, options, out, error)
         results = reducer.run(request, leaves, outs, error)
-        return out if out is not None else nest.rebuild(value, results)
+        return out if out is not None else put_together(value, results, kept)
 
     @final
     def start_all_reduce(
@@ -256,27 +259,28 @@ class CrossDeviceOps(ABC):
             A handle, whose `wait` returns what `all_reduce` does, or raises it.
         """
         group, reducer = self._tied()
-        call = reducer.start(*self._open("start_all_reduce", reduce_op, value, options, out, None))
-        return PendingResult(group, call, value, out)
+        asked, kept = self._open(group, "start_all_reduce", reduce_op, value, options, out, None)
+        return PendingResult(group, reducer.start(*asked), value, out, kept)
 
     def _open(
-        self, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
-    ) -> tuple[Request, list[Any], list[Any] | None, Exception | None]:
+        self, group: SyncGroup, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
+    ) -> tuple[tuple[Request, list[Any], list[Any] | None, Exception | None], Kept]:
         leaves: list[Any] = []
         structure: nest.Structure = nest.LEAF
+        kept = NOTHING_KEPT
         outs = None
         op = ReduceOp.SUM
         merged = self._options
         try:
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
             merged = self._merge(options)
-            leaves, structure = nest.flatten(value)
+            leaves, structure, kept = take_apart(op, value, group)
             require_values(leaves, value)
             if out is not None:
-                outs = outs_like(structure, out)
+                outs = outs_like(structure, kept, out)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
-        return Request(call, op, structure, None, merged), leaves, outs, error
+        return (Request(call, op, structure, None, merged, tuple(kept)), leaves, outs, error), kept
 
     @final
     def broadcast(
@@ -310,22 +314,22 @@ class CrossDeviceOps(ABC):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         group, reducer = self._tied()
-        size, rank = group.topology.size, group.topology.rank
         op, merged, error = ReduceOp.SUM, self._options, None
         opened: list[Pair] = []
         try:
             op = ReduceOp.of(reduce_op)
             merged = self._merge(options)
-            opened = [Pair.open(op, *as_pair(pair), size) for pair in pairs]
+            opened = [Pair.open(op, *as_pair(pair), group) for pair in pairs]
             for pair in opened:
                 require_values(pair.leaves, pair.value)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
-        request = Request(call, op, tuple(pair.structure for pair in opened), ranks, merged)
+        forms, kept = tuple(pair.structure for pair in opened), tuple(tuple(pair.kept) for pair in opened)
+        request = Request(call, op, forms, ranks, merged, kept)
         results = iter(reducer.run(request, leaves, None, error))
-        return [pair.close(results, rank) for pair in opened]
+        return [pair.close(results, group.topology.rank) for pair in opened]
 
     @final
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:

@@ -55,22 +55,23 @@ def describe(
         "compress_everywhere": str(options.compress_everywhere),
     }
     if request.destinations is None:
-        names, forms = array_names(request.structure), form_text(request.structure)
+        structures, kept = (request.structure,), (request.mirrored,)
     else:
         fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in request.destinations)
-        names, mirrored = _names_in_pairs(request.structure)
-        fields["mirrored"] = ", ".join(mirrored) or "none"
-        forms = "; ".join(form_text(structure) for structure, _ in request.structure)
+        structures, kept = request.structure, request.mirrored
+    names, mirrored = _names_of(structures, kept)
+    fields["mirrored"] = ", ".join(mirrored) or "none"
+    forms = "; ".join(map(form_text, structures))
     fields |= {name: repr(spec) for name, spec in zip(names, specs, strict=True)}
     return fields | {"form of the nest": forms}
 
 
-def _names_in_pairs(pairs: Sequence[tuple[Any, Sequence[bool]]]) -> tuple[list[str], list[str]]:
-    """Name the arrays that travel, and those that are mirrored."""
+def _names_of(structures: Sequence[Any], kept: Sequence[Sequence[int]]) -> tuple[list[str], list[str]]:
+    """Name the arrays of nests that travel, and those that are mirrored."""
     travelling: list[str] = []
     mirrored: list[str] = []
-    for index, (structure, is_mirrored) in enumerate(pairs):
-        pair = f"pair {index}, " if len(pairs) > 1 else ""
-        for name, stays in zip(array_names(structure), is_mirrored, strict=True):
-            (mirrored if stays else travelling).append(pair + name)
+    for index, (structure, places) in enumerate(zip(structures, kept, strict=True)):
+        pair = f"pair {index}, " if len(structures) > 1 else ""
+        for place, name in enumerate(array_names(structure)):
+            (mirrored if place in places else travelling).append(pair + name)
     return travelling, mirrored

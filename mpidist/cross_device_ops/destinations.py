@@ -26,7 +26,7 @@ def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]
 
     Args:
         destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"` or `"/rank:3/GPU:0"`, a `DistributedValues`
-            or a variable (all ranks hold their components).
+            such as a variable (all ranks hold their components).
         size: Number of ranks.
         value: What is to be reduced. Naming the very same object as its destination asks for an all-reduce.
 
@@ -40,7 +40,7 @@ def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]
         return (_in_range(int(destinations), size),)
     if isinstance(destinations, str):
         return _ranks_of_text(destinations, size)
-    if isinstance(destinations, DistributedValues) or hasattr(destinations, "aggregation"):
+    if isinstance(destinations, DistributedValues):
         return tuple(range(size))
     if destinations is not None and destinations is value:
         return tuple(range(size))

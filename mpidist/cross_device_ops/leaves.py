@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import nest
+from mpidist.cross_device_ops.mirrored import Kept
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest_text import form_text, paths
 from mpidist.transport import arrays
@@ -41,13 +42,17 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
             _TAKEN.add(type(leaf))
 
 
-def outs_like(structure: nest.Structure, out: Any) -> list[Any]:
+def outs_like(structure: nest.Structure, kept: Kept, out: Any) -> list[Any]:
     """List the leaves of a nest that takes results. Local.
 
     Raises:
-        InvalidArgumentError: If its form is not that of the values, `structure`.
+        InvalidArgumentError: If its form is not that of the values, `structure`, or some of them are mirrored.
     """
     outs, form = nest.flatten(out)
+    if kept:
+        raise InvalidArgumentError(
+            "out takes what is reduced, and mirrored values are not: leave them out of both nests"
+        )
     if form != structure:
         raise InvalidArgumentError(
             f"out must be a nest of the same form as the value, {form_text(structure)}, and is {form_text(form)}"

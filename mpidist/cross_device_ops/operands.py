@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.cross_device_ops.plan import Spec
 from mpidist.transport import arrays
 from mpidist.transport.device_levels import DeviceLevels
-from mpidist.values import local
+from mpidist.values import contribution
 
 __all__ = ["Operands", "result_arrays"]
 
@@ -24,7 +24,7 @@ class Operands:
     """Values of one call, opened.
 
     Args:
-        values: Arrays, numbers and distributed values (of which this rank's component counts).
+        values: Arrays, numbers and distributed values, of which this rank's component counts, or its own copy.
 
     Attributes:
         arrays: Their native arrays. They may be the caller's memory and are only read.
@@ -37,7 +37,7 @@ class Operands:
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._is_plain = set(map(type, values)) == {np.ndarray}
-        self._values: Sequence[Any] = values if self._is_plain else [local(value) for value in values]
+        self._values: Sequence[Any] = values if self._is_plain else [contribution(value) for value in values]
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any

@@ -15,7 +15,33 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.transport import arrays as native
 from mpidist.transport.symmetric import SharedArrays, word_of
 
-__all__ = ["KnownOuts", "check_outs", "keep_apart", "target_arrays"]
+__all__ = ["KnownOuts", "check_outs", "keep_apart", "native_outs", "target_arrays"]
+
+
+def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """View outs as native arrays whose numbers they hold; what is no such array stays, for `check_outs` to refuse.
+
+    Args:
+        outs: Arrays of any library.
+        values: The values that are reduced. An out that is its own argument is the same array then.
+        arrays: Their native arrays.
+    """
+    return [
+        _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
+    ]
+
+
+def _native(out: Any, same: Any) -> Any:
+    if type(out) is np.ndarray:
+        return out
+    try:
+        library = native.library_of(out)
+    except TypeError:
+        return out
+    target = library.to_target(out)
+    if target is None:
+        return out
+    return target if same is None else same
 
 
 def check_outs(

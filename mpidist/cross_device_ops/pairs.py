@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, final
 
-from mpidist import nest
 from mpidist.cross_device_ops.destinations import ranks_of
+from mpidist.cross_device_ops.mirrored import Kept, put_together, take_apart
 from mpidist.options import ReduceOp
-from mpidist.values import Mirrored, local
+from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["Pair", "as_pair"]
 
@@ -23,36 +24,29 @@ class Pair:
         value: The nest that the caller gave.
         ranks: Where its result goes.
         leaves: What has to travel: its leaves, but for mirrored ones, which every rank has already.
-        structure: Its form, which says of each leaf whether it is mirrored.
+        structure: Its form.
+        kept: The mirrored ones.
     """
 
     value: Any
     ranks: tuple[int, ...]
-    leaves: tuple[Any, ...]
+    leaves: list[Any]
     structure: tuple[Any, ...]
+    kept: Kept
 
     @classmethod
-    def open(cls, op: ReduceOp, value: Any, destinations: Any, size: int) -> Pair:
+    def open(cls, op: ReduceOp, value: Any, destinations: Any, group: SyncGroup) -> Pair:
         """Open a value.
 
         Raises:
             ValueError: If the destinations mean nothing, or a mirrored value of several ranks is to be summed.
         """
-        leaves, structure = nest.flatten(value)
-        mirrored = tuple(isinstance(leaf, Mirrored) for leaf in leaves)
-        if any(mirrored) and size > 1 and op in (ReduceOp.SUM, ReduceOp.PROD):
-            raise ValueError(
-                f"a Mirrored value is the same on all {size} ranks and is no rank's contribution, so its {op} has no "
-                "meaning; take the MEAN, or pass the array that this rank contributes"
-            )
-        travelling = tuple(leaf for leaf, is_here in zip(leaves, mirrored, strict=True) if not is_here)
-        return cls(value, ranks_of(destinations, size, value), travelling, (structure, mirrored))
+        return cls(value, ranks_of(destinations, group.topology.size, value), *take_apart(op, value, group))
 
     def close(self, results: Iterator[Any], rank: int) -> Any:
         """Build the result from those of the leaves; `None` where `rank` is no destination."""
-        leaves, _ = nest.flatten(self.value)
-        filled = [local(leaf) if isinstance(leaf, Mirrored) else next(results) for leaf in leaves]
-        return nest.rebuild(self.value, filled) if rank in self.ranks else None
+        own = list(islice(results, len(self.leaves)))
+        return put_together(self.value, own, self.kept) if rank in self.ranks else None
 
 
 def as_pair(pair: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, final
 
 from mpidist import nest
+from mpidist.cross_device_ops.mirrored import Kept, put_together
 from mpidist.transport.pending import Pending
 from mpidist.transport.sync_group import SyncGroup
 
@@ -25,12 +26,12 @@ class PendingResult:
     goes through the host (between nodes, but for `implementation="NCCL"`) it is done in `wait` instead.
     """
 
-    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any) -> None:
+    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, kept: Kept) -> None:
         self._group, self._call = group, call
         self._form = None
         with suppress(Exception):  # then the call was refused, which `wait` raises
             self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
-        self._out = out
+        self._out, self._kept = out, kept
 
     def is_done(self) -> bool:
         """Whether the result is there, and let reductions under way get on.
@@ -55,4 +56,4 @@ class PendingResult:
             self._group.require_mpi("wait()")
             self._group.calls.finish(self._call)
         results = self._call.result
-        return self._out if self._out is not None else nest.rebuild(self._form, results)
+        return self._out if self._out is not None else put_together(self._form, results, self._kept)

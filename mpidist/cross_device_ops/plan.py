@@ -208,21 +208,25 @@ def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], lev
 def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """Say in which dtype numbers travel and in which the result comes.
 
-    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64; the sums travel in a wider
-    integer, so that they do not wrap. Everything else keeps its dtype.
+    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64. The sums of a mean travel in a dtype
+    that holds them, so that they do not wrap: a wider integer, and float64 for 64 bits. Everything else keeps its
+    dtype, and sums of integers wrap as NumPy's do. Booleans have a minimum and a maximum.
 
     Raises:
         InvalidArgumentError: If numbers of this dtype cannot be reduced with `op`.
     """
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if dtype.kind == "b":
+            return dtype, dtype
+        if dtype.kind == "c":
+            raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
     if not (dtype.char in _NUMBERS or is_half(dtype)):
         raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}")
-    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
     if op is not ReduceOp.MEAN or dtype.kind not in "iu":
         return dtype, dtype
     if dtype.itemsize <= 2:
         return np.dtype(np.int32), np.dtype(np.float32)
-    return np.dtype(f"{dtype.kind}8"), np.dtype(np.float64)
+    return np.dtype(np.float64 if dtype.itemsize == 8 else f"{dtype.kind}8"), np.dtype(np.float64)
 
 
 def make_plan(
@@ -275,13 +279,18 @@ def make_plan(
             direct_bytes, pack_bytes = sizes.message_bytes(device)
         count += len(packs)
         for pack in packs:
-            keeps = [dtypes[piece.index][1] == wire for piece in pack]
+            keeps = [_is_reduced_in_place(specs[piece.index], *dtypes[piece.index]) for piece in pack]
             limits = direct_bytes // wire.itemsize, pack_bytes // wire.itemsize
             for direct, run in messages(pack, keeps, *limits, device):
                 chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by, is_compressed))
     can_stream = sizes.streams is not None and not any(device or is_compressed for device, _, is_compressed in groups)
     results = tuple(result for _, result in dtypes)
     return Plan(tuple(specs), results, tuple(chunks), count, tuple(streams) if can_stream else None)
+
+
+def _is_reduced_in_place(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
+    """Whether an array can be reduced where its result will lie. A GPU copies there what has the dtype already."""
+    return result == wire and (spec.dtype == wire or not spec.device)
 
 
 def _stream_of(

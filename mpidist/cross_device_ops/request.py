@@ -21,6 +21,7 @@ class Request(NamedTuple):
         structure: The form of the nest, from `nest.flatten`.
         destinations: The ranks of each value's result; `None` for all ranks everywhere.
         options: How it shall travel.
+        mirrored: Which leaves of the nest stay where they are; with destinations, of each nest.
     """
 
     call: str
@@ -28,6 +29,7 @@ class Request(NamedTuple):
     structure: Any
     destinations: tuple[tuple[int, ...], ...] | None
     options: CommunicationOptions
+    mirrored: tuple[Any, ...] = ()
 
 
 def require_usable(options: CommunicationOptions) -> None:

@@ -58,6 +58,10 @@ class ArrayLibrary(ABC):
     def from_native(self, array: NativeArray, like: Any) -> Any:
         """Give a native array the kind that `like` has. The caller owns `array` and gives it up."""
 
+    def to_target(self, value: Any) -> NativeArray | None:
+        """View a value as a native array that takes results, so that the value holds them; `None` if it cannot."""
+        return None
+
 
 @final
 class NumPyArrays(ArrayLibrary):
@@ -73,6 +77,9 @@ class NumPyArrays(ArrayLibrary):
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        return self.to_native(value)
 
 
 @final
@@ -133,6 +140,9 @@ class CuPyArrays(ArrayLibrary):
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
 
+    def to_target(self, value: Any) -> NativeArray | None:
+        return value if isinstance(value, _cupy().ndarray) else None  # others' streams would not wait for the result
+
 
 @final
 class DLPackArrays(ArrayLibrary):
@@ -149,6 +159,9 @@ class DLPackArrays(ArrayLibrary):
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return _through_dlpack(array, like)
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        return self.to_native(value)
 
 
 @final

@@ -113,7 +113,12 @@ def rows_of(move: Move, sizes: tuple[int, ...], dtypes: tuple[np.dtype[Any], ...
 
 @cache
 def dtype_code(dtype: np.dtype[Any]) -> str:
-    """Return the kernels' name of a dtype: `f4` for float32, `bf` for bfloat16. Others than theirs have others."""
+    """Return the kernels' name of a dtype: `f4` for float32, `bf` for bfloat16. Others than theirs have others.
+
+    Booleans are bytes, 0 or 1, whose minima and maxima are booleans.
+    """
+    if dtype.kind == "b":
+        return "u1"
     if dtype.name == "bfloat16":
         return "bf"
     return f"{dtype.kind}{dtype.itemsize}" if dtype.char in np.typecodes["All"] else dtype.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple, final
@@ -19,7 +19,6 @@ from mpidist.transport.node_memory import LINE_BYTES, SharedWindow
 __all__ = ["Place", "Run", "SharedArrays", "word_of"]
 
 _MASK: Final = (1 << 62) - 1
-_MAX_PLACES: Final = 65_536  # remembered
 
 
 @final
@@ -54,8 +53,37 @@ class Run(NamedTuple):
 
 
 @final
+class _Window:
+    """Where the arrays of one window lie. Does not keep its memory, which is there as long as one of them.
+
+    Args:
+        window: The window.
+        per_node: Whether there is one array for all ranks of the node.
+        following: Where an array ends -> where the next one begins.
+        on_end: Called when its memory is given back.
+    """
+
+    def __init__(
+        self, window: SharedWindow, per_node: bool, following: dict[int, int], on_end: Callable[[], None]
+    ) -> None:
+        root = _root(window.parts[0])
+        start, _ = memory_bounds(root)
+        self.per_node, self.following = per_node, following
+        self.bounds = [memory_bounds(part) for part in window.parts]
+        self._slices = [slice(low - start, high - start) for low, high in self.bounds]
+        self._root = weakref.ref(root, lambda _: on_end())
+
+    def views(self, offset: int, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        """View each rank's memory of a place, while an array lies in it; only one where `per_node`."""
+        root = self._root()
+        assert root is not None
+        slices = self._slices[:1] if self.per_node else self._slices
+        return tuple(root[part][offset : offset + nbytes].view(dtype) for part in slices)
+
+
+@final
 class SharedArrays:
-    """The arrays that are shared within one node.
+    """The arrays that are shared within one node. A window's memory is given back when all its arrays are gone.
 
     Args:
         within_node: The ranks of the node.
@@ -63,8 +91,8 @@ class SharedArrays:
 
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
-        self._windows: list[tuple[SharedWindow, bool]] = []
-        self._next: list[dict[int, int]] = []  # of each window: where an array ends -> where the next one begins
+        self._num_windows = 0  # that were made; the same on all ranks, which let go of arrays at other times
+        self._windows: dict[int, _Window] = {}
         self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
         self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
 
@@ -95,18 +123,28 @@ class SharedArrays:
             following[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
-        self._windows.append((window, per_node))
-        self._next.append(following)
-        self._bases[id(_root(part))] = len(self._windows) - 1
+        self._know(window, per_node, following)
         return [
             part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             for offset, (shape, dtype) in zip(offsets, specs, strict=True)
         ]
 
+    def _know(self, window: SharedWindow, per_node: bool, following: dict[int, int]) -> None:
+        number, key = self._num_windows, id(_root(window.parts[0]))
+        windows, bases = self._windows, self._bases
+
+        def forget() -> None:
+            windows.pop(number, None)
+            bases.pop(key, None)
+
+        windows[number] = _Window(window, per_node, following, forget)
+        bases[key] = number
+        self._num_windows += 1
+
     @property
     def is_empty(self) -> bool:
-        """Whether no array was made."""
-        return not self._windows
+        """Whether no array was made. The same on all ranks."""
+        return not self._num_windows
 
     def place(self, array: Any) -> Place | None:
         """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
@@ -120,9 +158,8 @@ class SharedArrays:
             return None
         found = self._find(array, number)
         if found is not None:
-            if len(self._places) >= _MAX_PLACES:  # of views that were made for one call each
-                self._places.clear()
-            self._places[id(array)] = weakref.ref(array), found
+            key, places = id(array), self._places
+            places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found  # a place holds the memory
         return found
 
     def places(self, arrays: Sequence[Any]) -> list[Place] | None:
@@ -168,7 +205,7 @@ class SharedArrays:
         if not self._windows or not isinstance(array, np.ndarray):
             return False
         start, stop = memory_bounds(array)
-        parts = (memory_bounds(window.parts[0]) for window, per_node in self._windows if per_node)
+        parts = (window.bounds[0] for window in list(self._windows.values()) if window.per_node)
         return any(start < its_stop and its_start < stop for its_start, its_stop in parts)
 
     def fingerprint(self, outs: Sequence[Any]) -> int:
@@ -177,42 +214,41 @@ class SharedArrays:
         return fingerprint_of(which) if which else 0
 
     def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write an array that is one for all. Collective over the node.
+        """Let the node's first rank write an array that is one for all: `change`."""
+        self.change(lambda: out.__setitem__(..., result))
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Let the node's first rank change arrays that are one for all. Collective over the node.
 
         Returns when the numbers are there for this rank to read.
         """
         if self.within_node.rank == 0:
-            out[...] = result
+            change()
         self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
 
     def free(self) -> None:
         """Forget the arrays. Their memory is there as long as they are."""
         self._windows.clear()
-        self._next.clear()
         self._bases.clear()
         self._places.clear()
 
     def _find(self, array: np.ndarray[Any, Any], number: int) -> Place | None:
-        window, per_node = self._windows[number]
+        window = self._windows[number]
+        low, high = window.bounds[0 if window.per_node else self.within_node.rank]
         address = array.__array_interface__["data"][0]
-        mine = window.parts[0 if per_node else self.within_node.rank]
-        offset = address - mine.__array_interface__["data"][0]
-        if offset < 0 or offset + array.nbytes > mine.nbytes:
+        if address < low or address + array.nbytes > high:
             return None
-        return Place(number, offset, per_node, _views(window, per_node, offset, array.nbytes, array.dtype))
+        everyone = window.views(address - low, array.nbytes, array.dtype)
+        return Place(number, address - low, window.per_node, everyone)
 
     def _follows(self, first: Place, nbytes: int, place: Place) -> bool:
         """Whether a place is that of the array which was allocated after those that end `nbytes` from a place on."""
-        return first.window == place.window and self._next[first.window].get(first.offset + nbytes) == place.offset
+        if first.window != place.window:
+            return False
+        return self._windows[first.window].following.get(first.offset + nbytes) == place.offset
 
     def _everyone(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        window, per_node = self._windows[place.window]
-        return _views(window, per_node, place.offset, nbytes, dtype)
-
-
-def _views(window: SharedWindow, per_node: bool, offset: int, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    parts = window.parts[:1] if per_node else window.parts
-    return tuple(part[offset : offset + nbytes].view(dtype) for part in parts)
+        return self._windows[place.window].views(place.offset, nbytes, dtype)
 
 
 def word_of(places: Sequence[Place] | None) -> int:

@@ -1,0 +1,81 @@
+"""What an array can take: values of the same kind of number, and Python's integers in the range of its dtype."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mpidist.transport import arrays
+
+__all__ = ["cast_for", "is_python_number"]
+
+
+def is_python_number(value: Any) -> bool:
+    """Whether a value is a number of Python itself, which has no dtype."""
+    return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+
+
+def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
+    """Bring a value to the dtype and the kind of memory of an array that takes it. Not copied where it has them.
+
+    Args:
+        target: The array.
+        value: An array, a number, or a list or tuple of numbers.
+        what: The target, for errors.
+
+    Raises:
+        ValueError: If numbers of this kind, or Python integers of this size, do not fit: a fraction into integers, an
+            imaginary part into reals, 300 into uint8.
+        TypeError: If the value is no array and no number.
+    """
+    dtype = target.dtype
+    if is_python_number(value):
+        array = _from_number(value, dtype, what)
+    else:
+        is_list = isinstance(value, (list, tuple))
+        array = np.asarray(value) if is_list else arrays.library_of(value).to_native(value)
+        if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+            for number in (array.min(), array.max()):
+                _require_range(int(number), dtype, what)
+        elif array.size or not is_list:  # an empty list holds numbers of no kind
+            _require_kind(array.dtype, dtype, what)
+        array = array.astype(dtype, copy=False)
+    if arrays.is_device(target):
+        return array if arrays.is_device(array) else arrays.to_device(array)
+    return arrays.to_host(array) if arrays.is_device(array) else array
+
+
+def _from_number(value: Any, dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+    if not isinstance(value, int) or isinstance(value, bool) or dtype.kind == "b":
+        _require_kind(np.asarray(value).dtype, dtype, what)
+    elif dtype.kind in "iu":
+        _require_range(value, dtype, what)
+    try:
+        return np.asarray(float(value) if dtype.kind == "V" else value, dtype)  # bfloat16 takes no large integers
+    except OverflowError:
+        raise ValueError(f"{value} does not fit in {what}, which is of dtype {dtype.name}") from None
+
+
+def _require_kind(given: np.dtype[Any], wanted: np.dtype[Any], what: str) -> None:
+    if given == wanted:
+        return
+    drops_imaginary = given.kind == "c" and wanted.kind != "c"  # into bfloat16, say, which NumPy allows
+    if drops_imaginary or not np.can_cast(given, wanted, "same_kind"):
+        raise ValueError(
+            f"{what} is of dtype {wanted.name} and cannot take a value of dtype {given.name}, which is another kind of "
+            f"number; if that is meant, cast the value: numpy.asarray(value).astype({wanted.name!r})"
+        )
+
+
+def _require_range(number: Any, dtype: np.dtype[Any], what: str) -> None:
+    low, high = _limits(dtype)
+    if not low <= number <= high:
+        raise ValueError(f"{number} does not fit in {what}, which is of dtype {dtype.name} and takes {low} to {high}")
+
+
+@cache
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    limits = np.iinfo(dtype)
+    return int(limits.min), int(limits.max)
