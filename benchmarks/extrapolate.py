@@ -3,7 +3,7 @@
 python benchmarks/extrapolate.py --out results       # a table for three clusters, and a picture; no MPI
 mpiexec -n 4 python benchmarks/extrapolate.py --check --link-us 100 --link-mbit 200       # measured beside predicted
 
-The formulas are those of `mpidist.transport.cost_model`. `--check` belongs on several hosts, real or emulated.
+The formulas are those of `mpidist.transport.costs.cost_model`. `--check` belongs on several hosts, real or emulated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from record import parse_size, text_of, text_of_bytes
 
 import mpidist
 from mpidist.transport.communicator import Communicator
-from mpidist.transport.cost_model import CostModel, Placement
-from mpidist.transport.levels import Levels
+from mpidist.transport.costs.cost_model import CostModel, Placement
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.ring import ring_all_reduce
 
 __all__ = ["CLUSTERS", "Cluster", "check", "plot", "table"]
 

@@ -23,8 +23,8 @@ from mpi4py import MPI
 from record import parse_size, stolen_seconds, text_of, write_rows
 
 import mpidist
-from mpidist.transport.flight_recorder import FLIGHT_BYTES, FlightRecorder
-from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 
 _DEADLINE: Final = 0.2  # seconds

@@ -25,7 +25,6 @@ from mpidist.datasets import DistributedIterator as DistributedIterator
 from mpidist.datasets import InputContext as InputContext
 from mpidist.datasets import InputOptions as InputOptions
 from mpidist.datasets import InputReplicationMode as InputReplicationMode
-from mpidist.extended import StrategyExtended as StrategyExtended
 from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
@@ -37,6 +36,7 @@ from mpidist.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from mpidist.strategy import Strategy as Strategy
+from mpidist.strategy_extended import StrategyExtended as StrategyExtended
 from mpidist.values import DistributedValues as DistributedValues
 from mpidist.values import IndexedSlices as IndexedSlices
 from mpidist.values import Mirrored as Mirrored

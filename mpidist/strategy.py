@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import contexts, nest
-from mpidist.axis_reduction import reduce_along_axis
 from mpidist.cluster_resolver import ClusterResolver
+from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
-from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
+from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import arrays
-from mpidist.transport.exit_code import ends_normally
+from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.topology import Topology
 from mpidist.values import PerReplica, local, open_nest
 

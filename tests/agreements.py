@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpidist.transport.mpi_agreement import MpiAgreement
-from mpidist.transport.node_board import NodeBoard
-from mpidist.transport.watch import Watch
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.failures.status_board import NodeBoard
+from mpidist.transport.failures.watchdog import Watch
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

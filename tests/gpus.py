@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from nccl_standin import StandIn
 
-from mpidist.transport import cuda, nccl_handles
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport import cuda
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl import handles as nccl_handles
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.transport.move_rows import CASTS, COPIES, QUOTIENTS
+from mpidist.transport.gpu.copy_table import CASTS, COPIES, QUOTIENTS
 
 __all__ = ["Pinned", "add_to", "call", "library", "words_at"]
 

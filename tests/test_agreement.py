@@ -16,8 +16,8 @@ import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
-from mpidist.transport.agreement import Joining, SoloAgreement, fingerprint_of
-from mpidist.transport.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.agreement import Joining, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -13,9 +13,9 @@ from test_results import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.cross_device_ops import streaming
+from mpidist.collectives import fused_execution as streaming
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.slots import Slots
+from mpidist.transport.shared_memory.staging_slots import Slots
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -12,12 +12,12 @@ from contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, contribution
 from everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
-from mpidist.transport.node_memory import LINE_BYTES
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
-from mpidist.transport.slots import Slots
-from mpidist.transport.streams import StreamReducer
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory.window import LINE_BYTES
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

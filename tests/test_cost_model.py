@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import LEADER_BYTES
-from mpidist.transport.cost_model import ALGORITHMS, NEVER, CostModel, name_placement
+from mpidist.transport.costs.cost_model import ALGORITHMS, NEVER, CostModel, name_placement
 
 pytestmark = pytest.mark.no_mpi
 

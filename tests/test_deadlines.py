@@ -19,9 +19,9 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement import Joining
+from mpidist.transport.agreement.agreement import Joining
+from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.rounds import MpiRounds
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -13,8 +13,8 @@ from nccl_standin import StandIn
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport import levels
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.group import levels
+from mpidist.transport.group.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fault_jobs import AT_ONCE_SECONDS, THREE, TWO, Job, Placement, again_if_slow, job, of_others, soon
 
-from mpidist.transport.on_error import EXIT_CODE_OF_PARTING
+from mpidist.transport.failures.job_abort import EXIT_CODE_OF_PARTING
 
 __all__ = ["job"]
 
@@ -19,7 +19,7 @@ sys.path.insert(0, os.environ["TESTS"])
 from mpi4py import MPI
 from standin_overlap import LateStandIn
 from mpidist.transport import cuda, nccl_handles
-from mpidist.transport.device_queue import DeviceQueue
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 world = LateStandIn(MPI.COMM_WORLD)
 provided = cuda.provided_by(world.cuda)

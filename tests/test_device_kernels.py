@@ -20,12 +20,12 @@ from contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
 from gpus import down, standin, up
 from nccl_standin import StandIn
 
-from mpidist.cross_device_ops.plan import wire_and_result_dtypes
+from mpidist.collectives.plan import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
-from mpidist.transport.device_kernels import KERNEL_OPTIONS, DeviceKernels, kernel_source
-from mpidist.transport.device_tables import DeviceTables
-from mpidist.transport.move_rows import CASTS, QUOTIENTS, Move, rows_of
+from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, Move, rows_of
+from mpidist.transport.gpu.kernel_tables import DeviceTables
+from mpidist.transport.gpu.kernels import KERNEL_OPTIONS, DeviceKernels, kernel_source
 from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -720,5 +720,5 @@ def test_the_kernels_are_in_the_package() -> None:
     """What setup.cfg leaves out is missed by those who install alone."""
     settings = configparser.ConfigParser()
     settings.read(Path(__file__).parents[1] / "setup.cfg")
-    assert settings["options.package_data"]["mpidist.transport"] == "*.cu"
+    assert settings["options.package_data"]["mpidist.transport.gpu"] == "*.cu"
     assert kernel_source().startswith("// Moves and sums")

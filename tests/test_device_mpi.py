@@ -16,13 +16,22 @@ from gpus import down, standin, up
 from nccl_standin import StandIn
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce
-from mpidist.transport import cuda, device_mpi_support
-from mpidist.transport.device_mpi import DeviceMpiCommunicator
-from mpidist.transport.device_mpi_child import RIGHT, is_right
-from mpidist.transport.device_mpi_support import Answer, Probe, ProbeKey, child_environment, hint, load, save
-from mpidist.transport.host_staged import HostStagedCommunicator
+from mpidist.transport import cuda
+from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
+from mpidist.transport.device_over_mpi.cuda_aware_child import RIGHT, is_right
+from mpidist.transport.device_over_mpi.cuda_aware_probe import (
+    Answer,
+    Probe,
+    ProbeKey,
+    child_environment,
+    hint,
+    load,
+    save,
+)
+from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.settings import Settings
-from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -18,19 +18,19 @@ from everywhere import raises_everywhere
 from gpus import down, gpus, looked_after, opened, up
 from standin_overlap import LateStandIn
 
+from mpidist.collectives.plan import Spec, make_plan
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
-from mpidist.cross_device_ops.plan import Spec, make_plan
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.communicator import SoloCommunicator
-from mpidist.transport.device_kernels import DeviceKernels
-from mpidist.transport.device_queue import DeviceQueue
-from mpidist.transport.levels import Levels, NcclReach
-from mpidist.transport.nccl import NcclCommunicator
-from mpidist.transport.nccl_handles import Handle
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -15,9 +15,10 @@ from nccl_standin import StandIn
 from mpidist.__main__ import main
 from mpidist.cli import doctor
 from mpidist.errors import UnavailableError
-from mpidist.transport import cuda, device_mpi_support
+from mpidist.transport import cuda
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_mpi_support import Answer, ProbeKey
+from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi.cuda_aware_probe import Answer, ProbeKey
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

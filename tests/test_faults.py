@@ -34,7 +34,7 @@ from fault_jobs import (
 )
 from mpi4py import MPI
 
-from mpidist.transport.on_error import EXIT_CODE_OF_PARTING
+from mpidist.transport.failures.job_abort import EXIT_CODE_OF_PARTING
 
 __all__ = ["job"]
 

@@ -14,8 +14,8 @@ import pytest
 from test_errors_end_the_job import Job, job
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.transport.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
-from mpidist.transport.node_board import NodeBoard
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
+from mpidist.transport.failures.status_board import NodeBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

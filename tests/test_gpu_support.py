@@ -13,7 +13,7 @@ import pytest
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.cuda import Cuda, nccl_version_text
-from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 
 pytestmark = pytest.mark.no_mpi
 

@@ -22,20 +22,20 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.device_mpi import DeviceMpiCommunicator
-from mpidist.transport.device_mpi_support import hint
-from mpidist.transport.host_staged import HostStagedCommunicator
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.node_memory import LINE_BYTES
-from mpidist.transport.passages import cut_evenly, cut_shards
+from mpidist.transport.device_over_mpi.buffers import cut_evenly, cut_shards
+from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
+from mpidist.transport.device_over_mpi.cuda_aware_probe import hint
+from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.device_over_mpi.sizes import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, StagingSizes
+from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
-from mpidist.transport.slots import Slots
-from mpidist.transport.staging import Staging
-from mpidist.transport.staging_sizes import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, StagingSizes
-from mpidist.transport.streams import StreamReducer
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory.window import LINE_BYTES
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpidist.errors import TopologyError
-from mpidist.transport.launch import check_before_init, check_launch
+from mpidist.transport.mpi.launch import check_before_init, check_launch
 
 pytestmark = pytest.mark.no_mpi
 
@@ -254,6 +254,6 @@ def test_mpich_under_its_own_launchers_is_left_to_start() -> None:
 
 def test_module_imports_no_mpi() -> None:
     """api.md section 1: importing starts nothing."""
-    code = "import sys, mpidist.transport.launch; sys.exit('mpi4py.MPI' in sys.modules)"
+    code = "import sys, mpidist.transport.mpi.launch; sys.exit('mpi4py.MPI' in sys.modules)"
     root = str(pathlib.Path(__file__).parents[1])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root})

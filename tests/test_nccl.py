@@ -17,6 +17,8 @@ from everywhere import raises_everywhere
 from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
 
+from mpidist.collectives.all_gather import all_gather
+from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,
@@ -25,17 +27,16 @@ from mpidist.cross_device_ops import (
     ReductionToOneDevice,
 )
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
-from mpidist.gathering import all_gather
 from mpidist.options import CommunicationOptions
-from mpidist.scattering import reduce_scatter
-from mpidist.transport import cuda, nccl_handles
+from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
-from mpidist.transport.levels import NcclReach
-from mpidist.transport.nccl import NcclCommunicator
-from mpidist.transport.nccl_handles import Handle, Making
+from mpidist.transport.group.levels import NcclReach
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Handle, Making
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.sync_group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -18,7 +18,7 @@ import pytest
 
 import mpidist
 from mpidist import nest
-from mpidist.nest_text import form_text, paths
+from mpidist.nest.text import form_text, paths
 
 pytestmark = pytest.mark.no_mpi
 

@@ -25,8 +25,8 @@ from mpi_session.launch import Launcher
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import UnavailableError
-from mpidist.transport import node_memory
-from mpidist.transport.node_memory import LINE_BYTES, Fence, NodeBarrier, SharedWindow
+from mpidist.transport.shared_memory import window as node_memory
+from mpidist.transport.shared_memory.window import LINE_BYTES, Fence, NodeBarrier, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -18,10 +18,10 @@ from everywhere import same_everywhere
 from transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.transport.pipeline import Stream
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.streams import StreamReducer
-from mpidist.transport.symmetric import SharedArrays
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.symmetric import SharedArrays
+from mpidist.transport.shared_memory.two_shot import Stream
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

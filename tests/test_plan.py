@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from mpidist import CommunicationOptions, ReduceOp
-from mpidist.cross_device_ops.packs import group_by_size
-from mpidist.cross_device_ops.plan import Plan, Spec, StreamPlan, make_plan, wire_and_result_dtypes
+from mpidist.collectives.packs import group_by_size
+from mpidist.collectives.plan import Plan, Spec, StreamPlan, make_plan, wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.communicator import Traffic
-from mpidist.transport.levels import Levels
-from mpidist.transport.slots import Slots
-from mpidist.transport.streams import StreamReducer
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.staging_slots import Slots
 
 pytestmark = pytest.mark.no_mpi
 

@@ -16,7 +16,7 @@ from test_arrays import Tensor
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.transport.texts import count_text
+from mpidist.transport.text import count_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.schedule import (
+from mpidist.transport.shared_memory.schedule import (
     FINE_COUNT,
     Move,
     Schedule,

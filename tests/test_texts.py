@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.transport.texts import first_line, size_text, text_of
+from mpidist.transport.text import first_line, size_text, text_of
 
 pytestmark = pytest.mark.no_mpi
 

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 from mpi_session import clean_environment
 
-from mpidist.transport.cost_model import CostModel
-from mpidist.transport.mpi import load_mpi
-from mpidist.transport.sync_group import SyncGroup
-from mpidist.transport.tuning import (
+from mpidist.transport.costs.cost_file import (
     TuningKey,
     load_cost_model,
     load_tuned,
@@ -23,6 +20,9 @@ from mpidist.transport.tuning import (
     save_cost_model,
     tuning_path,
 )
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import load_mpi
 
 KEY = TuningKey((2, 2), "MPICH", "A processor")
 

@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy, Variable
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import open_groups
+from mpidist.transport.failures import open_groups
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -16,13 +16,13 @@ from test_results import all_reduce
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.mpi_agreement import MpiAgreement
-from mpidist.transport.node_board import NodeBoard
-from mpidist.transport.notes import GAVE_UP
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.failures.failure_notes import GAVE_UP
+from mpidist.transport.failures.status_board import NodeBoard
+from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.slots import Slots
-from mpidist.transport.watch import Watch
+from mpidist.transport.shared_memory.staging_slots import Slots
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

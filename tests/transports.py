@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.transport import schedule
-from mpidist.transport.cost_model import CostModel
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.shared_memory import schedule
 
 __all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]
 

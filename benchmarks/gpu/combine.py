@@ -11,7 +11,7 @@ from gpu.measuring import Bench
 from gpu.pack import launches_of, share_of_roof
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 

@@ -132,7 +132,7 @@ def measure_launches(bench: Bench, report: Report) -> None:
 
 def measure_start(bench: Bench, report: Report) -> None:
     """Time the first use of the library's kernels, which compiles them, with an empty cache of CuPy's."""
-    from mpidist.transport.device_kernels import DeviceKernels
+    from mpidist.transport.gpu.kernels import DeviceKernels
 
     arrays, buffer = [bench.up(bench.numbers(8))], bench.empty(8, np.float32)
     start = perf_counter()

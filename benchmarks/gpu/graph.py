@@ -15,7 +15,7 @@ from gpu.measuring import Bench
 from gpu.pack import Lists, shapes_of
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 
 __all__ = ["measure"]
 

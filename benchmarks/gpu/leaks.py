@@ -20,7 +20,7 @@ import mpidist
 from gpu.measuring import Bench
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 
 __all__ = ["Holdings", "measure"]
 
@@ -130,8 +130,8 @@ def measure(bench: Bench, report: Report) -> None:
 
 def nccl_calls(bench: Bench, report: Report) -> None:
     """Reduce by the library's NCCL communicator, of one rank."""
-    from mpidist.transport.nccl import NcclCommunicator
-    from mpidist.transport.nccl_handles import Handle
+    from mpidist.transport.nccl.communicator import NcclCommunicator
+    from mpidist.transport.nccl.handles import Handle
     from mpidist.transport.reduction import Reduction
 
     nccl = bench.cuda.nccl

@@ -18,7 +18,7 @@ from record import shapes_of_list
 from gpu.measuring import Bench, Sample, time_text
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 
 __all__ = ["measure"]

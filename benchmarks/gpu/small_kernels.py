@@ -14,7 +14,7 @@ from gpu.combine import added
 from gpu.measuring import Bench
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_kernels import DeviceKernels
+from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 

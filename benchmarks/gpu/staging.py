@@ -14,8 +14,8 @@ import numpy as np
 from gpu.measuring import Bench, Sample
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.staging import Phase, Staging
-from mpidist.transport.staging_sizes import StagingSizes
+from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.staging import Phase, Staging
 
 __all__ = ["CHUNKS", "measure"]
 

@@ -10,9 +10,9 @@ from functools import partial
 from gpu.measuring import NOT_READY, Bench, time_text
 from gpu.part import run_part
 from gpu.report import Report
-from mpidist.transport.device_queue import DeviceQueue
-from mpidist.transport.staging import Staging
-from mpidist.transport.staging_sizes import StagingSizes
+from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 __all__ = ["measure"]
 

@@ -21,15 +21,16 @@ import numpy
 
 import mpidist
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import cuda, device_mpi_support
-from mpidist.transport.cost_model import name_placement
+from mpidist.transport import cuda
+from mpidist.transport.costs.cost_model import name_placement
 from mpidist.transport.cuda import nccl_version_text
-from mpidist.transport.device_mpi_support import ProbeKey
-from mpidist.transport.gpu_facts import GpuFacts, reason_against_nccl
-from mpidist.transport.mpi import load_mpi
+from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi.cuda_aware_probe import ProbeKey
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.sync_group import SyncGroup
-from mpidist.transport.texts import first_line
+from mpidist.transport.text import first_line
 from mpidist.transport.topology import Topology
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]

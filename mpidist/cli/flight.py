@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist.flight_report import (
+from mpidist.cli.flight_report import (
     Call,
     FlightFileError,
     JobFlight,
@@ -34,7 +34,7 @@ from mpidist.flight_report import (
     last_meetings,
     load_job,
 )
-from mpidist.flight_verdict import Verdict, judge_all, place_text, seconds_text, some_of
+from mpidist.cli.flight_verdict import Verdict, judge_all, place_text, seconds_text, some_of
 from mpidist.transport.ranks import name_ranks
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]

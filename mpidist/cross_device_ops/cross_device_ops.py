@@ -12,22 +12,22 @@ from copy import copy
 from typing import Any, ClassVar, Final, final
 
 from mpidist import contexts, nest
-from mpidist.cross_device_ops.batch_reducer import BatchReducer
-from mpidist.cross_device_ops.broadcasting import broadcast
-from mpidist.cross_device_ops.leaves import outs_like, require_values
-from mpidist.cross_device_ops.mirrored import NOTHING_KEPT, Kept, put_together, take_apart
-from mpidist.cross_device_ops.packs import require_num_packs
-from mpidist.cross_device_ops.pairs import Pair, as_pair
-from mpidist.cross_device_ops.pending_result import PendingResult
-from mpidist.cross_device_ops.request import Request, require_usable
+from mpidist.collectives.broadcast import broadcast
+from mpidist.collectives.leaves import outs_like, require_values
+from mpidist.collectives.mirrored import NOTHING_KEPT, Kept, put_together, take_apart
+from mpidist.collectives.packs import require_num_packs
+from mpidist.collectives.pairs import Pair, as_pair
+from mpidist.collectives.pending_result import PendingResult
+from mpidist.collectives.reduction_call import BatchReducer
+from mpidist.collectives.signature import Request, require_usable
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
-from mpidist.transport.exit_code import ends_normally
-from mpidist.transport.levels import Levels
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import Intracomm
+from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.ring import ring_all_reduce
-from mpidist.transport.streams import StreamReducer
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
 
 __all__ = ["CrossDeviceOps", "reduce_to_root"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
+from mpidist.collectives.destinations import ranks_of
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.cross_device_ops.destinations import ranks_of
-from mpidist.transport.levels import Levels
+from mpidist.transport.group.levels import Levels
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["ReductionToOneDevice"]

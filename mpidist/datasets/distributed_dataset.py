@@ -13,7 +13,7 @@ from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.input_options import InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
-    from mpidist.extended import StrategyExtended
+    from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["ArraySpec", "DistributedDataset"]
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import contexts, nest
+from mpidist.collectives.raise_together import ErrorReport, raise_reported
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
-from mpidist.raise_together import ErrorReport, raise_reported
 from mpidist.transport import arrays
-from mpidist.transport.agreement import fingerprint_of
-from mpidist.transport.disagreement import differing
+from mpidist.transport.agreement.agreement import fingerprint_of
+from mpidist.transport.agreement.mismatch_report import differing
 
 if TYPE_CHECKING:
-    from mpidist.extended import StrategyExtended
+    from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 

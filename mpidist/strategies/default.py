@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce
-from mpidist.extended import StrategyExtended
 from mpidist.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
+from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport.devices import Device
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["DefaultStrategy", "make_default"]
 

@@ -7,12 +7,12 @@ from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
 from mpidist.errors import TopologyError
-from mpidist.extended import StrategyExtended
 from mpidist.strategy import Strategy
+from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.mpi import Intracomm
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.mpi.communicator import Intracomm
 from mpidist.transport.ranks import name_ranks
-from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["MirroredStrategy"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce
-from mpidist.extended import StrategyExtended
 from mpidist.strategy import Strategy
+from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.sync_group import SyncGroup
+from mpidist.transport.group.sync_group import SyncGroup
 
 __all__ = ["OneDeviceStrategy"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, final
 
-from mpidist.transport.texts import first_line
+from mpidist.transport.text import first_line
 
 __all__ = ["LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
 

@@ -1,0 +1,1 @@
+"""One collective call, from the user's values to a transport and back."""

@@ -1,0 +1,179 @@
+"""The caller's arrays as the place of results: `out=`."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.collectives.plan import Plan, Spec
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport import arrays as native
+from mpidist.transport.shared_memory.symmetric import SharedArrays, word_of
+
+__all__ = ["KnownOuts", "check_outs", "keep_apart", "native_outs", "target_arrays"]
+
+
+def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """View outs as native arrays whose numbers they hold; what is no such array stays, for `check_outs` to refuse.
+
+    Args:
+        outs: Arrays of any library.
+        values: The values that are reduced. An out that is its own argument is the same array then.
+        arrays: Their native arrays.
+    """
+    return [
+        _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
+    ]
+
+
+def _native(out: Any, same: Any) -> Any:
+    if type(out) is np.ndarray:
+        return out
+    try:
+        library = native.library_of(out)
+    except TypeError:
+        return out
+    target = library.to_target(out)
+    if target is None:
+        return out
+    return target if same is None else same
+
+
+def check_outs(
+    outs: Sequence[Any], arrays: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]
+) -> None:
+    """See that arrays can take results.
+
+    Args:
+        outs: The arrays.
+        arrays: The values that are reduced. An out that is its own argument has the right shape, for certain.
+        specs: Their shapes and dtypes.
+        dtypes: The dtype of each result.
+
+    Raises:
+        InvalidArgumentError: If one is no array, has another shape or dtype, is read-only, or overlaps another.
+    """
+    for index, (out, array, spec, dtype) in enumerate(zip(outs, arrays, specs, dtypes, strict=True)):
+        if out is not array or spec.dtype != dtype:
+            _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
+        if not getattr(out.flags, "writeable", True):
+            raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
+        if not out.flags.c_contiguous and _has_shared_elements(out):
+            raise InvalidArgumentError(f"out {index} has several elements in one place (a stride of 0)")
+    if len(outs) > 1:
+        _check_apart(outs)
+
+
+def _check_spec(index: int, out: Any, want: Spec) -> None:
+    if not hasattr(out, "dtype") or not hasattr(out, "strides"):
+        raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
+    got = Spec(out.shape, out.dtype.newbyteorder("="), native.is_device(out))
+    if got != want:
+        raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+
+
+def _check_apart(outs: Sequence[Any]) -> None:
+    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
+    for at, (_, stop, one) in enumerate(bounds):
+        for later in range(at + 1, len(bounds)):
+            start, _, other = bounds[later]
+            if start >= stop:
+                break
+            if native.share_memory(outs[one], outs[other]):  # the columns of a matrix do not
+                raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
+
+
+def _has_shared_elements(out: Any) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True))
+
+
+@final
+class KnownOuts:
+    """Outs that were checked: if the same arrays come again, what was found is still true.
+
+    Args:
+        outs: The arrays.
+        arrays: The values that are reduced.
+        specs: Their shapes and dtypes.
+        dtypes: The dtype of each result.
+        shared: The arrays that the node shares.
+
+    Attributes:
+        together: A number that tells which of them are one for all ranks of a node; 0 for none.
+        places: Where they lie, if they all lie in memory that the node shares.
+        word: As of `word_of` their places.
+        are_targets: Whether results can be made in all of them.
+
+    Raises:
+        InvalidArgumentError: As `check_outs`.
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        arrays: Sequence[Any],
+        specs: Sequence[Spec],
+        dtypes: Sequence[np.dtype[Any]],
+        shared: SharedArrays,
+    ) -> None:
+        check_outs(outs, arrays, specs, dtypes)
+        self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
+        self._forms = [(out.shape, out.dtype) for out in outs]
+        self.together = shared.fingerprint(outs)
+        self.places = shared.places(outs)
+        self.word = word_of(self.places)
+        self.are_targets = all(_is_target(out, shared) for out in outs)
+
+    def are(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
+        """Whether these are the very same arrays, as they were, and still can be written.
+
+        Args:
+            outs: The arrays.
+            arrays: The values that are reduced, of the known shapes and dtypes. Outs that are values need no look.
+        """
+        if len(outs) != len(self._outs) or not all(map(is_, outs, (ref() for ref in self._outs))):
+            return False
+        if not all(map(is_, outs, arrays)) and [(out.shape, out.dtype) for out in outs] != self._forms:
+            return False
+        return all(out.flags.writeable for out in outs)
+
+
+def _is_target(out: Any, shared: SharedArrays) -> bool:
+    is_plain = out.flags.c_contiguous and out.dtype.isnative and native.is_aligned(out)
+    return bool(is_plain and not shared.is_per_node(out))
+
+
+def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:
+    """Return the arrays that results are made in: the caller's own, or new ones.
+
+    New ones stand in for arrays that cannot be used flat, and for those that all ranks of a node share: they must
+    not be written while another rank of the node still reads them.
+    """
+    return [
+        out if _is_target(out, shared) else native.empty(spec.shape, dtype, spec.device)
+        for out, spec, dtype in zip(outs, plan.specs, plan.results, strict=True)
+    ]
+
+
+def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    """Copy every argument that the result of another would overwrite before it was read."""
+    if all(array is target for array, target in zip(arrays, targets, strict=True)):
+        return list(arrays)
+    bounds = sorted(native.memory_bounds(target) for target in targets)
+    starts = [start for start, _ in bounds]
+    apart = []
+    for array, target in zip(arrays, targets, strict=True):
+        if array is target:
+            apart.append(array)
+            continue
+        start, stop = native.memory_bounds(array)
+        at = bisect_right(starts, start)  # targets do not overlap, so only two can be the first to be hit
+        near = bounds[max(0, at - 1) : at + 1]
+        hit = stop > start and any(its_start < stop and start < its_stop for its_start, its_stop in near)
+        apart.append(array.copy() if hit else array)
+    return apart

@@ -1,0 +1,111 @@
+"""One rank's exception becomes everybody's, where ranks do work of their own between two calls."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+from mpidist.errors import PeerFailedError
+from mpidist.transport.agreement.agreement import Joining
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import text_of
+from mpidist.transport.topology import Topology
+
+__all__ = ["ErrorReport", "raise_reported", "raise_together"]
+
+
+@final
+class ErrorReport(NamedTuple):
+    """What a rank tells of its exception.
+
+    Attributes:
+        error: The exception, pickled, if it comes out of that as it went in.
+        text: Its kind and first line.
+        trace: Its traceback.
+    """
+
+    error: bytes | None
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: Exception) -> ErrorReport:
+        """Report an exception of this rank."""
+        return cls(_pickled(error), text_of(error), "".join(traceback.format_exception(error)))
+
+
+@contextmanager
+def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -> Iterator[None]:
+    """See `Strategy.raise_together`."""
+    group.enter("raise_together")
+    error, own = None, None
+    try:
+        yield
+    except Exception as problem:
+        if group.agreement.has_raised(problem):
+            raise
+        error, own = problem, ErrorReport.of(problem)
+    try:
+        group.enter("raise_together")
+    except RuntimeError as closed:  # in the block
+        raise closed from error
+
+    def describe() -> dict[str, str]:
+        return {"what": what, "exception": "none" if own is None else own.text}
+
+    fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
+    reports: list[ErrorReport | None] = []
+    with group.moving():
+        group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
+        if group.agreement.any_of(own is not None):
+            reports = group.agreement.exchange(own)
+    raise_reported(error, reports, group.topology)
+
+
+def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], topology: Topology) -> None:
+    """Raise the exception of the lowest rank that has one, alike on all ranks. Local.
+
+    Args:
+        own: This rank's own exception.
+        reports: Those of all ranks, in rank order; `None` of a rank without one.
+        topology: The ranks.
+
+    Raises:
+        Exception: Of the same type and text as that rank's, with its traceback as the cause; a `PeerFailedError` with
+            its text where the exception cannot be copied.
+    """
+    failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+    if not failed:
+        return
+    rank, first = failed[0]
+    if own is not None and rank == topology.rank:
+        error = own
+    else:
+        others = f"; also {name_ranks(rank for rank, _ in failed[1:])} failed" if len(failed) > 1 else ""
+        error = _unpickled(first.error) or PeerFailedError(f"rank {rank}: {first.text}")
+        error.__cause__ = PeerFailedError(f"on rank {rank} ({topology.hostnames[rank]}){others}:\n{first.trace}")
+    vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+    raise error
+
+
+def _pickled(error: Exception) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        again: Any = pickle.loads(pickled)
+        return pickled if type(again) is type(error) and str(again) == str(error) else None
+    except Exception:  # whatever a class of somebody else's raises when it is copied, or read
+        return None
+
+
+def _unpickled(error: bytes | None) -> Exception | None:
+    if error is None:
+        return None
+    try:
+        again: Exception = pickle.loads(error)
+    except Exception:  # of a class that this rank does not have, for example
+        return None
+    return again

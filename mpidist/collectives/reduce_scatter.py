@@ -1,0 +1,145 @@
+"""Arrays of all ranks, reduced, and each rank's part of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.collectives.arguments import Operands
+from mpidist.collectives.axes import axis_of
+from mpidist.collectives.compression_policy import Compressing
+from mpidist.collectives.describing import specs_text
+from mpidist.collectives.leaves import require_values
+from mpidist.collectives.plan import reduction_of, wire_and_result_dtypes
+from mpidist.nest.text import array_names, form_text
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.transport import arrays
+from mpidist.transport.agreement.agreement import Joining
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.group.compression import reduce_scatter_between_nodes
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.topology import Topology
+from mpidist.values import open_nest, require_contributions
+
+__all__ = ["reduce_scatter"]
+
+
+def reduce_scatter(
+    group: SyncGroup,
+    call: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int,
+    options: CommunicationOptions,
+    error: Exception | None = None,
+) -> Any:
+    """Reduce arrays over all ranks, and give each rank its part of the result along an axis. Collective.
+
+    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes of as many
+    ranks each, S (K - 1) / K bytes per node between them; with `reproducible`, or on uneven nodes, more.
+
+    Args:
+        group: The ranks.
+        call: What errors call it.
+        reduce_op: A `ReduceOp` or its name in any case.
+        value: An array, or a nest of them, of at least one dimension.
+        axis: The axis; negative counts from the end.
+        options: `timeout_seconds`, `reproducible` and the compression count.
+        error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+
+    Returns:
+        A nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones first.
+
+    Raises:
+        InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
+    """
+    structure: nest.Structure = nest.LEAF
+    operands, fingerprint = Operands([]), 0
+    axes: list[int] = []
+    op = ReduceOp.SUM
+
+    def describe() -> dict[str, str]:
+        fields = {"op": str(op), "axis": str(axis), "form of the nest": form_text(structure)}
+        fields |= {"reproducible": str(options.reproducible), "compression": str(options.compression)}
+        fields["compress_everywhere"] = str(options.compress_everywhere)
+        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
+
+    try:
+        op = ReduceOp.of(reduce_op)
+        require_contributions(op, nest.flatten(value)[0], group)
+        value = open_nest(value)
+        leaves, structure = nest.flatten(value)
+        require_values(leaves, value)
+        operands = Operands.of(leaves, group.devices, call)
+        axes = [axis_of(axis, array.shape, "scatter") for array in operands.arrays]
+        for spec in operands.specs:
+            wire_and_result_dtypes(op, spec.dtype)
+        hints = options.reproducible, options.compression, options.compress_everywhere
+        fingerprint = group.agreement.fingerprint(call, (op, repr(axis), structure, hints, operands.key), describe)
+    except Exception as problem:  # whatever it is, the other ranks must learn of it
+        error = error or problem
+    details = specs_text(operands.specs)
+    group.enter(call)
+    with group.moving():
+        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
+        results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
+    return nest.rebuild(value, operands.restore(results))
+
+
+def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
+    """Reduce one array: the axis goes first, so that every rank's part is one run of memory."""
+    device = arrays.is_device(array)
+    levels = group.levels_of(device)
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    wire, result_dtype = wire_and_result_dtypes(op, native)
+    moved = array.swapaxes(0, axis)
+    rows = shard_bounds(moved.shape[0], levels.world.size)
+    compressing = Compressing.of(options, levels, by_node=True)
+    reduction, divide_by = reduction_of(op, wire, options, levels.world.size, compressing.of_a_shard(wire))
+    own = rows[levels.world.rank + 1] - rows[levels.world.rank]
+    result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
+    shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
+    by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not compressing.everywhere
+    if by_level and not reduction.in_rank_order:
+        _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
+    else:
+        row = int(np.prod(moved.shape[1:], dtype=np.int64))
+        flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
+        reduce_scatter_between_nodes(levels, levels.world, flat, reduction, bounds, shard)
+    if divide_by != 1 or result_dtype != wire:
+        np.divide(shard.reshape(result.shape), divide_by, out=result)
+    back = result.swapaxes(0, axis)
+    return back if back.flags.c_contiguous else back.copy()
+
+
+def _scatter_by_levels(
+    levels: Levels, topology: Topology, moved: Any, rows: Sequence[int], reduction: Reduction, shard: Any
+) -> None:
+    """Reduce and scatter within nodes, then across: S (K - 1) / K bytes per node, the least for K nodes."""
+    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]  # each rank of a node adds a lane
+    row = int(np.prod(moved.shape[1:], dtype=np.int64))
+    work = arrays.empty(moved.shape[0] * row, shard.dtype, arrays.is_device(moved))
+    ends = [0]
+    for rank in order:
+        part = moved[rows[rank] : rows[rank + 1]]
+        ends.append(ends[-1] + part.size)
+        work[ends[-2] : ends[-1]].reshape(part.shape)[...] = part
+    width = topology.num_nodes
+    of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
+    first = topology.local_rank * width
+    bounds = [end - ends[first] for end in ends[first : first + width + 1]]
+    reduce_scatter_between_nodes(levels, levels.across_nodes, of_lane, reduction.rest, bounds, shard)
+
+
+def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:
+    """The array in one run and in the dtype that travels: itself, if it is."""
+    if moved.dtype == wire and moved.flags.c_contiguous:
+        return moved.reshape(-1)
+    work = arrays.empty(moved.shape, wire, device)
+    work[...] = moved
+    return work.reshape(-1)

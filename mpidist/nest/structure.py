@@ -1,0 +1,203 @@
+"""Nests of values, such as lists, dicts and dataclasses: to a flat list of leaves, and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist.nest import keys as nest_keys
+
+__all__ = ["LEAF", "Structure", "flatten", "map_structure", "rebuild"]
+
+# What a nest looks like without its leaves: hashable, and the same on every rank that passed a nest alike. A leaf, or
+# a class, the steps into it (a number of them, or their names), and the parts, unless all of them are leaves.
+Structure = tuple[Any, ...]
+LEAF: Final[Structure] = ("leaf",)
+
+# Told to be leaves by their class alone, so that a list of thousands of arrays needs no walk. Classes of arrays join.
+_LEAVES: Final[set[type]] = {np.ndarray, bool, int, float, complex, str, bytes, type(None)}
+_ARRAY_PROTOCOLS: Final = ("__array__", "__dlpack__", "__cuda_array_interface__")
+
+# One level of a nest: its class, the steps, the children, and what makes such a nest of other children.
+_Opened = tuple[str, Any, Sequence[Any], Callable[[list[Any]], Any]]
+_Opener = Callable[[Any], _Opened | None]
+
+
+def flatten(nest: Any) -> tuple[list[Any], Structure]:
+    """List the leaves of a nest.
+
+    Lists, tuples, named tuples, mappings, dataclasses (but for fields with `metadata={"static": True}`), classes of
+    attrs, and what is registered with `jax.tree_util` are opened. Everything else is a leaf, also `None`, and what
+    contains itself. A mapping is walked by sorted keys, so that ranks which filled it in another order agree; keys
+    that are objects come last, in the mapping's own order: `nest_keys.in_order`.
+
+    Args:
+        nest: The nested value.
+
+    Returns:
+        The leaves, and the structure that compares equal for nests of the same form.
+    """
+    if type(nest) in _LEAVES:
+        return [nest], LEAF
+    leaves: list[Any] = []
+    return leaves, _walk(nest, leaves, ())
+
+
+def rebuild(like: Any, leaves: Sequence[Any]) -> Any:
+    """Put leaves in the places of another nest's leaves.
+
+    Args:
+        like: A nest with as many leaves, as `flatten` took it.
+        leaves: The new leaves, in `flatten`'s order.
+
+    Returns:
+        A nest of the same form and the same classes, with `like`'s order of keys. Of dataclasses, a copy: neither
+        `__init__` nor `__post_init__` runs.
+    """
+    if type(like) in _LEAVES:
+        return leaves[0]
+    if type(like) is list and len(like) == len(leaves) and _LEAVES.issuperset(map(type, like)):
+        return list(leaves)  # the commonest nest
+    return _fill(like, iter(leaves), ())
+
+
+def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Apply a function to every leaf of a nest and keep its form."""
+    leaves, _ = flatten(nest)
+    return rebuild(nest, [function(leaf) for leaf in leaves])
+
+
+def _walk(nest: Any, leaves: list[Any], above: tuple[int, ...]) -> Structure:
+    opened = _open(nest, above)
+    if opened is None:
+        leaves.append(nest)
+        return LEAF
+    name, steps, children, _ = opened
+    if _LEAVES.issuperset(map(type, children)):
+        leaves += children
+        return name, steps
+    if children is not nest:
+        above = (*above, id(nest))
+    parts = [_walk(child, leaves, above) for child in children]
+    return (name, steps) if all(part is LEAF for part in parts) else (name, steps, *parts)
+
+
+def _fill(like: Any, leaves: Iterator[Any], above: tuple[int, ...]) -> Any:
+    opened = _open(like, above)
+    if opened is None:
+        return next(leaves)
+    _, _, children, build = opened
+    if _LEAVES.issuperset(map(type, children)):
+        return build(list(islice(leaves, len(children))))
+    if children is not like:
+        above = (*above, id(like))
+    return build([_fill(child, leaves, above) for child in children])
+
+
+def _open(nest: Any, above: tuple[int, ...]) -> _Opened | None:
+    """Open one level of a nest; `None` for a leaf. `above`: the mappings and objects that it was found in."""
+    kind = type(nest)
+    if kind in _LEAVES or (above and id(nest) in above):
+        return None
+    return _opener(kind)(nest)  # type: ignore[arg-type]  # every class has a hash
+
+
+@lru_cache(1024)
+def _opener(kind: type) -> _Opener:
+    """Find out how values of a class are opened."""
+    name = kind.__name__
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        steps = _steps(kind._fields)
+        return lambda nest: (name, steps, nest, lambda children: kind(*children))
+    if issubclass(kind, (list, tuple)):
+        return lambda nest: (name, len(nest), nest, kind)
+    if issubclass(kind, dict):
+        return _open_mapping
+    if issubclass(kind, Mapping):
+        return partial(_open_registered, _open_mapping)
+    if any(hasattr(kind, protocol) for protocol in _ARRAY_PROTOCOLS):
+        _LEAVES.add(kind)
+        return _no_nest
+    names = _field_names(kind)
+    if names is None:
+        return partial(_open_registered, _no_nest)
+    return partial(_open_registered, partial(_open_fields, names, _steps(names)))
+
+
+def _no_nest(leaf: Any) -> None:
+    """Open a leaf: there is nothing in it."""
+
+
+def _open_mapping(nest: Any) -> _Opened:
+    # A mapping's class is the rank's own affair: `dict` and `OrderedDict` hold the same values.
+    name, steps, keys = nest_keys.in_order(nest)
+    return name, steps, [nest[key] for key in keys], partial(_mapping_of, nest, keys)
+
+
+def _open_fields(names: tuple[str, ...], steps: tuple[str, ...], nest: Any) -> _Opened:
+    return type(nest).__name__, steps, [getattr(nest, name) for name in names], partial(_with_fields, names, nest)
+
+
+def _open_registered(otherwise: _Opener, nest: Any) -> _Opened | None:
+    """Open what its library has registered with JAX, if the program has loaded JAX."""
+    tree_util = sys.modules.get("jax.tree_util")
+    if tree_util is None:
+        return otherwise(nest)
+    branches, treedef = tree_util.tree_flatten_with_path(nest, is_leaf=lambda part: part is not nest)
+    data = treedef.node_data()
+    if data is None:
+        return otherwise(nest)
+    name, steps = type(nest).__name__, _registered_steps([path[0] for path, _ in branches])
+    if isinstance(steps, int):  # then the keys, if there are any, are in what JAX keeps beside the children
+        label = nest_keys.label_of(data[1])
+        name = name if label is None else f"{name} of {label}"
+    return name, steps, [child for _, child in branches], treedef.unflatten
+
+
+def _registered_steps(entries: Sequence[Any]) -> int | tuple[str, ...]:
+    """Write the steps of a registered class as JAX does, but for those that have no name, or a key of no known text."""
+    for entry in entries:
+        key = getattr(entry, "name", getattr(entry, "key", getattr(entry, "idx", None)))
+        if type(entry).__name__ == "FlattenedIndexKey" or nest_keys.label_of(key) is None:
+            return len(entries)
+    return tuple(map(str, entries))
+
+
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Name the fields of a dataclass or a class of attrs that are opened; `None` for any other class."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind) if not field.metadata.get("static"))
+    if hasattr(kind, "__attrs_attrs__"):
+        return tuple(field.name for field in kind.__attrs_attrs__ if not field.metadata.get("static"))
+    return None
+
+
+def _steps(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f".{name}" for name in names)
+
+
+def _with_fields(names: Sequence[str], like: Any, children: list[Any]) -> Any:
+    again = copy(like)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(again, name, child)  # also of a frozen class
+    return again
+
+
+def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any]) -> Any:
+    filled = dict(zip(keys, children, strict=True))
+    in_order = {key: filled[key] for key in like}
+    if type(like) is dict:
+        return in_order
+    if isinstance(like, MutableMapping):  # a copy keeps what its class holds beside the items: a default, say
+        again = copy(like)
+        for key, value in in_order.items():
+            again[key] = value
+        return again
+    return type(like)(in_order)  # type: ignore[call-arg]

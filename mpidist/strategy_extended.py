@@ -1,0 +1,395 @@
+"""The parts of a strategy, put together: what authors of libraries call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from mpidist import contexts
+from mpidist.collectives.all_gather import all_gather
+from mpidist.collectives.raise_together import raise_together
+from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
+from mpidist.replica_context import ReplicaContext
+from mpidist.transport.agreement.agreement import Joining, fingerprint_of
+from mpidist.transport.devices import Device
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.values import local, open_arguments
+
+if TYPE_CHECKING:
+    from mpidist.strategy import Strategy
+    from mpidist.variables import Variable
+
+__all__ = ["StrategyExtended"]
+
+
+@final
+class StrategyExtended:
+    """What a strategy is made of. Every strategy has one of this class; they differ in the parts alone.
+
+    Made by `assemble`, which is collective; the constructor only stores.
+
+    Args:
+        group: The ranks.
+        cross_device_ops: The algorithm, tied to the group.
+        device: This rank's device.
+        devices: Every rank's device.
+        options: The defaults of all calls.
+        per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        cross_device_ops: CrossDeviceOps,
+        device: Device,
+        devices: Sequence[str],
+        options: CommunicationOptions | None = None,
+        per_node_variables: bool = False,
+    ) -> None:
+        self.per_node_variables = per_node_variables
+        self._group = group
+        self._cross_device_ops = cross_device_ops
+        self._device = device
+        self._devices = tuple(devices)
+        self._options = options if options is not None else CommunicationOptions()
+        self._strategy: Strategy | None = None
+        self._num_variables = 0
+        self._num_datasets = 0
+
+    @classmethod
+    def assemble(
+        cls,
+        name: str,
+        group: SyncGroup,
+        cross_device_ops: CrossDeviceOps,
+        device: Device,
+        options: CommunicationOptions | None = None,
+        per_node_variables: bool = False,
+        error: Exception | None = None,
+    ) -> StrategyExtended:
+        """Tie the parts of a strategy to its ranks. Collective.
+
+        Args:
+            name: The strategy's class.
+            group: The ranks.
+            cross_device_ops: The algorithm.
+            device: This rank's device, which becomes the current one.
+            options: The defaults of all calls.
+            per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
+            error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+
+        Raises:
+            InvalidArgumentError: If the ranks chose other parts. On every rank.
+            TypeError: If `cross_device_ops` is something else.
+            UnavailableError: If `options` cannot be followed on this machine.
+        """
+        bound = cross_device_ops
+        fields = {"strategy": name, "per_node_variables": str(per_node_variables)}
+        try:
+            if not isinstance(cross_device_ops, CrossDeviceOps):
+                raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
+            bound = cross_device_ops.bound_to(group, options)
+            device.use()
+            fields["cross_device_ops and options"] = str(bound.configuration)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = error or problem
+        try:
+            group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
+            group.agreement.end()
+        except Exception:  # on all ranks
+            group.close()
+            raise
+        devices = group.agreement.exchange(f"/rank:{group.topology.rank}{device}")
+        return cls(group, bound, device, devices, options, per_node_variables)
+
+    def adopt(self, strategy: Strategy) -> None:
+        """Say whose parts these are."""
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose parts these are."""
+        if self._strategy is None:
+            raise RuntimeError("these parts belong to no strategy yet")
+        return self._strategy
+
+    @property
+    def group(self) -> SyncGroup:
+        """The ranks, their topology and communicators."""
+        return self._group
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The algorithm that combines values, tied to this strategy's ranks."""
+        return self._cross_device_ops
+
+    @property
+    def device(self) -> Device:
+        """This rank's device."""
+        return self._device
+
+    @property
+    def local_devices(self) -> tuple[str, ...]:
+        """This rank's device, in a tuple of one."""
+        return (self._devices[self._group.topology.rank],)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that compute: one per rank, `"/rank:1/cpu:0"`."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables: those that compute."""
+        return self._devices
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce one value of every rank to the destinations: `CrossDeviceOps.reduce`. Collective."""
+        self.require_cross_replica("reduce_to")
+        options = options_or_hints(options, experimental_hints)
+        return self._cross_device_ops.reduce(reduce_op, value, destinations, options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce many values at once: `CrossDeviceOps.batch_reduce`. Collective."""
+        self.require_cross_replica("batch_reduce_to")
+        options = options_or_hints(options, experimental_hints)
+        return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
+
+    def broadcast_to(self, value: Any, destinations: Any) -> Any:
+        """Send rank 0's value to the destinations: `CrossDeviceOps.broadcast`. Collective."""
+        self.require_cross_replica("broadcast_to")
+        return self._cross_device_ops.broadcast(value, destinations)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(var, *args, **kwargs)` on every rank, for the rank's own copy of a variable. Local.
+
+        Inside the function, assignments to the variable change this rank's copy alone.
+
+        Args:
+            var: A variable of this strategy.
+            fn: The function.
+            args: Its arguments after the variable; distributed values are opened to this rank's component.
+            kwargs: Its keyword arguments, likewise.
+            group: `False` returns a tuple of this rank's results.
+
+        Returns:
+            What the function returned on this rank.
+
+        Raises:
+            ValueError: If the variable is not this strategy's.
+            RuntimeError: If another strategy is current.
+        """
+        self._require_own("update", var)
+        self.require_not_mixed("update")
+        entry = contexts.Entry(self.strategy, updating=True)
+        result = contexts.called(entry, fn, var, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+        return result if group else (result,)
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function in replica context: what `Strategy.run` does. Local."""
+        self.require_cross_replica("run")
+        context = ReplicaContext(self.strategy, self._group.topology.rank)
+        entry = contexts.Entry(self.strategy, context)
+        return contexts.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+
+    @contextmanager
+    def colocate_vars_with(self, var: Variable) -> Iterator[None]:
+        """Create variables where another one lives: here, on every rank, as all of this strategy's are. Local.
+
+        Raises:
+            ValueError: If the variable is not this strategy's.
+            RuntimeError: Outside the strategy's scope.
+        """
+        self._require_own("colocate_vars_with", var)
+        entry = contexts.innermost()
+        if entry is None or entry.strategy is not self._strategy:
+            raise RuntimeError("colocate_vars_with: need to be inside `with strategy.scope():`")
+        yield
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable or distributed value that a component belongs to: itself, as a rank has one."""
+        return value
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether a variable was created in this strategy's scope. Local."""
+        return getattr(v, "strategy", None) is self._strategy
+
+    def next_variable_name(self) -> str:
+        """Return a name for a variable that was given none: the same on every rank."""
+        return f"variable_{self._num_variables}" if self._num_variables else "variable"
+
+    def agree_on_variable(self, fields: Mapping[str, str], takes_name: bool, error: Exception | None) -> None:
+        """Agree on a new variable; only then is the next name used up, or ranks would differ for ever. Collective."""
+        self.agree("Variable", fields, error)
+        self._num_variables += takes_name
+
+    def next_dataset_number(self) -> int:
+        """Return the number of a new data set: the same on every rank that makes the same data sets. Local."""
+        number, self._num_datasets = self._num_datasets, self._num_datasets + 1
+        return number
+
+    def symmetric_empty(
+        self, specs: Sequence[tuple[Any, Any]], per_node: bool, error: Exception | None = None
+    ) -> list[Any]:
+        """Allocate arrays, of a shape and a dtype each, that all ranks of a node can reach. Collective.
+
+        They lie in one window. See `Strategy.symmetric_empty`.
+        """
+        native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        try:
+            native = [_shared_spec(shape, dtype) for shape, dtype in specs]
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = error or problem
+        fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
+        self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
+        return list(self._group.shared.empty(native, per_node))
+
+    def copy_per_node(self, value: Any) -> Any:
+        """Copy an array into memory that all ranks of a node share. Collective."""
+        (place,) = self.symmetric_empty([(value.shape, value.dtype)], per_node=True)
+        self._group.shared.write(place, value)
+        return place
+
+    def write_per_node(self, name: str, write: Callable[[], None], error: Exception | None = None) -> None:
+        """Let the first rank of each node write a variable that its ranks share. Collective.
+
+        Args:
+            name: The variable.
+            write: Writes it, when no rank reads the old value any more.
+            error: What is wrong with this rank's arguments: it is raised on all ranks.
+        """
+        call = f"writing of variable {name!r}"
+        self._group.enter(call)
+        with self._group.moving():
+            fingerprint = self._group.agreement.fingerprint(call, (), dict)
+            self._group.agree(Joining(call, fingerprint, dict, self._options.timeout_seconds, error))
+            self._group.shared.change(write)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
+        self._group.close(self._options.timeout_seconds, error)
+
+    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, word: int = 0) -> bool:
+        """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
+
+        Args:
+            call: The name of the call.
+            fields: What must be the same on all ranks, by name.
+            error: What is wrong with this rank's part of the call.
+            word: What ranks may differ in, but want to know of: 0 on all ranks, or on none.
+
+        Returns:
+            Whether all ranks have the same `word`.
+
+        Raises:
+            InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
+        """
+        self._group.enter(call)
+        timeout_seconds = self._options.timeout_seconds
+        fingerprint = fingerprint_of((call, sorted(fields.items())))
+        is_alike = self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error, word))
+        self._group.agreement.end()
+        return is_alike
+
+    def raise_together(self, what: str) -> AbstractContextManager[None]:
+        """Let an exception of one rank be everybody's: `Strategy.raise_together`. Collective."""
+        return raise_together(self._group, what, self._options.timeout_seconds)
+
+    def all_gather(
+        self,
+        call: str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None,
+        error: Exception | None = None,
+    ) -> Any:
+        """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
+        merged, problem = self._merge(options)
+        return all_gather(self._group, call, value, axis, merged, error or problem)
+
+    def reduce_scatter(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None
+    ) -> Any:
+        """Reduce, and give each rank its part: `ReplicaContext.reduce_scatter`. Collective."""
+        merged, error = self._merge(options)
+        return reduce_scatter(self._group, "reduce_scatter", reduce_op, value, axis, merged, error)
+
+    def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
+        """Join a call's options to the strategy's; what is wrong with them, all ranks must learn."""
+        try:
+            return self._options.merge(options), None
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            return self._options, problem
+
+    def require_cross_replica(self, call: str, hint: str = "") -> None:
+        """Refuse a call from inside `run`, from another strategy's scope, or after `close`.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        self._group.require_open(call)
+        entry = contexts.innermost()
+        if entry is None:
+            return
+        self.require_not_mixed(call)
+        if entry.replica_context is not None:
+            raise RuntimeError(
+                f"{call} requires being in cross-replica context, and was called inside the function of "
+                f"strategy.run(){'; ' + hint if hint else ''}"
+            )
+
+    def require_not_mixed(self, call: str) -> None:
+        """Refuse a call while another strategy is current.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        entry = contexts.innermost()
+        if entry is not None and entry.strategy is not self._strategy:
+            raise RuntimeError(
+                f"{call}: mixing different strategies; {entry.strategy} is current, and this call is of "
+                f"{self._strategy}"
+            )
+
+    def _require_own(self, call: str, var: Any) -> None:
+        if not self.variable_created_in_scope(var):
+            raise ValueError(f"{call}: {local(var)!r} is not a variable that was created in this strategy's scope")
+
+
+def _shared_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+    native = np.dtype(dtype)
+    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
+        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+    return dims, native

@@ -1,0 +1,1 @@
+"""Do all ranks make the same call? Asked before data moves."""

@@ -1,0 +1,113 @@
+"""One comparison of all ranks at a time: has everybody come, and with the same words?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.shared_memory.window import NodeBarrier
+
+__all__ = ["MpiRounds", "NodeRounds", "Rounds"]
+
+
+class Rounds(ABC):
+    """Rounds in which each rank shows two whole numbers of 63 bits.
+
+    Attributes:
+        is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
+    """
+
+    is_node_barrier = False
+
+    @abstractmethod
+    def start(self, fingerprint: int, placement: int) -> None:
+        """Join a round. Local."""
+
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether all ranks have joined. Local; asked until it says True."""
+
+    @abstractmethod
+    def is_equal(self) -> tuple[bool, bool]:
+        """Whether all ranks showed the same fingerprint, and the same placement, in the round that is complete."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """List the ranks that have not joined; none where this cannot be told."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[Any, ...]:
+        """What MPI may still write when a round is left before it is complete."""
+
+
+@final
+class MpiRounds(Rounds):
+    """One all-reduce of 32 bytes a round, on any ranks.
+
+    Args:
+        comm: The ranks. It stays its owner's.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm
+        self._max = load_mpi().MAX
+        self._sent = np.zeros(4, np.int64)
+        self._received = np.zeros(4, np.int64)
+        self._request: Any = None
+        self._is_complete = True
+
+    def start(self, fingerprint: int, placement: int) -> None:
+        self._sent[:] = fingerprint, -fingerprint, placement, -placement
+        self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
+        self._is_complete = False
+
+    def is_complete(self) -> bool:
+        self._is_complete = self._is_complete or self._request.Test()  # a request can be completed only once
+        return self._is_complete
+
+    def is_equal(self) -> tuple[bool, bool]:
+        most, least, far, near = self._received.tolist()
+        return most == -least, far == -near
+
+    def missing(self) -> list[int]:
+        return []
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        return self._request, self._sent, self._received
+
+
+@final
+class NodeRounds(Rounds):
+    """One barrier in shared memory a round, on the ranks of one node. No message.
+
+    Args:
+        barrier: The node's barrier.
+    """
+
+    is_node_barrier = True
+
+    def __init__(self, barrier: NodeBarrier) -> None:
+        self._barrier = barrier
+        self.is_complete = barrier.passed  # type: ignore[method-assign]  # a call less, where ranks spin
+
+    def start(self, fingerprint: int, placement: int) -> None:
+        self._barrier.show(fingerprint, placement)
+        self._barrier.post()
+
+    def is_complete(self) -> bool:
+        return self._barrier.passed()
+
+    def is_equal(self) -> tuple[bool, bool]:
+        return self._barrier.shows_the_same()
+
+    def missing(self) -> list[int]:
+        return self._barrier.missing()
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        return ()

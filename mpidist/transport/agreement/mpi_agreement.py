@@ -1,0 +1,220 @@
+"""The agreement of MPI ranks: one round of comparison per call, and one more when a deadline is set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.agreement.agreement import Agreement, Arrival, Joining, fingerprint_of
+from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
+from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
+from mpidist.transport.failures.failure_notes import BROKE_OFF
+from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.text import text_of
+from mpidist.transport.waiting import never_free, poll
+
+__all__ = ["MpiAgreement"]
+
+
+@final
+class MpiAgreement(Agreement):
+    """The agreement of MPI ranks.
+
+    Args:
+        comm: A communicator for this object and its watch alone, which it frees.
+        watch: Looks after those that this rank waits for.
+        check: Whether to compare calls that need no round otherwise. A call with a deadline still waits for all ranks,
+            and ranks of one node meet in their barrier, which compares for nothing.
+        timeout_seconds: The group's own deadline, or `None`.
+        rounds: How ranks compare; by default over `comm`.
+        sequence: The number of the last call before this object was made.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        watch: Watch,
+        check: bool = True,
+        timeout_seconds: float | None = None,
+        rounds: Rounds | None = None,
+        sequence: int = 0,
+    ) -> None:
+        super().__init__()
+        comm.Set_name("mpidist.agreement")
+        self._comm = comm
+        self._watch = watch
+        self._rounds = MpiRounds(comm) if rounds is None else rounds
+        self._has_round_for_all = check or self.is_node_barrier
+        self._timeout_seconds = timeout_seconds
+        self.sequence = sequence
+        self._confirms = False  # whether this call has a second round
+        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
+        self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
+        self._note_agreed = watch.recorder.agree
+        self.end = watch.recorder.end  # type: ignore[method-assign]  # a call less, after every call
+        self.require_peers = watch.look  # type: ignore[method-assign]
+
+    def arrive(self, joining: Joining) -> Arrival:
+        call, fingerprint, describe, timeout_seconds, error, placement, details, leaves = joining
+        watch = self._watch
+        if watch.broken is not None:
+            raise self._again(watch.broken)
+        self.sequence += 1
+        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        watch.begin(self.sequence, call, details, timeout)
+        if not self._has_round_for_all and not leaves:
+            if error is not None:  # the other ranks may move data at once: only a note can reach them
+                self.break_off(error)
+                return Arrival(call, describe, timeout, error, compares=False)
+            if not timeout and placement == 0:  # which is 0 on all ranks, or on none
+                return Arrival(call, describe, timeout, error, compares=False)
+        if error is not None:
+            fingerprint = fingerprint_of(("error", call, repr(error)))
+        if timeout or leaves:
+            watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
+        self._found, self._confirms = None, bool(timeout)
+        self._rounds.start(fingerprint ^ bool(timeout), placement)
+        return Arrival(call, describe, timeout, error, leaves)
+
+    def have_all_arrived(self) -> bool:
+        if not self._rounds.is_complete():
+            return False
+        if self._found is None:
+            self._found = self._rounds.is_equal()
+            if self._confirms and self._found[0]:
+                self._watch.meet()
+                # A rank that comes after others gave up completes the first round, but waits in vain in this one.
+                self._rounds.start(0, 0)
+                return self._rounds.is_complete()
+        return True
+
+    def is_alike(self, arrival: Arrival) -> bool:
+        return not arrival.compares or (self._found or self._rounds.is_equal())[0]
+
+    def conclude(self, arrival: Arrival) -> bool:
+        error = arrival.error
+        if error is not None:
+            self._refused = error
+        if not arrival.compares:
+            if error is not None:
+                self._watch.recorder.fail()
+                raise error
+            self._note_agreed()
+            return True
+        have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
+        if not have_arrived():
+            if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
+                raise self._again(self._watch.broken)
+            self._watch.limit(arrival.timeout)
+            self._wait(have_arrived, lambda: self._rounds.memory, arrival.call)
+        equal, same_placement = self._found or self._rounds.is_equal()
+        if not equal:
+            self._explain(arrival)
+        if error is not None:
+            self._watch.recorder.fail()
+            vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+            raise error
+        self._note_agreed()
+        return same_placement
+
+    @property
+    def is_node_barrier(self) -> bool:
+        return self._rounds.is_node_barrier
+
+    def break_off(self, error: BaseException) -> None:
+        self._watch.recorder.fail()
+        is_everybodys = vars(error).get("raised_on_all_ranks", False)  # so all ranks go on alike
+        if self.broken is None and error is not self._refused and not is_everybodys:
+            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watch.broken = RuntimeError(
+                f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
+            )
+
+    def has_raised(self, error: BaseException) -> bool:
+        return self.broken is not None or error is self._refused
+
+    def any_of(self, flags: int) -> int:
+        mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
+        request = self._comm.Iallreduce(mine, united, load_mpi().BOR)
+        self._wait(request.Test, lambda: (request, mine, united), "any_of")
+        return int(united[0])
+
+    def exchange(self, item: Any) -> list[Any]:
+        """See `Agreement.exchange`. Polled, as everything here: ranks may be gone for ever."""
+        text = np.frombuffer(pickle.dumps(item), np.uint8)
+        length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
+        request = self._comm.Iallgather(length, lengths)
+        self._wait(request.Test, lambda: (request, length, lengths), "exchange")
+        sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
+        sent[: text.size] = text
+        second = self._comm.Iallgather(sent, received)
+        self._wait(second.Test, lambda: (second, sent, received), "exchange")
+        return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
+
+    def end(self) -> None:
+        self._watch.recorder.end()
+
+    def require_peers(self) -> bool:
+        return self._watch.look()
+
+    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+        self._watch.restart(since)
+        if arrival is not None:
+            self._watch.limit(arrival.timeout)
+
+    @property
+    def broken(self) -> Exception | None:
+        return self._watch.broken
+
+    def free(self) -> None:
+        notes = self._watch.settle()
+        if self.any_of(any(notes.sent)):  # long waits that ended well
+            notes.take(self.exchange(notes.sent), self._watch.look)
+        self._comm.Free()
+
+    def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
+        """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
+        try:
+            poll(test, self._watch.look)
+        except BaseException as error:
+            never_free(memory())
+            if isinstance(error, (DeadlineExceededError, PeerFailedError)):
+                raise
+            # Ctrl-C while waiting: the others may see this call completed
+            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watch.broken = RuntimeError(
+                f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
+            )
+            raise
+
+    def _explain(self, arrival: Arrival) -> None:
+        """Raise what all ranks raise whose calls differ; ranks that leave raise nothing. Collective."""
+        error = arrival.error
+        fields = {"call": arrival.call, "timeout": "set" if arrival.timeout else "none"}
+        if error is not None:
+            fields["error"] = f"{type(error).__name__}: {error}"
+        elif not arrival.leaves:
+            fields.update(arrival.describe())
+        told = self.exchange((arrival.leaves, fields))
+        everyone = [fields for _, fields in told]
+        leavers = [rank for rank, (leaves, _) in enumerate(told) if leaves]
+        if leavers and len(leavers) < len(everyone):
+            self._watch.broken = peer_left(everyone, leavers, self.sequence)
+            if not arrival.leaves:
+                raise self._watch.broken
+        if arrival.leaves:
+            return
+        self._watch.recorder.fail()
+        if error is not None and have_same_kind_of_error(everyone):
+            vars(error)["raised_on_all_ranks"] = True  # in the words of each rank: printing one will do
+            raise error
+        self._refused = problem = differing(everyone, self.sequence)
+        raise problem
+
+    def _again(self, first: Exception) -> Exception:
+        return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")

@@ -1,0 +1,339 @@
+"""What an all-reduce costs, by formula: which algorithm to take, and in what chunks.
+
+Alpha-beta models: a step costs a latency and the bytes that it moves. All is computed from a few measured numbers and
+the placement of the ranks, alike on all ranks; nothing here communicates.
+
+In the formulas: n bytes; K nodes of G ranks, P in all; L lanes, the ranks of each node that add (those that every node
+has); m, what of n is in one chunk. Times are in seconds, sizes in bytes.
+
+Sources: Hockney, "The communication challenge for MPP", Parallel Computing 1994 (alpha and beta); Thakur, Rabenseifner
+and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005 (steps and bytes of MPI's own).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Final, TypeAlias, final
+
+from mpidist.transport.text import size_text
+
+__all__ = ["ALGORITHMS", "NEVER", "CostModel", "Placement", "name_placement"]
+
+Placement: TypeAlias = tuple[int, ...]  # number of ranks of each node
+
+NEVER: Final = 1 << 62  # bytes: more than any array has
+
+_LEAST_CHUNK: Final = 512 << 10
+_MOST_CHUNK: Final = 2 << 20
+_LEAST_SHARD: Final = 32 << 10
+_LINE: Final = 128  # bytes, as in node_memory
+_LEADER_BYTES: Final = 16 << 10  # as in HierarchicalCopyAllReduce
+_LEAST_DEPTH, _MOST_DEPTH = 2, 8
+_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: where thresholds are looked for
+_LATENCY_SHARE: Final = 0.1  # of a shard's time on the link
+_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # whatever the unit: their products stay finite
+
+
+@final
+@dataclass(frozen=True)
+class CostModel:
+    """The speeds of a machine, and what follows from them.
+
+    Attributes:
+        sync_seconds: One barrier in shared memory.
+        call_seconds: One call of NumPy.
+        pipeline_seconds: Python of one pipelined call.
+        copy_bytes_per_second: A copy in the cache, all ranks busy.
+        stream_bytes_per_second: A copy out of the cache, all ranks busy.
+        add_bytes_per_second: Adding one array to another.
+        mpi_seconds: One message of MPI within a node; between nodes, the processor's time for one.
+        mpi_bytes_per_second: MPI's own messages within a node, per rank.
+        link_seconds: Latency of one message between nodes.
+        link_bytes_per_second: A node's link, in each direction at once, shared by its ranks.
+        cache_bytes: The cache that the ranks of a node share.
+    """
+
+    sync_seconds: float = 1.5e-6
+    call_seconds: float = 0.5e-6
+    pipeline_seconds: float = 15e-6
+    copy_bytes_per_second: float = 12e9
+    stream_bytes_per_second: float = 8e9
+    add_bytes_per_second: float = 10e9
+    mpi_seconds: float = 2e-6
+    mpi_bytes_per_second: float = 3.5e9
+    link_seconds: float = 20e-6
+    link_bytes_per_second: float = 1.25e9
+    cache_bytes: float = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+                raise ValueError(
+                    f"{name} must be a positive number, {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}, got {value!r}"
+                )
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: If it is something else.
+        """
+        values = json.loads(text)
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"a cost model has {', '.join(sorted(names))}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Write all numbers as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def seconds(self, algorithm: str, nbytes: int, placement: Placement) -> float:
+        """Predict the time of an all-reduce of an array of the caller's.
+
+        Args:
+            algorithm: One of `ALGORITHMS`. `"one_round"` is for one node.
+            nbytes: Size of the array.
+            placement: Number of ranks of each node.
+        """
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+        if not placement or min(placement) < 1 or nbytes < 0:
+            raise ValueError(f"there is no all-reduce of {nbytes} bytes among nodes of {placement} ranks")
+        if sum(placement) == 1:
+            return nbytes / self.stream_bytes_per_second
+        return ALGORITHMS[algorithm](self, nbytes, placement)
+
+    def choose(self, nbytes: int, placement: Placement) -> str:
+        """Name the faster of the algorithms that mpidist has for a placement."""
+        if len(placement) == 1:
+            return "one_round" if nbytes <= self.one_round_bytes(placement) else "pipeline"
+        return "pipeline" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
+
+    def one_round_bytes(self, placement: Placement) -> int:
+        """Size up to which one round beats the pipeline: the power of two next to it. 0 across nodes."""
+        if len(placement) > 1:
+            return 0
+        size = 1 << (self.chunk_bytes(placement).bit_length() - 1)
+        while size >= _SMALLEST and not self._beats("one_round", "pipeline", round(size / math.sqrt(2)), placement):
+            size //= 2
+        return size if size >= _SMALLEST else 0
+
+    def least_bytes(self, placement: Placement) -> int:
+        """Size, a power of two, from which on the pipeline beats what is done without it: node, nodes, node in turn.
+
+        `NEVER` if it does not. 0 on one node.
+        """
+        if len(placement) == 1:
+            return 0
+        size = _LARGEST
+        while size >= _SMALLEST and self._beats("pipeline", _staged(size, placement), size, placement):
+            size //= 2
+        return 2 * size if size < _LARGEST else NEVER
+
+    def chunk_bytes(self, placement: Placement) -> int:
+        """Size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
+
+        Within these bounds, every lane has 32 KiB of it, and between nodes a latency is at most a tenth of a chunk's
+        time on the link, 2 m (K - 1) / K / link.
+        """
+        nodes = len(placement)
+        size = _LEAST_SHARD * min(placement)
+        if nodes > 1:
+            across = self.link_seconds * self.link_bytes_per_second / _LATENCY_SHARE
+            size = max(size, math.ceil(across * nodes / (2 * (nodes - 1))))
+        return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // _LINE) * _LINE
+
+    def depth(self, placement: Placement) -> int:
+        """How many shards a lane has under way between nodes: 2 to 8. 0 on one node.
+
+        As many as are added while one is under way, 2 latencies and its time on the link; and one that waits.
+        """
+        if len(placement) == 1:
+            return 0
+        chunk = self.chunk_bytes(placement)
+        link = self._link(chunk, len(placement))
+        under_way = 2 * self.link_seconds + link
+        return min(
+            max(1 + math.ceil(under_way / max(link, self._chunk_work(chunk, placement))), _LEAST_DEPTH), _MOST_DEPTH
+        )
+
+    def explain(self, placement: Placement) -> str:
+        """Say in a table which algorithm is taken from which size on, and why."""
+        return _explain(self, placement)
+
+    def _beats(self, one: str, other: str, nbytes: int, placement: Placement) -> bool:
+        return self.seconds(one, nbytes, placement) <= self.seconds(other, nbytes, placement)
+
+    def _copy(self, moved: float, nbytes: int, ranks: int) -> float:
+        """Copy `moved` bytes of arrays of n bytes: out of the cache if those of all ranks do not fit in."""
+        fits = nbytes * ranks <= self.cache_bytes
+        return moved / (self.copy_bytes_per_second if fits else self.stream_bytes_per_second)
+
+    def _link(self, nbytes: float, nodes: int) -> float:
+        """Time that the bytes of the least all-reduce across nodes keep a link busy: 2 n (K - 1) / K / link."""
+        return 2 * nbytes * (nodes - 1) / nodes / self.link_bytes_per_second
+
+    def _tree(self, nbytes: float, ranks: int, latency: float, rate: float) -> float:
+        """MPI's own all-reduce among P ranks: the better of log P steps of n, and 2 log P of 2 n (P - 1) / P in all."""
+        steps = math.ceil(math.log2(ranks))
+        doubling = steps * (latency + nbytes / rate + nbytes / self.add_bytes_per_second)
+        share = nbytes * (ranks - 1) / ranks
+        return min(doubling, 2 * steps * latency + 2 * share / rate + share / self.add_bytes_per_second)
+
+    def _chunk_work(self, chunk: int, placement: Placement) -> float:
+        """What a rank does for one chunk of m bytes, messages across nodes included: `_work` of m."""
+        return self._work(chunk, 1, placement)
+
+    def _work(self, nbytes: int, chunks: int, placement: Placement) -> float:
+        """What a rank does of a pipeline, seconds.
+
+        Copies n (L - 1) / L in, adds n / L from G places, copies n out; a barrier and 3 + 2 G calls a chunk. Between
+        nodes, for each chunk, it sends 2 (K - 1) messages, and adds n / L / K from K - 1 places.
+        """
+        lanes, ranks, nodes = min(placement), max(placement), len(placement)
+        copied = self._copy(nbytes * (lanes - 1) / lanes + nbytes, nbytes, ranks)
+        added = nbytes / lanes * (ranks + (nodes - 1) / nodes) / self.add_bytes_per_second
+        of_chunk = self.sync_seconds + (3 + 2 * ranks) * self.call_seconds + 2 * (nodes - 1) * self.mpi_seconds
+        return copied + added + chunks * of_chunk
+
+    def _one_round(self, nbytes: int, placement: Placement) -> float:
+        """Copy n, a barrier, read G n; 1 + G calls. There is none across nodes."""
+        if len(placement) > 1:
+            return math.inf
+        ranks = placement[0]
+        added = ranks * nbytes / self.add_bytes_per_second
+        return self._copy(nbytes, nbytes, ranks) + self.sync_seconds + added + (1 + ranks) * self.call_seconds
+
+    def _pipeline(self, nbytes: int, placement: Placement) -> float:
+        """The longer of a rank's work and the link's; the other of them for one chunk, to fill and drain; 2 latencies.
+
+        With d shards in flight, a chunk takes no less than a d-th of the time that one is under way.
+        """
+        nodes, chunk = len(placement), self.chunk_bytes(placement)
+        chunks = max(1, math.ceil(nbytes / chunk))
+        seconds = self.pipeline_seconds + self.sync_seconds
+        work = self._work(nbytes, chunks, placement)
+        if nodes == 1:
+            return seconds + work
+        first = min(nbytes, chunk)
+        under_way = (2 * self.link_seconds + self._link(first, nodes)) / self.depth(placement)
+        fill = min(self._chunk_work(first, placement), self._link(first, nodes))
+        return seconds + max(work, self._link(nbytes, nodes), chunks * under_way) + fill + 2 * self.link_seconds
+
+    def _mpi(self, nbytes: int, placement: Placement) -> float:
+        """`MPI_Allreduce` of all ranks: the better of recursive doubling, and halving within nodes, then across."""
+        within = self._tree(nbytes, max(placement), self.mpi_seconds, self.mpi_bytes_per_second)
+        halving = within + self._tree_across(nbytes, len(placement))
+        return min(self._recursive_doubling(nbytes, placement), halving)
+
+    def _tree_across(self, nbytes: float, nodes: int) -> float:
+        return self._tree(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
+
+    def _leader(self, nbytes: int, placement: Placement) -> float:
+        """Reduce in shared memory, as a pipeline does; MPI's own all-reduce among the K leaders; a copy in and out."""
+        across = self._tree_across(nbytes, len(placement))
+        if max(placement) == 1:
+            return across
+        broadcast = self.pipeline_seconds + self.sync_seconds + self._copy(nbytes, nbytes, max(placement))
+        return self._pipeline(nbytes, (max(placement),)) + across + broadcast
+
+    def _ring(self, nbytes: int, placement: Placement) -> float:
+        """2 (P - 1) steps of n / P bytes each, all at the pace of the slowest link."""
+        ranks = sum(placement)
+        message = self.mpi_seconds + nbytes / ranks / self.mpi_bytes_per_second
+        if len(placement) > 1:
+            message = max(message, self.link_seconds + nbytes / ranks / self.link_bytes_per_second)
+        return (ranks - 1) * (2 * message + nbytes / ranks / self.add_bytes_per_second)
+
+    def _recursive_doubling(self, nbytes: int, placement: Placement) -> float:
+        """Log G steps of n bytes within nodes, and log K across, in which the ranks of a node share its link."""
+        within, across = (math.ceil(math.log2(count)) for count in (max(placement), len(placement)))
+        shared = nbytes * max(placement) / self.link_bytes_per_second
+        seconds = within * (self.mpi_seconds + nbytes / self.mpi_bytes_per_second)
+        return seconds + across * (self.link_seconds + shared) + (within + across) * nbytes / self.add_bytes_per_second
+
+    def _hierarchical(self, nbytes: int, placement: Placement) -> float:
+        """Within nodes, across, and within again, in turn: the pipeline's work in two calls, and MPI's own across."""
+        across = self._tree_across(nbytes, len(placement))
+        if max(placement) == 1:
+            return across
+        return self._pipeline(nbytes, (max(placement),)) + across + self.pipeline_seconds + self.sync_seconds
+
+
+ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
+    "one_round": CostModel._one_round,
+    "pipeline": CostModel._pipeline,
+    "leader": CostModel._leader,
+    "hierarchical": CostModel._hierarchical,
+    "mpi": CostModel._mpi,
+    "ring": CostModel._ring,
+    "recursive_doubling": CostModel._recursive_doubling,
+}
+
+
+def _staged(nbytes: int, placement: Placement) -> str:
+    """Name what `HierarchicalCopyAllReduce` does by itself: small arrays, and uneven nodes, go through a leader."""
+    is_even = len(set(placement)) == 1 < placement[0]
+    return "hierarchical" if is_even and nbytes > _LEADER_BYTES else "leader"
+
+
+def name_placement(placement: Placement) -> str:
+    """Say how many ranks and nodes there are, for people."""
+    ranks, nodes = sum(placement), len(placement)
+    text = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    if nodes == 1:
+        return text
+    if len(set(placement)) == 1:
+        return f"{text}, {placement[0]} on each"
+    return f"{text}, {min(placement)} to {max(placement)} on each"
+
+
+def _explain(model: CostModel, placement: Placement) -> str:
+    nodes, ranks = len(placement), sum(placement)
+    if ranks == 1:
+        return "1 rank: nothing to reduce."
+    lines = [f"Predicted for {name_placement(placement)}:"]
+    names = ("one_round", "pipeline", "mpi") if nodes == 1 else ("leader", "hierarchical", "pipeline", "mpi")
+    lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
+    for power in range(10, 31, 2):
+        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
+        lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
+    lines += _reasons(model, placement)
+    return "\n".join(lines)
+
+
+def _reasons(model: CostModel, placement: Placement) -> list[str]:
+    chunk = model.chunk_bytes(placement)
+    if len(placement) == 1:
+        limit = model.one_round_bytes(placement)
+        return [
+            f"one_round to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
+            f"pipeline above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
+        ]
+    least = model.least_bytes(placement)
+    start = (
+        "pipeline never: its messages cost more than they save."
+        if least == NEVER
+        else (
+            f"pipeline from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
+        )
+    )
+    link, chunk_text = model._link(chunk, len(placement)), size_text(chunk)
+    return [
+        start,
+        "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
+        f"chunks of {chunk_text}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
+        f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
+    ]
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

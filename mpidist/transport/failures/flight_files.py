@@ -1,0 +1,112 @@
+"""Flight recorders on disk: a file per rank, written when a call fails, a program crashes, or somebody asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+from mpidist.transport.failures.flight_recorder import FlightEntry
+
+__all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
+
+FILE_VERSION: Final = 1
+_MOMENT_SECONDS: Final = 10.0
+_FOLDER: Final = "mpidist-flight"
+
+
+@final
+class GroupFlight(NamedTuple):
+    """The calls of one rank in one group.
+
+    Attributes:
+        group: A name that all its ranks know the group by.
+        rank: The rank in the group.
+        size: How many ranks the group has.
+        process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
+        entries: Its last calls, oldest first.
+    """
+
+    group: str
+    rank: int
+    size: int
+    process: str
+    entries: Sequence[FlightEntry]
+
+
+def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
+    """Choose the folder of a job's files: in `MPIDIST_FLIGHT_DIR`, by default `mpidist-flight` in the current folder.
+
+    Args:
+        environ: The environment. `MPIDIST_FLIGHT_DIR=off` is for no files.
+        token: A name for jobs that no scheduler named.
+    """
+    parent = environ.get("MPIDIST_FLIGHT_DIR", "").strip() or _FOLDER
+    try:
+        return None if parent == "off" else Path(parent).absolute() / environ.get("SLURM_JOB_ID", token)
+    except FileNotFoundError:  # the current folder is gone
+        return None
+
+
+def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], written_by: int) -> None:
+    """Write what is known of a rank, in place of what was written of it before.
+
+    Args:
+        folder: Made if it is not there.
+        world_rank: The rank in the world, which names the file.
+        reason: Why it is written, for people.
+        groups: Its calls.
+        written_by: The rank in the world that writes: another one of its node, where it cannot do so itself.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    wall = time.time() - time.monotonic()  # the recorder's clock is that of the node
+    flights = [_group(flight, wall) for flight in groups]
+    told: dict[str, Any] = {
+        "version": FILE_VERSION,
+        "world_rank": world_rank,
+        "written_by": written_by,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "reason": reason,
+        "groups": flights,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{world_rank}.json"
+    if written_by != world_rank and _has_just_written(path, world_rank):
+        return  # it knows more of itself than a neighbour does
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(told))
+    partial.replace(path)  # nobody reads half of it
+
+
+def _has_just_written(path: Path, rank: int) -> bool:
+    """Whether a rank has written its file itself, a moment ago."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(told["written_by"] == rank and time.time() - told["time"] < _MOMENT_SECONDS)
+
+
+def _group(flight: GroupFlight, wall: float) -> dict[str, Any]:
+    calls = [
+        [its.sequence, its.call, its.details, its.state, *(round(_wall(at, wall), 6) for at in its[3:])]
+        for its in flight.entries
+    ]
+    return {
+        "group": flight.group,
+        "rank": flight.rank,
+        "size": flight.size,
+        "process": flight.process,
+        "calls": calls,
+    }
+
+
+def _wall(nanoseconds: int, wall: float) -> float:
+    return abs(nanoseconds) / 1e9 + wall if nanoseconds else 0.0

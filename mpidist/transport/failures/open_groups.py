@@ -1,0 +1,246 @@
+"""The groups that this process is in, and what becomes of them when it ends, fails or is forked."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.failures import job_abort as on_error
+from mpidist.transport.failures.flight_files import GroupFlight, write_flight
+from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.text import count_text, last_line, text_of
+
+__all__ = [
+    "OpenGroup",
+    "add",
+    "advance_others",
+    "forget",
+    "hear_end_of_a_lower_rank",
+    "is_thread_of_a_group",
+    "keep_flights",
+    "note_unbuilt",
+    "num_open",
+    "prepare_end",
+    "require_built",
+    "tell_end",
+    "too_many",
+]
+
+
+class OpenGroup(ABC):
+    """A group of several ranks that this process is in."""
+
+    @abstractmethod
+    def end_with_program(self) -> None:
+        """Leave it, with all ranks, because the program of this rank ends."""
+
+    @abstractmethod
+    def part(self) -> str | None:
+        """Wait a while for all ranks of a group that failed, so that MPI can be ended with them.
+
+        Returns:
+            Who does not come, for people; nothing if all came.
+        """
+
+    @abstractmethod
+    def disown(self) -> None:
+        """Leave it to the process that this one was forked from. Local."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Let its calls get on that were started and not waited for, if this thread makes its calls. Local."""
+
+    @abstractmethod
+    def tell_end(self, text: str) -> None:
+        """Tell the other ranks that this one's program has failed. Local."""
+
+    @abstractmethod
+    def hears_end_of_a_lower_rank(self) -> bool:
+        """Whether a rank before this one has told of the end of its program. Local."""
+
+    @abstractmethod
+    def flights(self) -> Mapping[int, GroupFlight]:
+        """Read the flight recorders of this rank and of those of its node that cannot do so, by rank of the world."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """Where flight recorders are kept."""
+
+    @abstractmethod
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread makes its calls."""
+
+
+_open: Final[list[OpenGroup]] = []
+_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together
+_unbuilt: Final[list[str]] = []  # why groups were not built
+
+
+def add(group: OpenGroup) -> None:
+    """Remember a group until it is closed."""
+    if group not in _open:
+        _open.append(group)
+    if group in _failed:
+        _failed.remove(group)
+
+
+def forget(group: OpenGroup, has_failed: bool) -> None:
+    """Remember a group no more; or only that it failed, and its ranks have not parted."""
+    if group in _open:
+        _open.remove(group)
+    if has_failed and group not in _failed:
+        _failed.append(group)
+
+
+def note_unbuilt(reason: str) -> None:
+    """Remember that a group could not be built, for want of ranks: MPI cannot be ended with them either."""
+    _unbuilt.append(reason)
+
+
+def require_built() -> None:
+    """Refuse to build groups after one that was not built: what its ranks sent for it may still be under way.
+
+    Raises:
+        UnavailableError: If there was one.
+    """
+    if _unbuilt:
+        raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
+
+
+def prepare_end(world: Intracomm, aborts: bool) -> None:
+    """See that this rank's failure, from now on, ends the others. Local.
+
+    Args:
+        world: All ranks of the job.
+        aborts: Whether an exception that nobody catches ends the job.
+    """
+    if world.Get_size() == 1:
+        return
+
+    def abort(code: int) -> None:
+        if not load_mpi().Is_finalized():
+            world.Abort(code)
+        os._exit(code)  # MPICH's MPI_Abort may come back
+
+    job = on_error.Job(
+        abort,
+        world.Get_rank(),
+        socket.gethostname(),
+        tell_end,
+        keep_flights,
+        is_thread_of_a_group,
+        hear_end_of_a_lower_rank,
+    )
+    on_error.know(job)
+    if aborts:
+        on_error.install(job)
+
+
+def num_open() -> int:
+    """Count the groups of several ranks that this process has made and not closed."""
+    return len(_open)
+
+
+def is_thread_of_a_group() -> bool:
+    """Whether ranks may wait for what this thread does."""
+    return any(group.is_of_this_thread() for group in _open)
+
+
+def too_many(error: Exception) -> UnavailableError:
+    """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
+    problem = UnavailableError(
+        f"MPI could not make the communicators of another strategy ({last_line(error)}): "
+        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open; close those that are done with, "
+        "by `with` or strategy.close()"
+    )
+    vars(problem)["raised_on_all_ranks"] = True
+    return problem
+
+
+def advance_others(group: OpenGroup) -> None:
+    """Let calls get on that were started in other groups, while this thread waits in a call of `group`. Local.
+
+    Another rank may wait for such a call before it comes to the one that this rank waits in.
+    """
+    if len(_open) > 1:
+        for other in _open:
+            if other is not group:
+                other.advance()
+
+
+def tell_end(text: str) -> None:
+    """Tell the other ranks of all groups that this one's program has failed. Local."""
+    for group in _open:
+        group.tell_end(text)
+
+
+def hear_end_of_a_lower_rank() -> bool:
+    """Whether a rank before this one, in any group, has told of the end of its program. Local."""
+    return any(group.hears_end_of_a_lower_rank() for group in (*_open, *_failed))
+
+
+def keep_flights(reason: str) -> str:
+    """Write the flight recorders of this rank, and of neighbours that cannot, to files. Local.
+
+    Args:
+        reason: Why, for people.
+
+    Returns:
+        Where they are and how to read them, for people; nothing if they are not wanted, or cannot be written.
+    """
+    groups = (*_open, *_failed)
+    folders = [group.folder for group in groups if group.folder is not None]
+    if not folders:
+        return ""
+    flights: dict[int, list[GroupFlight]] = {}
+    for group in groups:
+        for rank, flight in group.flights().items():
+            flights.setdefault(rank, []).append(flight)
+    own = load_mpi().COMM_WORLD.Get_rank()
+    try:
+        for rank, its in flights.items():
+            write_flight(folders[0], rank, reason.splitlines()[0], its, own)
+        return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
+    except OSError as error:
+        return f"the last calls could not be written to {folders[0]}: {error.strerror}"
+
+
+def _leave_to_parent() -> None:
+    """Touch nothing of the parent's in a process that was forked from it, also at its end."""
+    on_error.uninstall()
+    _failed.clear()
+    _unbuilt.clear()
+    while _open:
+        _open.pop().disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tell the other ranks that this one's program ends, so that nobody waits for it, and MPI can be ended.
+
+    After a call that failed, other ranks may never come to end MPI, which would wait for them for ever.
+    """
+    while _open and not load_mpi().Is_finalized():
+        group = _open[0]
+        try:
+            group.end_with_program()
+        except Exception as error:  # the other groups have to be left, too
+            on_error.tell(f"while the program ended: {text_of(error)}")
+            forget(group, has_failed=True)
+    for reason in _unbuilt[:1]:
+        if not load_mpi().Is_finalized():
+            on_error.end_job(reason)
+    while _failed and not load_mpi().Is_finalized():
+        lacking = _failed.pop().part()
+        if lacking is not None:
+            on_error.end_job(lacking)

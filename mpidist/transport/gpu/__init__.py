@@ -1,0 +1,1 @@
+"""Kernels and events of one GPU."""

@@ -1,0 +1,1 @@
+"""A group of ranks, put together: topology, communicators, agreement, end."""

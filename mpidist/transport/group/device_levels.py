@@ -1,0 +1,322 @@
+"""The levels of the machine for device memory: NCCL where it can be had, through the host elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final, final
+
+from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.arrays import require_not_capturing
+from mpidist.transport.communicator import Communicator, SoloCommunicator
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
+from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.gpu.compiling import Compiling
+from mpidist.transport.gpu.events import Events
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Making
+from mpidist.transport.nccl.launch_queue import DeviceQueue
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.text import first_line
+from mpidist.transport.topology import Topology
+
+__all__ = ["DeviceLevels"]
+
+logger = logging.getLogger("mpidist.transport")
+
+_FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a communicator
+_LAST_NAP: Final = 0.05
+_NCCL: Final = (
+    "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+)
+_KERNELS: Final = (
+    "the GPU's kernels could not be compiled; CuPy needs NVRTC for that: `pip install mpidist[cuda12]` or `[cuda13]` "
+    "brings it"
+)
+_START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
+
+
+@final
+class DeviceLevels:
+    """Makes a group's levels for device memory at their first use, when all ranks have agreed on a call.
+
+    Args:
+        host: The levels for host memory.
+        topology: The placement of the ranks.
+        cuda: What this process has of CuPy and NCCL.
+        agreement: That of the ranks.
+        settings: What the environment says.
+        cost_model: The speeds of the machine.
+
+    Attributes:
+        events: Marks in the streams of this rank.
+    """
+
+    def __init__(
+        self,
+        host: Levels,
+        topology: Topology,
+        cuda: Cuda,
+        agreement: Agreement,
+        settings: Settings,
+        cost_model: CostModel,
+    ) -> None:
+        self._host = host
+        self._topology = topology
+        self._cuda = cuda
+        self._agreement = agreement
+        self._settings = settings
+        spans_nodes = topology.num_nodes > 1
+        speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
+        self._kernels = DeviceKernels(cuda)
+        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed), self._kernels)
+        self._levels: dict[bool, Levels] = {}
+        self._own: list[NcclCommunicator] = []
+        self._device: int | None = None
+        self._is_compiled = False
+        self._queue: DeviceQueue | None = None
+        self.events = Events(cuda)
+
+    def require_usable(self, call: str) -> None:
+        """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
+
+        The current device is a thread's own: one that was started later begins with GPU 0.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        require_not_capturing(call)
+        current = int(self._cuda.cupy.cuda.runtime.getDevice())
+        if self._device is None:
+            self._device = current
+        if current != self._device:
+            raise RuntimeError(
+                f"{call} with GPU {current} as the current device, and this strategy works on GPU {self._device}: call "
+                f"cupy.cuda.Device({self._device}).use() in this thread, or use one strategy for each device"
+            )
+
+    def levels(self, everywhere: bool = False) -> Levels:
+        """Return the levels. Collective at its first call, and at the first with `everywhere`.
+
+        Args:
+            everywhere: Whether NCCL must be used within nodes and between them; else it is used within nodes, if it
+                can be had.
+
+        Raises:
+            UnavailableError: If it must and cannot be had, or cannot be started. On every rank.
+            TopologyError: If ranks have other versions of NCCL or CUDA. On every rank.
+        """
+        if everywhere not in self._levels:
+            try:
+                self._levels[everywhere] = self._make(everywhere)
+            except (UnavailableError, TopologyError) as error:
+                vars(error)["raised_on_all_ranks"] = True  # every rank knows what all have told
+                raise
+        return self._levels[everywhere]
+
+    def made(self, everywhere: bool = False) -> Levels | None:
+        """Return the levels if a call has made them, which is so on all ranks or on none. Local."""
+        return self._levels.get(everywhere)
+
+    @cached_property
+    def staged(self) -> Levels:
+        """The levels through the host. Local."""
+        world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
+        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
+        return self._kernels.overflowed
+
+    def settle(self, what: str) -> None:
+        """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
+        if self._queue is not None:
+            self._queue.drain()
+        event = self.events.record()
+        self._staging.wait(event, what, self._agreement.require_peers)
+        self.events.give_back(event)
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL communicators were made."""
+        return bool(self._own)
+
+    def free(self) -> None:
+        """Destroy NCCL's communicators, last made first. Collective."""
+        nccl_handles.settle()
+        while self._own:
+            self._own.pop().free()
+        self._levels.clear()
+        self._queue = None
+        self._staging.free()
+
+    def abandon(self) -> None:
+        """Abort NCCL's communicators, after a call that failed. Local."""
+        if self._own:
+            nccl_handles.abort_all("a call of its ranks failed")
+            nccl_handles.settle()
+        if self._queue is not None:
+            self._queue.give_up(RuntimeError("a call of its ranks failed"))
+        self._queue = None
+        self._own.clear()
+        self._levels.clear()
+
+    def _make(self, everywhere: bool) -> Levels:
+        topology, host = self._topology, self._host
+        if topology.size == 1:
+            return _solo(self._kernels)
+        self._compile()
+        spans_nodes = topology.num_nodes > 1
+        if everywhere and not spans_nodes:
+            levels = self.levels()
+            if levels.nccl is not NcclReach.WORLD:
+                raise UnavailableError(_cannot(self._reason([range(topology.size)])))
+            return levels
+        groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
+        reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
+        if reason:
+            if everywhere:
+                raise UnavailableError(_cannot(reason))
+            if topology.rank == 0:
+                logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
+            return self.staged
+        if self._queue is None:
+            self._queue = DeviceQueue(self._cuda, self.events)
+        if everywhere:
+            within = self.levels().within_node
+            world = self._connect("world", [range(topology.size)])
+            lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
+            across = self._connect("across_nodes", lanes)
+            return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
+        within = self._connect("within_node", topology.nodes)
+        if not spans_nodes:
+            alone = SoloCommunicator("across_nodes", device=True)
+            return Levels(within, within, alone, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
+        world, across = self._between_nodes()
+        return Levels(world, within, across, host.is_even, None, NcclReach.NODE, self._queue, self._kernels)
+
+    def _between_nodes(self) -> tuple[Communicator, Communicator]:
+        """Let MPI read device memory itself, where that is proven; else go through the host. Collective."""
+        answer = device_mpi_support.agree(self._agreement, self._topology, self._cuda, self._settings.device_mpi)
+        if self._topology.rank == 0:
+            way = "by MPI, from where it is" if answer.works else "through the host"
+            logger.info("device memory goes between nodes %s: %s", way, answer.reason)
+        if not answer.works:
+            return self.staged.world, self.staged.across_nodes
+        return self._direct(self._host.world), self._direct(self._host.across_nodes)
+
+    def _direct(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        direct = DeviceMpiCommunicator(host, self._staging)
+        direct.watch(self._agreement.require_peers)
+        return direct
+
+    def _staged(self, host: Communicator) -> Communicator:
+        if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
+            return SoloCommunicator(host.name, device=True)
+        staged = HostStagedCommunicator(host, self._staging)
+        staged.watch(self._agreement.require_peers)
+        return staged
+
+    def _reason(self, groups: Sequence[Sequence[int]]) -> str:
+        if not groups:
+            return ""
+        if not self._settings.nccl:
+            return "MPIDIST_NCCL=0 asks to do without NCCL"
+        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
+        return reason_against_nccl(self._agreement.exchange(facts), groups, self._topology.hostnames)
+
+    def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Make the NCCL communicator of this rank's group, all groups at a time. Collective over all ranks."""
+        ranks = next(list(ranks) for ranks in groups if self._topology.rank in ranks)
+        place = ranks.index(self._topology.rank)
+        offers = self._agreement.exchange(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
+        _raise_first(_NCCL.format(name), [error for error, _ in offers])
+        if len(ranks) == 1:
+            self._wait_for_all(_NCCL.format(name), None)
+            return SoloCommunicator(name, device=True)
+        device = int(self._cuda.cupy.cuda.runtime.getDevice())
+        making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
+        try:
+            self._wait_for_all(_NCCL.format(name), making)
+        except BaseException:
+            making.give_up()
+            raise
+        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
+        communicator.watch(self._agreement.require_peers)
+        self._own.append(communicator)
+        if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
+            logger.info("NCCL %s: %s on GPUs", name, name_ranks(ranks))
+        return communicator
+
+    def _offer(self) -> tuple[str, bytes]:
+        try:
+            return "", bytes(self._cuda.nccl.get_unique_id())
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            return first_line(error), b""
+
+    def _compile(self) -> None:
+        """Compile the kernels before the first launch: the deadline of a call is for ranks, not for NVRTC. Collective.
+
+        Raises:
+            UnavailableError: If a rank cannot. On every rank.
+        """
+        if not self._is_compiled:
+            self._wait_for_all(_KERNELS, Compiling(self._cuda, self._kernels))
+            self._is_compiled = True
+
+    def _wait_for_all(self, failure: str, making: Making | Compiling | None) -> None:
+        """Wait until all ranks have made what they make, or one of them has failed. Collective.
+
+        Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
+        """
+        nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
+        while True:
+            self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
+            is_over, error = (True, "") if making is None else making.outcome()
+            if not is_over and time.monotonic() > until:
+                error = f"it did not start within {_START_SECONDS:g} s"
+            seen = self._agreement.exchange((is_over, error))
+            _raise_first(failure, [its for _, its in seen])
+            if all(done for done, _ in seen):
+                return
+            time.sleep(nap)
+            nap = min(2 * nap, _LAST_NAP)
+
+
+def _solo(kernels: DeviceKernels) -> Levels:
+    world, within, across = (SoloCommunicator(name, device=True) for name in ("world", "within_node", "across_nodes"))
+    return Levels(world, within, across, True, nccl=NcclReach.WORLD, own_kernels=kernels)
+
+
+def _ranks_at(topology: Topology, place: int) -> list[int]:
+    return [ranks[place] for ranks in topology.nodes if len(ranks) > place]
+
+
+def _cannot(reason: str) -> str:
+    return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'
+
+
+def _raise_first(failure: str, errors: Sequence[str]) -> None:
+    failed = [rank for rank, error in enumerate(errors) if error]
+    if failed:
+        what, _, remedy = failure.partition("; ")
+        raise UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")

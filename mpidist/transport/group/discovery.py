@@ -1,0 +1,168 @@
+"""How ranks find each other: what all of them must have alike, and who shares memory with whom."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Hashable
+from types import ModuleType
+from typing import Any
+
+import numpy
+
+from mpidist.errors import DeadlineExceededError, TopologyError
+from mpidist.transport.costs.cost_file import TuningKey, load_cost_model
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.failures import open_groups
+from mpidist.transport.mpi.child_process import mark_rank, require_no_child
+from mpidist.transport.mpi.communicator import Intracomm, command_line, load_mpi
+from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.settings import Settings
+from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import poll_or_keep
+
+__all__ = [
+    "agreed_cost_model",
+    "agreed_settings",
+    "agreed_token",
+    "discover",
+    "load_mpi_of_rank",
+    "meet",
+    "own_settings",
+]
+
+logger = logging.getLogger("mpidist.transport")
+
+
+def load_mpi_of_rank() -> ModuleType:
+    """Start MPI, if nobody has, in a process that a launcher started for it, or that is alone.
+
+    Raises:
+        UnavailableError: If there is no MPI.
+        TopologyError: If this process is a child of a rank, or one of many worlds of one rank.
+    """
+    require_no_child(os.environ)
+    mpi = load_mpi()
+    mark_rank(os.environ)
+    check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
+    return mpi
+
+
+def meet(comm: Intracomm, settings: Settings) -> None:
+    """Wait until all ranks have come to build a group. Collective.
+
+    Args:
+        comm: The ranks.
+        settings: This rank's own.
+
+    Raises:
+        UnavailableError: If an earlier group could not be built.
+        DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
+    """
+    open_groups.require_built()
+    timeout, stall = settings.timeout_seconds, settings.stall_seconds
+    start = time.monotonic()
+    warn_at = start + stall if stall else math.inf
+
+    def look() -> bool:
+        nonlocal warn_at
+        now = time.monotonic()
+        text = f"building a strategy on rank {comm.rank} has waited {now - start:.0f} s, and not all {comm.size} ranks"
+        if timeout and now - start >= timeout:
+            open_groups.note_unbuilt("not all ranks came to build a strategy")
+            raise DeadlineExceededError(
+                f"{text} came to build it. Every rank must build the same strategies in the same order; see which "
+                "rank's program has ended, or does not come this far"
+            )
+        if now >= warn_at:
+            warn_at = math.inf
+            if comm.rank == 0:
+                logger.warning("mpidist: %s have come to build it", text)
+        return False
+
+    for _ in range(2):  # one that comes after others gave up completes the first, not the second
+        request = comm.Ibarrier()
+        poll_or_keep(request.Test, look, (request,))
+
+
+def own_settings() -> Settings:
+    """Read what this rank's environment says, before all ranks agree on it; what is wrong is said then. Local."""
+    try:
+        return Settings.from_environment(os.environ)
+    except ValueError:
+        return Settings()
+
+
+def agreed_token(comm: Intracomm) -> str:
+    """Choose a name for a group that no other one has. Collective."""
+    token: str = comm.bcast(secrets.token_hex(4) if comm.rank == 0 else None, 0)
+    return token
+
+
+def agreed_settings(comm: Intracomm) -> Settings:
+    """Read the environment, and see that all ranks read the same. Collective."""
+    try:
+        settings, error = Settings.from_environment(os.environ), None
+    except ValueError as problem:
+        settings, error = Settings(), str(problem)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
+    versions = {"Python": sys.version.split()[0], "NumPy": numpy.__version__}
+    everyone = comm.allgather((error, variables, versions))
+    for rank, (its_error, _, _) in enumerate(everyone):
+        if its_error:
+            raise ValueError(f"rank {rank}: {its_error}")
+    for what, reports in (("environment variable", 1), ("version", 2)):
+        for name in sorted({name for report in everyone for name in report[reports]}):
+            values: dict[Any, list[int]] = {}
+            for rank, report in enumerate(everyone):
+                values.setdefault(report[reports].get(name), []).append(rank)
+            if len(values) > 1:
+                who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
+                raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
+    return settings
+
+
+def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
+    """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
+    model = load_cost_model(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
+    agreed: CostModel | None = comm.bcast(model, 0)
+    return agreed
+
+
+def discover(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
+    """Find out which ranks share memory. Collective."""
+    mpi = load_mpi()
+    rank, hostname = comm.Get_rank(), socket.gethostname()
+    sharing = comm.Split_type(mpi.COMM_TYPE_SHARED, rank)
+    first_here = sharing.bcast(rank, root=0)
+    sharing.Free()
+    label: Hashable = first_here
+    if pretend_nodes is not None:
+        if len(pretend_nodes) != world.Get_size():
+            raise TopologyError(
+                f"MPIDIST_PRETEND_NODES names the nodes of {len(pretend_nodes)} ranks, and the world has "
+                f"{world.Get_size()}; give one number per rank, for example 0,0,1,1 for 4 ranks"
+            )
+        label = pretend_nodes[world.Get_rank()]
+    everyone = comm.allgather((label, first_here, hostname))
+    labels = [label for label, _, _ in everyone]
+    for label, ranks in _group(labels).items():
+        if len({everyone[other][1] for other in ranks}) > 1:
+            raise TopologyError(
+                f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
+                "it can split real nodes, not join them"
+            )
+    return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
+
+
+def _group(labels: list[Hashable]) -> dict[Hashable, list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for rank, label in enumerate(labels):
+        groups.setdefault(label, []).append(rank)
+    return groups

@@ -1,0 +1,239 @@
+"""The communicators of a topology: all ranks, the ranks of a node, and one rank of every node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, cast, final
+
+import numpy as np
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
+from mpidist.transport.nccl.launch_queue import DeviceQueue
+from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory.fused_reducer import Across, StreamReducer
+from mpidist.transport.shared_memory.inter_node import LaneExchange
+from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.topology import Topology
+
+__all__ = ["Levels", "NcclReach"]
+
+logger = logging.getLogger(__name__)
+
+# Without shared memory. On one node packing costs two passes through memory, so packs stay in a core's cache and large
+# arrays out of them. Between nodes every message costs a latency per step, so packs are large. Index: whether there
+# are several nodes.
+_DIRECT_BYTES: Final = (32 << 10, 1 << 20)
+_PACK_BYTES: Final = (256 << 10, 4 << 20)
+
+
+# For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
+_DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
+_PACK_BYTES_OF_DEVICE: Final = 32 << 20
+_NO_LANE: Final = nullcontext()
+
+
+@final
+class NcclReach(Enum):
+    """How far NCCL carries device memory."""
+
+    NOWHERE = 0
+    NODE = 1
+    WORLD = 2
+
+
+@final
+@dataclass(frozen=True)
+class Levels:
+    """Where an all-reduce algorithm can send: the levels of the machine, for one kind of memory.
+
+    Attributes:
+        world: All ranks of the group.
+        within_node: The ranks of this rank's node, in rank order.
+        across_nodes: The ranks with this rank's place on their nodes, in order of nodes.
+        is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
+        streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
+        nccl: Which of them are NCCL's.
+        queue: Where the work of NCCL's goes; `None` if there are none.
+        own_kernels: Those of the levels for device memory; `None` of others.
+    """
+
+    world: Communicator
+    within_node: Communicator
+    across_nodes: Communicator
+    is_even: bool
+    streams: StreamReducer | None = None
+    nccl: NcclReach = NcclReach.NOWHERE
+    queue: DeviceQueue | None = None
+    own_kernels: DeviceKernels | None = None
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """What moves and joins arrays of device memory.
+
+        Raises:
+            RuntimeError: If these are the levels for host memory.
+        """
+        if self.own_kernels is None:
+            raise RuntimeError("the levels for host memory have no kernels; take those for device memory")
+        return self.own_kernels
+
+    @classmethod
+    def solo(cls) -> Levels:
+        """Make the levels of a group of one."""
+        return cls(SoloCommunicator("world"), SoloCommunicator("within_node"), SoloCommunicator("across_nodes"), True)
+
+    @classmethod
+    def from_mpi(
+        cls,
+        comm: Intracomm,
+        topology: Topology,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        transport: str = "auto",
+        cost_model: CostModel | None = None,
+    ) -> Levels:
+        """Split a communicator by nodes. Collective.
+
+        Args:
+            comm: The communicator of the group. What is made here are duplicates and parts of it.
+            topology: The placement of its ranks.
+            max_chunk_bytes: Larger arrays are sent in several calls.
+            transport: `"mpi"` for MPI alone, `"shared_memory"` to insist on shared memory within nodes, `"auto"`.
+            cost_model: The speeds of the machine, the same on all ranks; by default those of a common one.
+
+        Raises:
+            UnavailableError: If shared memory is insisted on and cannot be had. On every rank.
+        """
+        world = _level(comm.Dup(), "world", max_chunk_bytes)
+        within = _level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
+        across = _level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
+        model = CostModel() if cost_model is None else cost_model
+        slots, reason = None, None
+        if transport != "mpi":
+            slots, reason = _slots(comm, within, topology, model)
+        if slots is None:
+            levels = cls(world, within, across, topology.is_even)
+            if reason is not None:
+                levels._do_without(reason, transport)
+            return levels
+        on_node = StreamReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
+        if isinstance(within, MpiCommunicator):
+            within = SharedMemoryCommunicator(within, on_node)
+        if topology.num_nodes > 1:
+            streams = _streams_across(slots, across, topology, model, within.traffic)
+        else:
+            streams = StreamReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
+            world = SharedMemoryCommunicator(world, streams) if isinstance(world, MpiCommunicator) else world
+        return cls(world, within, across, topology.is_even, streams)
+
+    @property
+    def direct_bytes(self) -> int:
+        """Size from which on an array is better sent by itself than copied into a pack and out again, in bytes."""
+        return _DIRECT_BYTES[self.within_node.size < self.world.size] if self.world.size > 1 else 1
+
+    @property
+    def pack_bytes(self) -> int:
+        """Size of the pack buffer that this machine likes best, in bytes."""
+        return _PACK_BYTES[self.within_node.size < self.world.size]
+
+    def message_bytes(self, device: bool) -> tuple[int, int]:
+        """Return `direct_bytes` and `pack_bytes`; those for device memory, if `device`."""
+        if device and self.world.size > 1:
+            return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
+        return self.direct_bytes, self.pack_bytes
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank saw become infinite float16 on the way."""
+        return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Lend memory to pack into: that of the innermost transport."""
+        return self.within_node.pack_buffer(count, dtype)
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
+        return _NO_LANE if self.queue is None else self.queue.lane()
+
+    def settle(self) -> None:
+        """Wait for what this rank has launched in the call under way, before the host goes on with it. Local."""
+        if self.queue is not None:
+            self.queue.settle(self.within_node.name)
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Ask `is_over` while a rank waits for others; it may raise."""
+        for level in (self.world, self.within_node, self.across_nodes):
+            level.watch(is_over)
+        if self.streams is not None:
+            self.streams.is_over = is_over
+
+    def abandon(self) -> None:
+        """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
+        if self.streams is not None:
+            self.streams.abandon()
+
+    def free(self) -> None:
+        """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""
+        for level in (self.across_nodes, self.within_node, self.world):
+            level.free()
+        if self.streams is not None:
+            self.streams.slots.free()
+
+    def _do_without(self, reason: str, transport: str) -> None:
+        """Say that there is no shared memory; refuse to go on where it is insisted on."""
+        if transport == "shared_memory":
+            self.free()
+            problem = UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
+            vars(problem)["raised_on_all_ranks"] = True
+            raise problem
+        if self.world.rank == 0:
+            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
+
+
+def _streams_across(
+    slots: Slots, across: Communicator, topology: Topology, model: CostModel, traffic: Traffic
+) -> StreamReducer:
+    lanes = min(topology.node_sizes)
+    exchange = None
+    if topology.local_rank < lanes:
+        exchange = LaneExchange(cast("MpiCommunicator", across))
+    is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
+    least = model.least_bytes(topology.node_sizes)
+    return StreamReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
+
+
+def _slots(
+    comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
+) -> tuple[Slots | None, str | None]:
+    """Make the staging memory of every node, or say why there is none on any. Collective over all ranks."""
+    node = within.comm if isinstance(within, MpiCommunicator) else None
+    slots, reason = None, None
+    try:
+        slots = Slots(node, model.chunk_bytes(topology.node_sizes), model.depth(topology.node_sizes))
+    except UnavailableError as error:
+        reason = f"rank {topology.rank}: {error}"
+    reasons = [text for text in comm.allgather(reason) if text is not None]
+    if not reasons:
+        return slots, None
+    if slots is not None:
+        slots.free()
+    return None, reasons[0]
+
+
+def _split(comm: Intracomm, color: int, key: int) -> Intracomm:
+    part: Any = comm.Split(color, key)  # mpi4py's stubs call it a Comm
+    return cast("Intracomm", part)
+
+
+def _level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
+    if part.Get_size() > 1:
+        return MpiCommunicator(part, name, max_chunk_bytes)
+    part.Free()
+    return SoloCommunicator(name)

@@ -1,0 +1,130 @@
+"""What a rank keeps of its group for as long as it is in it, whatever calls and communicators come and go."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final, cast, final
+
+import numpy as np
+
+from mpidist.transport.failures import job_abort as on_error
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.flight_files import GroupFlight, flight_folder
+from mpidist.transport.failures.status_board import RESET, NodeBoard
+from mpidist.transport.failures.stragglers import Lateness
+from mpidist.transport.failures.watchdog import PROBES, Watch
+from mpidist.transport.mpi.communicator import Intracomm
+from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import never_free, poll, poll_or_keep
+
+__all__ = ["Membership"]
+
+_PART_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
+_LOST_SECONDS: Final = 1.0  # where a rank is known not to come
+
+
+@final
+class Membership:
+    """One rank's place among the ranks of a group. Making it is collective.
+
+    Args:
+        comm: The ranks. This object owns it and frees it.
+        topology: Their placement.
+        world: All ranks of the job.
+        token: A name of the group, the same on all ranks.
+        stall_seconds: When to warn of a wait without a deadline; 0 for never.
+
+    Attributes:
+        comm: The ranks.
+        folder: Where flight recorders are kept; `None` if they are not.
+    """
+
+    def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, stall_seconds: float) -> None:
+        self.comm = comm
+        self.folder: Path | None = flight_folder(os.environ, token)
+        self._topology = topology
+        self._stall_seconds = stall_seconds
+        self._token = token
+        self._world_ranks = comm.Get_group().Translate_ranks(list(range(comm.size)), world.Get_group())
+        node = cast("Intracomm", comm.Split(topology.node, topology.rank))
+        self._board = NodeBoard(node if node.size > 1 else None, topology.nodes[topology.node])
+        node.Free()
+        self._parting = comm.Dup()  # for one barrier that nothing was given up in before
+        self._resets = self._make_watch(comm, "End the job, and start it again")
+
+    def make_watch(self, comm: Intracomm) -> Watch:
+        """Make the watch over calls in a communicator of the same ranks. Local."""
+        return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
+
+    def meet_to_reset(self, flags: tuple[int, int], timeout: float | None) -> list[tuple[int, int]]:
+        """Wait until all ranks come to reset, and show them two numbers of each. Collective.
+
+        Raises:
+            DeadlineExceededError: If not all come in time.
+            PeerFailedError: If a rank is gone.
+        """
+        watch = self._resets
+        if watch.broken is not None:
+            raise type(watch.broken)(f"an earlier reset() failed: {watch.broken}")
+        watch.begin(RESET, "reset()", "", timeout)
+        watch.require_no_notes(PROBES)
+        mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
+        for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
+            request = self.comm.Iallgather(mine, all_of_them)
+            poll_or_keep(request.Test, watch.look, (request, mine, all_of_them))
+        self._board.recorder.end()
+        return [(first, second) for first, second in all_of_them.tolist()]
+
+    def part(self) -> str | None:
+        """See `OpenGroup.part`."""
+        request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
+
+        def is_over() -> bool:
+            nonlocal has_told
+            waited = time.monotonic() - start
+            if waited < _LOST_SECONDS:
+                return False
+            is_lost = bool(self._lost().known)
+            if not is_lost and not has_told:
+                has_told = True
+                on_error.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
+            return is_lost or waited > _PART_SECONDS
+
+        if poll(request.Test, is_over):
+            return None
+        never_free((request,))
+        lost = self._lost()
+        if lost.known:
+            return f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}"
+        return f"a call failed before, and other ranks did not come to their end within {_PART_SECONDS:g} s"
+
+    def flights(self) -> dict[int, GroupFlight]:
+        """See `OpenGroup.flights`."""
+        board, size = self._board, self._topology.size
+        own = board.status(board.rank)
+        at = 0 if own.last is None else own.last.sequence
+        statuses = board.statuses()
+        joined = [rank for rank, its in statuses.items() if its.has_joined(at)]
+        speaks = board.rank == min(joined, default=board.rank)
+        behind = Lateness.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
+        return {
+            self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
+            for rank in sorted({board.rank, *behind})
+        }
+
+    def free(self) -> None:
+        """Free the communicator and the board. Collective."""
+        self._parting.Free()
+        self.comm.Free()
+        self._board.free()
+
+    def _make_watch(self, comm: Intracomm, remedy: str) -> Watch:
+        hostnames = self._topology.hostnames
+        return Watch(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
+
+    def _lost(self) -> Lateness:
+        """The ranks of this node that can do nothing more."""
+        lost = {rank: its for rank, its in self._board.statuses().items() if not its.is_able}
+        return Lateness(lost, (), self._topology.hostnames)

@@ -1,0 +1,236 @@
+"""Calls that were started and not waited for: they get on, in order, whenever their ranks look after them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.waiting import complete
+
+__all__ = ["Pending", "PendingCalls", "Steps"]
+
+Steps = Generator[int, None, Any]
+
+_PAUSE_SECONDS: Final = 0.0001  # of the thread, between two looks
+_IDLE_STEPS: Final = 4  # looks at what others must do first, before the caller gets its time back
+
+
+@final
+class Pending:
+    """One call under way.
+
+    Attributes:
+        is_waited_for: Whether the caller has nothing better to do.
+        may_wait: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
+            or a thread.
+        is_launched: Whether this rank has given all of it to its GPU, so that the next call may get on.
+        is_done: Whether the result, or an error, is there.
+        needs_caller: Whether only the thread that makes the group's calls may advance it: it works on a GPU, whose
+            current device and stream are a thread's own, and NCCL wants all its calls from one.
+        meanwhile: Lets the other calls get on, for who waits for this one.
+    """
+
+    def __init__(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> None:
+        self.is_waited_for = self.may_wait = False
+        self.is_launched = self.is_done = False
+        self.needs_caller = needs_caller
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._steps = steps(self)
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def result(self) -> Any:
+        """What the call returned.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def advance(self, may_wait: bool = False) -> None:
+        """Do what can be done now. Local, unless it may wait."""
+        self.may_wait = may_wait
+        at, idle = -1, 0
+        try:
+            while idle < _IDLE_STEPS:
+                with np.errstate(all="ignore"):  # of a block, not of the caller's work between two calls of this
+                    now = next(self._steps)
+                at, idle = (at, idle + 1) if now == at else (now, 0)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except Exception as error:  # it is the caller's who waits for this call
+            self._end(None, error)
+        except BaseException as error:  # Ctrl-C: the call goes on later, unless it was broken off
+            if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
+                self._end(None, error)
+            raise
+
+    def finish(self, is_over: Callable[[], bool], to_launch: bool = False) -> None:
+        """Do all of it, or what comes before its launch on a GPU. Waits for the other ranks."""
+        self.is_waited_for = self.may_wait = True
+        try:
+            with np.errstate(all="ignore"):
+                complete(self._until_launched() if to_launch else self._until_done(), is_over)
+        except BaseException as error:
+            with suppress(BaseException):
+                self._steps.throw(error)  # if this rank was interrupted, the call tells the others
+            self._end(None, error)
+            if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
+                raise
+        if to_launch:  # what follows must not keep waiting who asks on behalf of another call
+            self.is_waited_for = self.may_wait = False
+
+    def abandon(self, why: str) -> None:
+        """Let waiting for this call raise."""
+        self._steps.close()
+        self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
+
+    def _until_done(self) -> Steps:
+        self._end((yield from self._steps), None)
+
+    def _until_launched(self) -> Steps:
+        try:
+            while not self.is_launched:
+                yield next(self._steps)
+        except StopIteration as end:
+            self._end(end.value, None)
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        self.is_done = True
+        self._result, self._error = result, error
+
+
+@final
+class PendingCalls:
+    """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
+
+    A call that was launched on a GPU is out of the others' way: the next one gets on, and is launched behind it.
+
+    Within a node whatever moves data is work of this rank's core, so calls get on when the rank looks after them.
+    Messages mostly wait for the network: there a thread can look after them while the rank computes.
+
+    Args:
+        agreement: How long the ranks wait for each other.
+        uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads. It leaves
+            alone what works on a GPU.
+    """
+
+    def __init__(self, agreement: Agreement, uses_thread: bool = False) -> None:
+        self._agreement = agreement
+        self._uses_thread = uses_thread
+        self._calls: deque[Pending] = deque()
+        self._launched: deque[Pending] = deque()
+        self._lock = threading.RLock()
+        self._has_work = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._calls or self._launched)
+
+    def start(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> Pending:
+        """Put a call behind the others, and let the first get on. Local. `needs_caller`: as in `Pending`."""
+        call = Pending(steps, needs_caller)
+        call.meanwhile = self.advance
+        self._calls.append(call)
+        self.advance()
+        return call
+
+    def advance(self, may_wait: bool = False) -> None:
+        """Let the calls get on, as far as the other ranks are. Local.
+
+        Args:
+            may_wait: Whether other ranks may keep this one waiting, where no thread looks after the calls.
+        """
+        if self._lock.acquire(blocking=False):  # else the thread is at it
+            try:
+                self._advance(may_wait and not self._uses_thread, is_caller=True)
+            finally:
+                self._lock.release()
+        self._wake()
+
+    def finish(self, last: Pending | None = None) -> None:
+        """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
+        with self._lock:
+            while last is None or not last.is_done:
+                if self._calls and self._calls[0].needs_caller and (last is None or last in self._calls):
+                    self._launch_first()
+                elif self._launched:
+                    self._finish_first(self._launched)
+                elif self._calls:
+                    self._finish_first(self._calls)
+                else:
+                    break
+        self._wake()
+
+    def abandon(self, why: str) -> None:
+        """Give the calls up, and end the thread. `why`: what does so, for people."""
+        with self._lock:
+            for call in (*self._launched, *self._calls):
+                call.abandon(why)
+            self._launched.clear()
+            self._calls.clear()
+            self._is_closed = True
+            self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _launch_first(self) -> None:
+        """Bring the first call to its launch, so that those behind it can follow. Waits for the other ranks."""
+        call = self._calls.popleft()
+        self._agreement.restart_clock()
+        try:
+            call.finish(self._agreement.require_peers, to_launch=True)
+        finally:
+            if not call.is_done:
+                self._launched.append(call)
+
+    def _finish_first(self, calls: deque[Pending]) -> None:
+        call = calls.popleft()
+        self._agreement.restart_clock()
+        call.finish(self._agreement.require_peers)
+
+    def _advance(self, may_wait: bool, is_caller: bool) -> None:
+        while is_caller and self._launched:
+            self._launched[0].advance()
+            if not self._launched[0].is_done:
+                break
+            self._launched.popleft()
+        while self._calls and (is_caller or not self._calls[0].needs_caller):
+            call = self._calls[0]
+            call.advance(may_wait)
+            if not (call.is_done or call.is_launched):
+                return
+            self._calls.popleft()
+            if not call.is_done:
+                self._launched.append(call)
+
+    def _wake(self) -> None:
+        """Let the thread look after what it may."""
+        if self._uses_thread and self._calls and not self._calls[0].needs_caller and not self._is_closed:
+            self._has_work.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
+                self._thread.start()
+
+    def _look_after(self) -> None:
+        while True:
+            self._has_work.wait()
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._advance(may_wait=True, is_caller=False)
+                if not self._calls or self._calls[0].needs_caller:
+                    self._has_work.clear()
+            time.sleep(_PAUSE_SECONDS)

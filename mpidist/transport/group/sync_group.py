@@ -1,0 +1,401 @@
+"""A group of ranks that work in step: its topology, its communicators, and its end.
+
+Everything is made on duplicates of the user's communicator, so that the user's messages and ours never meet, and
+freed in reverse order by `close`: communicators are never freed by garbage collection, which runs at other times on
+other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
+from mpidist.transport import cuda
+from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement
+from mpidist.transport.agreement.comparison_rounds import NodeRounds
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.failures import open_groups
+from mpidist.transport.failures.exit_code import ends_normally
+from mpidist.transport.failures.flight_files import GroupFlight
+from mpidist.transport.failures.open_groups import OpenGroup
+from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.group.device_levels import DeviceLevels
+from mpidist.transport.group.discovery import (
+    agreed_cost_model,
+    agreed_settings,
+    agreed_token,
+    discover,
+    load_mpi_of_rank,
+    meet,
+    own_settings,
+)
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.membership import Membership
+from mpidist.transport.group.started_calls import PendingCalls
+from mpidist.transport.group.thread_guard import ThreadGuard
+from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory.symmetric import SharedArrays
+from mpidist.transport.text import text_of
+from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import set_crowded
+
+__all__ = ["SyncGroup"]
+
+
+@final
+class SyncGroup(OpenGroup):
+    """Ranks that make the same calls in the same order.
+
+    Made by `solo` or `from_mpi`; the constructor only stores.
+
+    Attributes:
+        topology: The placement of the ranks.
+        levels: The communicators of the topology, for host memory; `levels_of` has those for device memory.
+        devices: Those for device memory, which are made at their first use.
+        shared: The arrays in memory that all ranks of a node reach.
+        settings: What the environment says.
+        cost_model: The speeds of the machine.
+        calls: Calls that were started and not waited for.
+        agreement: The rule that all ranks make the same calls; `agree` joins it.
+    """
+
+    def __init__(
+        self,
+        membership: Membership | None,
+        topology: Topology,
+        settings: Settings,
+        max_chunk_bytes: int,
+        cost_model: CostModel | None = None,
+    ) -> None:
+        self.topology = topology
+        self.cost_model = CostModel() if cost_model is None else cost_model
+        self.settings = settings
+        self._membership = membership
+        self._threads = None if membership is None else ThreadGuard.of_group()
+        self._max_chunk_bytes = max_chunk_bytes
+        self._is_closed = False
+        self._built_under = sys.exc_info()[1]  # handled by the program, which builds a strategy meanwhile
+        self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
+        self._is_of_parent = False  # whether this process is a fork of the one that made it
+        self._sequence = 0  # of the last call before a reset
+        self._watch: Watch | None = None  # over the calls of several ranks
+        self.calls: PendingCalls
+        self.levels: Levels
+        self.devices: DeviceLevels
+        self.agreement: Agreement
+        self._connect()
+        self.shared = SharedArrays(self.levels.within_node)
+
+    @classmethod
+    def solo(cls) -> SyncGroup:
+        """Make the group of this process alone. Needs no MPI."""
+        settings = Settings.from_environment(os.environ)
+        settings.apply_log_level()
+        return cls(None, Topology(0, (0,), (socket.gethostname(),)), settings, MAX_CHUNK_BYTES)
+
+    @classmethod
+    def from_mpi(cls, comm: Intracomm | None, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> SyncGroup:
+        """Make the group of an MPI communicator's ranks. Collective over it.
+
+        Args:
+            comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
+            max_chunk_bytes: Larger arrays are sent in several calls.
+
+        Raises:
+            UnavailableError: If there is no MPI.
+            TopologyError: If the ranks do not know of each other, or cannot work together, or this is a rank's child.
+            ValueError: If an `MPIDIST_` variable cannot be understood.
+        """
+        mpi = load_mpi_of_rank()
+        if comm is None:
+            comm = mpi.COMM_WORLD
+        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+            raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
+        settings = own_settings()
+        open_groups.prepare_end(mpi.COMM_WORLD, settings.abort_on_error)
+        meet(comm, settings)
+        try:
+            return cls._of_all(comm.Dup(), mpi.COMM_WORLD, max_chunk_bytes)
+        except mpi.Exception as error:  # on all ranks, where there is no communicator left
+            raise open_groups.too_many(error) from error
+
+    @classmethod
+    def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+        """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
+        try:
+            settings = agreed_settings(comm)
+            topology = discover(comm, settings.pretend_nodes, world)
+        except (ValueError, TopologyError) as error:
+            vars(error)["raised_on_all_ranks"] = True
+            comm.Free()
+            raise
+        settings.apply_log_level()
+        set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
+        token, model = agreed_token(comm), agreed_cost_model(comm, topology)
+        membership = Membership(comm, topology, world, token, settings.stall_seconds)
+        try:
+            return cls(membership, topology, settings, max_chunk_bytes, model)
+        except UnavailableError:
+            membership.free()
+            raise
+
+    def require_open(self, call: str) -> None:
+        """Refuse a call of a group that was closed, or that belongs to another process.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        if self._is_of_parent:
+            raise RuntimeError(
+                f"{call} in a forked process: a strategy belongs to the process that made it; make collective calls in "
+                "the parent alone, or start workers with multiprocessing.get_context('spawn')"
+            )
+        if self._is_closed:
+            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+        self.require_mpi(call)
+
+    def require_mpi(self, call: str) -> None:
+        """Refuse a call of several ranks after the program has ended MPI itself.
+
+        Raises:
+            RuntimeError: If MPI was finalized.
+        """
+        if self._is_finalized():
+            what = "the program has ended MPI; close strategies before, or leave ending MPI to mpidist"
+            raise RuntimeError(f"{call} after MPI.Finalize(): {what}")
+
+    def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
+        """Return the communicators for host or device memory. The latter are made at first use: collective.
+
+        Args:
+            device: Whether the memory is a GPU's.
+            nccl_everywhere: Whether NCCL must carry it, also between nodes: `DeviceLevels.levels`.
+        """
+        return self.devices.levels(nccl_everywhere) if device else self.levels
+
+    def host_levels_of(self, device: bool) -> Levels:
+        """Return the communicators that do without NCCL, for host or device memory. Local."""
+        return self.devices.staged if device else self.levels
+
+    @property
+    def overflowed(self) -> int:
+        """How many finite numbers this rank saw become infinite float16 on the way, since the last reset."""
+        return self.levels.overflowed + self.devices.overflowed
+
+    def enter(self, call: str) -> None:
+        """Refuse a call that this rank alone cannot make: of a closed group, or in a second thread. Local.
+
+        Raises:
+            RuntimeError: If it is one. The others are not told, so it comes before `agree`.
+        """
+        self.require_open(call)
+        if self._threads is not None:
+            self._threads.require_this_thread(call)
+
+    def agree(self, joining: Joining) -> bool:
+        """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
+        if self.calls:
+            self.calls.finish()
+        return self.agreement.join(joining)
+
+    def arrive(self, joining: Joining) -> Arrival:
+        """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
+        self.require_open(joining.call)
+        return self.agreement.arrive(joining)
+
+    def break_off(self, error: BaseException) -> None:
+        """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
+        if not self._is_closed:
+            self.agreement.break_off(error)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over.
+
+        Another may have been joined since, where this one's part was left to a GPU.
+        """
+        number = self.agreement.sequence + 1
+        try:
+            yield
+            if self.agreement.sequence == number:
+                self.agreement.end()
+        except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
+            raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    def disown(self) -> None:
+        """Leave the group to the process that this one was forked from. Local."""
+        self._is_of_parent = self._is_closed = True
+        self.calls = PendingCalls(self.agreement)
+
+    def reset(self) -> None:
+        """Start anew on fresh communicators. Collective over all ranks.
+
+        If the group failed on any rank, the old ones are left behind: messages of the call that failed may still be
+        under way in them.
+
+        Raises:
+            DeadlineExceededError: If not all ranks come in time.
+            PeerFailedError: If a rank is gone.
+        """
+        self.enter("reset()")
+        if self.calls:  # of which others may wait for this rank's part
+            self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
+        self.calls.abandon("reset()")
+        if self._membership is not None:
+            if self._watch is not None:
+                self._watch.tell_reset()
+            has_failed = self.agreement.broken is not None
+            flags = self._membership.meet_to_reset((has_failed, self.agreement.sequence), self.settings.timeout_seconds)
+            self._sequence = max(sequence for _, sequence in flags)
+            if any(failed for failed, _ in flags):
+                self.devices.abandon()
+                self.levels.abandon()
+            else:
+                self._free_levels()
+        self._connect()
+        self.shared.within_node = self.levels.within_node
+
+    def close(self, timeout_seconds: float | None = None, error: BaseException | None = None) -> None:
+        """Free the communicators. Collective; a second call does nothing.
+
+        Because of an exception of this rank alone nobody is waited for, and the other ranks are told of the exception.
+
+        Args:
+            timeout_seconds: How long to wait for the other ranks; `None` is the group's own deadline, 0 for ever.
+            error: The exception that is under way.
+
+        Raises:
+            PeerFailedError: If another rank makes another call instead, or has left because of an exception.
+            DeadlineExceededError: If not all ranks close in time.
+            RuntimeError: If the program has finalized MPI.
+        """
+        if self._is_closed:
+            return
+        if error is not None and self._watch is not None and self._is_own(error):
+            self._leave(self._watch, error)
+            return
+        try:
+            self.require_mpi(CLOSE)
+        except RuntimeError:
+            self._is_closed = True
+            open_groups.forget(self, has_failed=False)
+            raise
+        self._close(Joining(CLOSE, 0, dict, timeout_seconds, leaves=True))
+
+    def end_with_program(self) -> None:
+        """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
+        with suppress(DeadlineExceededError):  # other ranks gave up before
+            self._close(Joining(END, 0, dict, 0.0, leaves=True))
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
+        if error is self._built_under or ends_normally(error):
+            return False
+        return not (self.agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
+
+    def _leave(self, watch: Watch, error: BaseException) -> None:
+        """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
+        if not self._is_finalized():
+            watch.tell_leaving(text_of(error))
+        self.calls.abandon("an exception that left the strategy")
+        self._is_closed = True
+        self._give_up()
+
+    def _close(self, leaving: Joining) -> None:
+        if self.calls and self.agreement.broken is None:
+            self.calls.finish()
+        self.calls.abandon(leaving.call)
+        self._is_closed = True
+        try:
+            if self.agreement.broken is None:
+                self.agreement.join(leaving)
+                self.agreement.end()
+        finally:
+            if self.agreement.broken is not None:
+                self._give_up()
+        if self.agreement.broken is not None:
+            return
+        open_groups.forget(self, has_failed=False)
+        self.shared.free()
+        self._free_levels()
+        if self._membership is not None:
+            self._membership.free()
+
+    def _give_up(self) -> None:
+        """Leave behind what ranks that do not come cannot free together. Local."""
+        open_groups.forget(self, has_failed=self._membership is not None)
+        self.devices.abandon()
+        self.levels.abandon()
+
+    def part(self) -> str | None:
+        """See `OpenGroup.part`."""
+        return None if self._membership is None else self._membership.part()
+
+    def advance(self) -> None:
+        """See `OpenGroup.advance`."""
+        if self.calls and self.is_of_this_thread():
+            self.calls.advance()
+
+    def tell_end(self, text: str) -> None:
+        """See `OpenGroup.tell_end`."""
+        if self._watch is not None and not self._is_finalized():
+            self._watch.tell_end(text)
+
+    def hears_end_of_a_lower_rank(self) -> bool:
+        """See `OpenGroup.hears_end_of_a_lower_rank`."""
+        return self._watch is not None and not self._is_finalized() and self._watch.hears_end_of_a_lower_rank()
+
+    def flights(self) -> Mapping[int, GroupFlight]:
+        """See `OpenGroup.flights`."""
+        return {} if self._membership is None else self._membership.flights()
+
+    @property
+    def folder(self) -> Path | None:
+        """Where flight recorders are kept."""
+        return None if self._membership is None else self._membership.folder
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread makes its calls."""
+        return self._threads is not None and self._threads.is_of_this_thread()
+
+    def _free_levels(self) -> None:
+        self.devices.free()
+        self.agreement.free()
+        self.levels.free()
+
+    def _connect(self) -> None:
+        membership, settings = self._membership, self.settings
+        if membership is None or self.topology.size == 1:
+            self.levels, self.agreement = Levels.solo(), SoloAgreement()
+            self.devices = self._device_levels()
+            self.calls = PendingCalls(self.agreement)
+            return
+        comm = membership.comm
+        self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
+        streams = self.levels.streams
+        rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
+        comm = comm.Dup()
+        self._watch = watch = membership.make_watch(comm)
+        watch.meanwhile = partial(open_groups.advance_others, self)
+        self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
+        self.levels.watch(watch.look)
+        self.devices = self._device_levels()
+        allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
+        self.calls = PendingCalls(self.agreement, allows_threads and (streams is None or streams.spans_nodes))
+        open_groups.add(self)
+
+    def _device_levels(self) -> DeviceLevels:
+        agreement, settings = self.agreement, self.settings
+        return DeviceLevels(self.levels, self.topology, cuda.current(), agreement, settings, self.cost_model)

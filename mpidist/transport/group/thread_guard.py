@@ -1,0 +1,73 @@
+"""Which thread may make the calls of a group: one at a time, or ranks would make them in different orders."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, final
+
+from mpidist.transport.mpi.communicator import load_mpi
+
+__all__ = ["ThreadGuard"]
+
+_LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+
+
+@final
+class ThreadGuard:
+    """Refuses calls of a second thread, while the first lives.
+
+    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI
+    does not allow calls from several threads at a time, one thread makes the calls of all groups.
+    """
+
+    _of_process: ThreadGuard | None = None
+
+    def __init__(self) -> None:
+        self._owner = threading.current_thread()
+        self._ident = threading.get_ident()
+        self._may_be_handed_on = True
+
+    @classmethod
+    def of_group(cls) -> ThreadGuard:
+        """Return the guard for a new group."""
+        if _level() == "MULTIPLE":
+            return cls()
+        if cls._of_process is None:
+            cls._of_process = cls()
+        return cls._of_process
+
+    def require_this_thread(self, call: str) -> None:
+        """Refuse a call of another thread than that which makes the group's calls. Local.
+
+        Raises:
+            RuntimeError: If it is one.
+        """
+        if not self.is_of_this_thread():
+            self._hand_on(call)
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread makes the calls. Local."""
+        return threading.get_ident() == self._ident
+
+    def _hand_on(self, call: str) -> None:
+        new, level = threading.current_thread(), _level()
+        if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
+            raise RuntimeError(
+                f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
+                "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
+            )
+        if self._owner.is_alive() and not self._may_be_handed_on:
+            share = "a strategy is one thread's" if level == "MULTIPLE" else f"with THREAD_{level} all strategies are"
+            raise RuntimeError(
+                f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: "
+                f"{share}, because calls of two threads come in another order on every rank. Build one strategy for "
+                "each thread, in the same order on all ranks"
+            )
+        self._may_be_handed_on = not self._owner.is_alive()
+        self._owner, self._ident = new, threading.get_ident()
+
+
+def _level() -> str:
+    mpi = load_mpi()
+    levels = (mpi.THREAD_SINGLE, mpi.THREAD_FUNNELED, mpi.THREAD_SERIALIZED, mpi.THREAD_MULTIPLE)
+    return _LEVELS[levels.index(mpi.Query_thread())]

@@ -1,0 +1,1 @@
+"""Messages between ranks: MPI, found, started and used on host memory."""

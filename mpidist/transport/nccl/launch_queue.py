@@ -1,0 +1,353 @@
+"""What a rank puts on its GPU to communicate: one order of launches, and the host ahead of them.
+
+A stream carries NCCL's work of all communicators of a group, so that their launches have one order on the GPU, too.
+Kernels that pack and unpack run on two other streams, the lanes, in turn: while NCCL reduces one pack, the next one is
+packed. Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so
+that errors, deadlines and Ctrl-C end the wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.communicator import Array
+from mpidist.transport.cuda import Cuda
+from mpidist.transport.gpu.events import Events, Launched, has_come
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.errors import translated
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.text import first_line
+from mpidist.transport.waiting import never_free
+
+__all__ = ["DeviceQueue"]
+
+_SPIN_SECONDS: Final = 0.00005
+_NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what completion may be late
+_LONG_NAP_SECONDS: Final = 0.001
+_NAPS_IN_A_WAIT: Final = 64  # a nap is at most this part of the wait before it, and so is what it adds
+_CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors and at the other ranks
+_NO_LANE: Final = nullcontext()
+
+
+@final
+class _Lane:
+    """A stream for kernels, and the memory that they pack into."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.memory: dict[Any, Array] = {}
+
+
+@final
+class _Launching:
+    """A launch that the host is in the middle of.
+
+    Attributes:
+        fork: The event that its lanes begin after.
+        first: The lane that it began on.
+        lane: The current one.
+        used: Those that have waited for `fork`.
+        is_captured: Whether it goes into a CUDA graph.
+        memory: What must live as long as the work.
+    """
+
+    __slots__ = ("first", "fork", "is_captured", "lane", "memory", "num_turns", "used")
+
+    def __init__(self, fork: Any, first: int, is_captured: bool, memory: Any) -> None:
+        self.fork = fork
+        self.first = self.lane = first
+        self.used: set[int] = set()
+        self.num_turns = 0
+        self.is_captured = is_captured
+        self.memory = [memory]
+
+
+@final
+class DeviceQueue:
+    """The launches of one rank and group on one GPU. For one thread: that in which the strategy is called.
+
+    Args:
+        cuda: CuPy and NCCL.
+        events: Where events come from.
+
+    Attributes:
+        stream: NCCL's.
+        num_waits: How often the host has waited.
+    """
+
+    def __init__(self, cuda: Cuda, events: Events | None = None) -> None:
+        self.num_waits = 0
+        self._cuda = cuda
+        self._events = Events(cuda) if events is None else events
+        cupy = cuda.cupy.cuda
+        self.stream = cupy.Stream(non_blocking=True)
+        self._lanes = [_Lane(cupy.Stream(non_blocking=True)) for _ in range(2)]
+        self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
+        self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
+        self._names: dict[Handle, str] = {}
+        self._flying: list[Launched] = []
+        self._under_way: _Launching | None = None
+        self._turn = 0  # the lane that the next launch begins with
+        self._next_check = 0.0
+        self._failure: BaseException | None = None
+        self._is_over: Callable[[], bool] = lambda: False
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Ask `is_over` while the host waits; it raises when there is no sense in waiting further."""
+        self._is_over = is_over
+
+    def add(self, handle: Handle, name: str) -> None:
+        """Let a communicator launch here. `name`: which rank of which communicator, for errors."""
+        self._names[handle] = name
+        handle.keeps = self  # if the process ends before its work does, nothing of this may be collected
+
+    def remove(self, handle: Handle) -> None:
+        """Forget a communicator that was freed, and with the last one the memory of all."""
+        self._names.pop(handle, None)
+        if not self._names:
+            for memory in (self._outside, *(lane.memory for lane in self._lanes)):
+                memory.clear()
+
+    def buffer(self, key: Any, nbytes: int) -> Array:
+        """Lend memory [nbytes] to the current lane. What uses it next comes after what used it last.
+
+        Outside of `launch` the host waits for what uses it. That memory is never lent to a lane: it was allocated on
+        the caller's stream, which would have it back, once it is replaced, before a lane is through with it.
+        """
+        memory = self._outside if self._under_way is None else self._lanes[self._under_way.lane].memory
+        buffer = memory.get(key)
+        if buffer is None or buffer.size < nbytes:
+            memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
+        return buffer[:nbytes]
+
+    def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
+        """Do `work` on the host, so that all it does on the GPU is launched and nothing is waited for.
+
+        What the caller's current stream does later comes after it, unless `after` is given.
+
+        Args:
+            what: The call, for errors.
+            work: Calls transports and works on arrays; its current stream is a lane.
+            memory: Arrays that must live as long as the work.
+            after: An event of `Events.record`, which the work on the GPU waits for in the place of what the caller's
+                current stream holds now; then the current stream does not wait for the work.
+
+        Returns:
+            The work under way, for `wait` or `has_come`. If the current stream is being captured, whoever captures
+            keeps it as long as the graph.
+        """
+        current = self._cuda.cupy.cuda.get_current_stream()
+        is_captured = after is None and bool(current.is_capturing())
+        self._require_usable(what)
+        if after is None:
+            self._fork.record(current)
+        self._under_way = its = _Launching(self._fork if after is None else after, self._turn, is_captured, memory)
+        try:
+            try:
+                self._use(its.first)
+                result = work()
+                self.join()
+                base = self._lanes[its.first].stream
+                event = None if is_captured else self._events.record(base)
+            finally:
+                current.use()  # not `with`: CuPy's would forget a stream that was made current by `use`
+            if after is None:
+                self._end.record(base)
+                current.wait_event(self._end)
+            else:
+                self._events.give_back(after)
+        except BaseException as error:
+            self.give_up(error, its.memory)
+            raise
+        finally:
+            self._under_way, self._turn = None, 1 - its.first
+        launched = Launched(what, result, event, its.memory)
+        if event is not None:
+            self._flying.append(launched)
+        return launched
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Take the next lane, for a pack that needs nothing of the one before it; nothing outside of `launch`."""
+        its = self._under_way
+        if its is None:
+            return _NO_LANE
+        lane = (its.first + its.num_turns) % 2
+        its.num_turns += 1
+        return _NO_LANE if lane == its.lane else self._other_lane(its, lane)
+
+    def join(self) -> None:
+        """Let the lane that a launch began on wait for the other one. Nothing outside of `launch`."""
+        its = self._under_way
+        if its is not None and len(its.used) > 1:
+            self._end.record(self._lanes[1 - its.first].stream)
+            self._lanes[its.first].stream.wait_event(self._end)
+
+    def settle(self, what: str) -> None:
+        """Wait on the host until the current lane is done, within `launch`; elsewhere nothing is under way.
+
+        For work of the host in the middle of a call, which no stream can be told to wait for.
+        """
+        its = self._under_way
+        if its is None:
+            return
+        if its.is_captured:
+            raise RuntimeError(f"{what} cannot be captured in a CUDA graph: it goes through the host")
+        event = self._events.record()
+        self._poll(event, what)
+        self._events.give_back(event)
+
+    def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None]) -> None:
+        """Give NCCL a group of calls, after what the current stream holds; what comes there later waits for it.
+
+        The host waits, too, but within `launch`.
+
+        Args:
+            what: The primitive, for errors.
+            handle: The communicator.
+            memory: The arrays that it reads and writes.
+            launch: Gives the work to NCCL: with CuPy's communicator, and the address of the stream.
+        """
+        nccl, current, its = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
+        self._require_usable(what)
+        if its is None and current.is_capturing():
+            raise RuntimeError(f"{what} waits on the host, and cannot while a CUDA graph is captured")
+        try:
+            with translated(nccl, f"{what} with NCCL on {self._names[handle]}"):
+                self._ready.record(current)
+                self.stream.wait_event(self._ready)
+                nccl.groupStart()
+                try:
+                    launch(handle.comm, self.stream.ptr)
+                finally:
+                    nccl.groupEnd()
+            if its is not None:
+                its.memory.append(memory)
+                self._done.record(self.stream)
+                current.wait_event(self._done)
+                return
+            launched = Launched(what, None, self._events.record(self.stream), memory)
+            current.wait_event(launched.event)
+            self._flying.append(launched)
+        except BaseException as error:
+            self.give_up(error, memory)
+            raise
+        self.wait(launched)
+
+    def has_come(self, launched: Launched) -> bool:
+        """Say whether work is done; then let go of its memory. Never waits.
+
+        Raises:
+            Exception: If NCCL failed, in this work or earlier.
+        """
+        if launched.is_done:
+            return True
+        try:
+            if not self._is_here(launched.event, launched.what):
+                if time.monotonic() >= self._next_check:
+                    self._check(launched.what)
+                return False
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        launched.is_done, launched.memory = True, None
+        self._events.give_back(launched.event)
+        self._flying.remove(launched)
+        return True
+
+    def wait(self, launched: Launched, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait on the host until work is done.
+
+        Args:
+            launched: The work.
+            meanwhile: Done now and then.
+
+        Raises:
+            Exception: What `watch` was given raises, and if NCCL failed. Then all its communicators are aborted.
+        """
+        if launched.is_done:
+            return
+        try:
+            self._poll(launched.event, launched.what, meanwhile)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self.has_come(launched)
+
+    def drain(self) -> None:
+        """Wait on the host for all that is under way."""
+        for launched in tuple(self._flying):
+            self.wait(launched)
+
+    def give_up(self, error: BaseException, memory: Any = None) -> None:
+        """Abort NCCL's communicators. What the GPU may still work on is never freed."""
+        if self._failure is None:
+            self._failure = error
+            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
+            if self._flying or self._under_way is not None:
+                never_free((self,))
+        if memory is not None:
+            never_free((self, memory))
+
+    def _other_lane(self, its: _Launching, lane: int) -> AbstractContextManager[None]:
+        @contextmanager
+        def on_lane() -> Iterator[None]:
+            self._use(lane)
+            try:
+                yield
+            finally:
+                its.lane = its.first
+                self._lanes[its.first].stream.use()
+
+        return on_lane()
+
+    def _use(self, lane: int) -> None:
+        its, stream = self._under_way, self._lanes[lane].stream
+        assert its is not None
+        if lane not in its.used:
+            its.used.add(lane)
+            stream.wait_event(its.fork)
+        its.lane = lane
+        stream.use()
+
+    def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.num_waits += 1
+        start = time.monotonic()
+        while not self._is_here(event, what):
+            now = time.monotonic()
+            if now < start + _SPIN_SECONDS:
+                continue
+            if now >= self._next_check:
+                self._check(what)
+                if self._is_over():
+                    raise PeerFailedError(f"{what} with NCCL was given up: other ranks do not come")
+            meanwhile()
+            time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
+
+    def _is_here(self, event: Any, what: str) -> bool:
+        if not has_come(self._cuda.cupy, event, what, "with NCCL"):
+            return False
+        self._require_usable(what)  # an abort ends work, too
+        return True
+
+    def _check(self, what: str) -> None:
+        self._next_check = time.monotonic() + _CHECK_SECONDS
+        for handle, name in self._names.items():
+            with translated(self._cuda.nccl, f"{what} with NCCL on {name}"):
+                handle.comm.check_async_error()
+
+    def _require_usable(self, what: str) -> None:
+        for handle, name in self._names.items():
+            if handle.ended:
+                kind = type(self._failure)
+                if kind not in (DeadlineExceededError, PeerFailedError):
+                    kind = RuntimeError
+                raise kind(
+                    f"{what} with NCCL on {name}: the communicator cannot be used any more, because {handle.ended}; "
+                    "call strategy.reset() on all ranks"
+                )

@@ -1,0 +1,1 @@
+"""Ranks of a node, and the memory that all of them reach."""

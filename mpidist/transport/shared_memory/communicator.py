@@ -1,0 +1,139 @@
+"""Ranks of one node, NumPy arrays, a shared window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.mpi.communicator import Intracomm, MpiCommunicator
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.schedule import Schedule, scatter_schedule, stream_schedule
+from mpidist.transport.shared_memory.two_shot import Stream, Transfer
+from mpidist.transport.waiting import complete
+
+__all__ = ["SharedMemoryCommunicator"]
+
+_SCHEDULES: Final = 64  # remembered
+
+
+@final
+class SharedMemoryCommunicator(Communicator):
+    """Ranks of one node that move and add through memory which all of them reach, in chunks that stay in the cache.
+
+    Every reduction adds in rank order. Messages between two ranks, and `gather`, go through MPI.
+
+    Args:
+        mpi: The same ranks over MPI. This object owns it and frees it.
+        streams: How it reduces; it stays its owner's.
+    """
+
+    def __init__(self, mpi: MpiCommunicator, streams: StreamReducer) -> None:
+        super().__init__(mpi.name, mpi.rank, mpi.size)
+        self._mpi = mpi
+        self.streams = streams
+        self.traffic = mpi.traffic
+        self._slots = streams.slots
+        self._scatter = lru_cache(_SCHEDULES)(scatter_schedule)
+        self._whole = lru_cache(_SCHEDULES)(stream_schedule)
+
+    @property
+    def comm(self) -> Intracomm:
+        """The mpi4py communicator."""
+        return self._mpi.comm
+
+    @property
+    def mpi(self) -> MpiCommunicator:
+        """The same ranks over MPI."""
+        return self._mpi
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        self._mpi.watch(is_over)
+        self.streams.is_over = is_over
+
+    def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return self._mpi.pack_buffer(count, dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
+        if buffer.size:
+            self.streams.all_reduce(buffer, reduction)
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        self.traffic.add("reduce", buffer.nbytes)
+        schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
+        self._run(schedule, Stream(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
+
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        if bounds is None:
+            bounds = shard_bounds(buffer.size, self.size)
+        shards = _shards(buffer, bounds)
+        targets = list(shards)
+        if into is not None:
+            targets[self.rank] = into
+        self.traffic.add("reduce_scatter", buffer.nbytes - shards[self.rank].nbytes)
+        if self.streams.is_small(buffer.nbytes):
+            parts = self.streams.one_round(buffer.size, buffer.dtype).stage([buffer])
+            self.streams.synchronize()
+            start, stop = bounds[self.rank], bounds[self.rank + 1]
+            if stop > start:
+                with np.errstate(all="ignore"):
+                    reduction.combine([part[start:stop] for part in parts], targets[self.rank])
+            return targets[self.rank]
+        schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
+        self._run(schedule, Stream(buffer.dtype, shards, shared=[targets]), reduction)
+        return targets[self.rank]
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        bounds = tuple(self._start_all_gather(buffer, bounds))
+        schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
+        complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.streams.is_over)
+
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        self.traffic.add("broadcast", buffer.nbytes)
+        schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
+        complete(self._spread(schedule, [buffer], [root], into), self.streams.is_over)
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        return self._mpi.gather(buffer, root)
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self._mpi.exchange(outgoing, to, incoming, source)
+
+    def free(self) -> None:
+        self._mpi.free()
+
+    def _chunk_count(self, dtype: np.dtype[Any]) -> int:
+        return max(1, self._slots.slot_bytes // dtype.itemsize)
+
+    def _run(self, schedule: Schedule, stream: Stream, reduction: Reduction) -> None:
+        if schedule.count:
+            self.streams.run(Transfer(self._slots, None, 0, schedule, stream, reduction))
+
+    def _spread(
+        self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None
+    ) -> Generator[int, None, None]:
+        """Copy what each owner has of every chunk to all ranks: into the same pieces, or into one array for all."""
+        targets = pieces if into is None else [into]
+        for chunk in schedule.chunks:
+            views = self._slots.next(targets[0].dtype)
+            for owner, moves in zip(owners, chunk.shards, strict=True):
+                if owner == self.rank:
+                    for piece, _, start, stop, at, end in moves:
+                        views[owner][at:end] = pieces[piece][start:stop]
+            yield from self._slots.synchronize()
+            for owner, moves in zip(owners, chunk.shards, strict=True):
+                if owner != self.rank or into is not None:
+                    for piece, _, start, stop, at, end in moves:
+                        targets[piece][start:stop] = views[owner][at:end]
+
+
+def _shards(buffer: Array, bounds: Sequence[int]) -> list[Array]:
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]

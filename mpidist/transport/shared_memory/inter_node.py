@@ -1,0 +1,192 @@
+"""One lane's way across nodes: a shard is reduced with its counterparts, while the rank does other work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array, shard_bounds
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.reduction import Reduction, narrow, widen
+from mpidist.transport.waiting import never_free
+
+__all__ = ["Flight", "LaneExchange"]
+
+_TAGS: Final = 16384  # in turn; MPI promises 32,768, and far fewer are under way
+
+
+class Flight(ABC):
+    """One shard under way. It gets on in `progress` alone."""
+
+    def __init__(self) -> None:
+        self.has_landed = False
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Take what has come, and send on what can be sent. Local."""
+
+
+@final
+class LaneExchange:
+    """All-reduces shards among the ranks of a lane, one on every node, several shards in flight.
+
+    Nothing moves unless `progress` is called.
+
+    Args:
+        across_nodes: The ranks of the lane, in order of nodes.
+    """
+
+    def __init__(self, across_nodes: MpiCommunicator) -> None:
+        self._across = across_nodes
+        self._flights: deque[Flight] = deque()
+        self._started = 0
+
+    def start(self, buffer: Array, reduction: Reduction) -> Flight:
+        """Reduce a shard, in the order of nodes.
+
+        With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
+        sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
+        all-reduce can send. Half as many bytes where `reduction.between_nodes` compresses them.
+
+        Args:
+            buffer: [m], reduced in place. It must not be touched until the flight has landed.
+            reduction: The elementwise operation.
+        """
+        flight = _DirectFlight if reduction.between_nodes is None else _CompressedFlight
+        return self._take_off(flight(self._across, buffer, reduction, self._next_tag()))
+
+    def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> Flight:
+        """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
+
+        With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
+
+        Args:
+            buffer: [m], which takes the result.
+            fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
+                the sum in `buffer`.
+        """
+        return self._take_off(_ChainFlight(self._across, buffer, fold, self._next_tag()))
+
+    def progress(self) -> None:
+        """Let the shards under way get on. Local."""
+        for flight in self._flights:
+            flight.progress()
+        while self._flights and self._flights[0].has_landed:
+            self._flights.popleft()
+
+    def abandon(self) -> None:
+        """Leave what is under way to MPI, which may still read and write it. Local."""
+        never_free(tuple(self._flights))
+        self._flights.clear()
+
+    def _take_off(self, flight: Flight) -> Flight:
+        self._flights.append(flight)
+        return flight
+
+    def _next_tag(self) -> int:
+        self._started = (self._started + 1) % (_TAGS // 2)
+        return 2 * self._started
+
+
+@final
+class _DirectFlight(Flight):
+    """Parts to their owners, sums to everybody."""
+
+    def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
+        super().__init__()
+        self._across, self._reduction, self._tag = across, reduction, tag
+        bounds = shard_bounds(buffer.size, across.size)
+        self._parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        own = self._parts[across.rank]
+        self._incoming = np.empty((across.size, own.size), buffer.dtype)
+        self._others = [rank for rank in range(across.size) if rank != across.rank]
+        self._requests = [across.receive(self._incoming[rank], rank, tag) for rank in self._others]
+        self._requests += [across.send(self._parts[rank], rank, tag) for rank in self._others]
+        self._is_adding = True
+        across.traffic.add("exchange", 2 * (buffer.nbytes - own.nbytes))
+
+    def progress(self) -> None:
+        if self._is_adding and self._across.test_all(self._requests):
+            self._add()
+        if not self._is_adding and not self.has_landed and self._across.test_all(self._requests):
+            self.has_landed = True
+
+    def _add(self) -> None:
+        own = self._parts[self._across.rank]
+        rows = [own if rank == self._across.rank else self._incoming[rank] for rank in range(self._across.size)]
+        self._across.traffic.overflowed += self._reduction.combine(rows, own)
+        self._requests = [self._across.receive(self._parts[rank], rank, self._tag + 1) for rank in self._others]
+        self._requests += [self._across.send(own, rank, self._tag + 1) for rank in self._others]
+        self._is_adding = False
+
+
+@final
+class _CompressedFlight(Flight):
+    """A shard of float32 that travels in half precision, its owner's part, too: all get the same bits."""
+
+    def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
+        super().__init__()
+        self._buffer, self._half = buffer, np.empty(buffer.size, reduction.between_nodes)
+        across.traffic.overflowed += narrow(buffer, self._half)
+        rounded = replace(reduction, between_nodes=None, counts_overflow=True)
+        self._flight = _DirectFlight(across, self._half, rounded, tag)
+
+    def progress(self) -> None:
+        self._flight.progress()
+        if self._flight.has_landed and not self.has_landed:
+            widen(self._half, self._buffer)
+            self.has_landed = True
+
+
+@final
+class _ChainFlight(Flight):
+    """Partial sums up the nodes, the result back down."""
+
+    def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
+        super().__init__()
+        self._across, self._buffer, self._fold, self._tag = across, buffer, fold, tag
+        self._below = across.rank - 1 if across.rank > 0 else None
+        self._above = across.rank + 1 if across.rank + 1 < across.size else None
+        self._is_up = self._is_sent_down = False
+        self._incoming: Array | None = None
+        if self._below is None:
+            self._up()
+        else:
+            self._incoming = np.empty(buffer.size, buffer.dtype)
+            self._requests = [across.receive(self._incoming, self._below, tag)]
+        hops = (self._below is not None) + (self._above is not None)
+        across.traffic.add("exchange", hops * buffer.nbytes)
+
+    def progress(self) -> None:
+        if self.has_landed or not self._across.test_all(self._requests):
+            return
+        if not self._is_up:
+            self._up()
+        elif self._below is not None and not self._is_sent_down:
+            self._down()
+        else:
+            self.has_landed = True
+
+    def _up(self) -> None:
+        self._fold(self._incoming)
+        self._is_up = True
+        if self._above is None:
+            self._down()
+            return
+        self._outgoing = self._buffer.copy()  # the result comes back into the buffer
+        self._requests = [
+            self._across.send(self._outgoing, self._above, self._tag),
+            self._across.receive(self._buffer, self._above, self._tag + 1),
+        ]
+
+    def _down(self) -> None:
+        self._is_sent_down = True
+        self._requests = []
+        if self._below is not None:
+            self._requests = [self._across.send(self._buffer, self._below, self._tag + 1)]

@@ -1,0 +1,58 @@
+"""Streams so small that every rank adds everything itself, after one barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.staging_slots import Slots
+
+__all__ = ["OneRound"]
+
+
+@final
+class OneRound:
+    """All-reduces of one length and dtype within a node, in one barrier. S bytes in, P S bytes read, per rank.
+
+    `stage`, then a barrier of the slots, then `add`.
+
+    Args:
+        slots: The node's staging memory.
+        count: Number of elements.
+        dtype: Their dtype.
+    """
+
+    def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
+        self._slots = slots
+        self._parts = [[view[:count] for view in views] for views in slots.all(dtype)]
+
+    def stage(self, sources: Sequence[Array]) -> list[Array]:
+        """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.
+
+        Returns:
+            What `add` needs: every rank's part of the slot.
+        """
+        parts = self._parts[self._slots.next_number]
+        own = parts[self._slots.rank]
+        if len(sources) == 1:
+            source = sources[0]
+            own[...] = source if source.ndim == 1 else source.reshape(-1)
+        else:
+            np.concatenate(sources, axis=None, out=own)
+        return parts
+
+    def add(self, parts: list[Array], reduction: Reduction, divide_by: int, total: Array) -> int:
+        """Reduce all ranks' parts into `total` [count], of the same dtype. Local.
+
+        Returns:
+            As `Reduction.combine`.
+        """
+        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+            overflowed = reduction.combine(parts, total)
+            if divide_by != 1:
+                total /= divide_by
+        return overflowed

@@ -1,0 +1,80 @@
+"""The staging memory of a node's ranks: a few slots each, taken in turn, that all of them read."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array
+from mpidist.transport.mpi.communicator import Intracomm
+from mpidist.transport.shared_memory.window import LINE_BYTES, Fence, NodeBarrier, SharedWindow
+
+__all__ = ["Slots"]
+
+# A slot is read until two barriers after its own, or three where a deadline adds one; then it can be filled again.
+_LEAST_SLOTS: Final = 4
+
+
+@final
+class Slots:
+    """Slots in a shared window, and the barrier that says when one can be read and filled.
+
+    A chunk is put into the slot of the barrier that comes next, and every barrier takes one slot further, on all
+    ranks alike. Memory: `4 + depth` slots a rank, whatever is sent through them.
+
+    Args:
+        comm: The ranks of the node, or `None` for a node of one.
+        slot_bytes: Size of a slot in bytes; a multiple of `LINE_BYTES`.
+        depth: For how many barriers more than usual a slot is in use.
+
+    Raises:
+        UnavailableError: If there is too little shared memory.
+    """
+
+    def __init__(self, comm: Intracomm | None, slot_bytes: int, depth: int = 0) -> None:
+        self.rank = 0 if comm is None else comm.Get_rank()
+        self.size = 1 if comm is None else comm.Get_size()
+        self.slot_bytes = slot_bytes
+        self.depth = depth
+        self.num_slots = _LEAST_SLOTS + depth
+        self._window = SharedWindow(comm, LINE_BYTES + self.num_slots * slot_bytes)
+        self._fence = Fence() if self.size > 1 else None
+        self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
+        self._views: dict[np.dtype[Any], list[list[Array]]] = {}
+
+    @property
+    def next_number(self) -> int:
+        """The number of the slot of the next barrier."""
+        return (self.barrier.count + 1) % self.num_slots
+
+    def next(self, dtype: np.dtype[Any]) -> list[Array]:
+        """View the slot of the next barrier: [ranks], each the whole slot of a rank, flat."""
+        return self.all(dtype)[(self.barrier.count + 1) % self.num_slots]
+
+    def all(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """View all slots: [slots][ranks]."""
+        views = self._views.get(dtype)
+        if views is None:
+            views = self._views[dtype] = [self._view(slot, dtype) for slot in range(self.num_slots)]
+        return views
+
+    def synchronize(self) -> Generator[int, None, None]:
+        """Pass a barrier; yields while others have not come."""
+        barrier = self.barrier
+        barrier.post()
+        while not barrier.passed():
+            yield barrier.count
+
+    def free(self) -> None:
+        """Give back the memory, although others may still refer to it. Local; all ranks must have left the slots."""
+        self._views.clear()
+        self._window.discard()
+        if self._fence is not None:
+            self._fence.free()
+
+    def _view(self, slot: int, dtype: np.dtype[Any]) -> list[Array]:
+        start = LINE_BYTES + slot * self.slot_bytes
+        whole = self.slot_bytes - self.slot_bytes % dtype.itemsize
+        return [part[start : start + whole].view(dtype) for part in self._window.parts]

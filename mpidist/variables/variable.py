@@ -1,0 +1,399 @@
+"""Variables: an array on every rank, kept equal or read together."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+
+from mpidist import contexts
+from mpidist.options import NamedInAnyCase, ReduceOp
+from mpidist.transport import arrays
+from mpidist.transport.failures import open_groups
+from mpidist.values import DistributedValues, require_contributions
+from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.assigning import Assignable
+from mpidist.variables.casting import is_python_number
+from mpidist.variables.sparse_updates import ADDITIVE, SparseUpdates, change_rows, rows_of
+
+if TYPE_CHECKING:
+    from mpidist.strategy import Strategy
+    from mpidist.transport.group.sync_group import SyncGroup
+
+__all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class VariableSynchronization(NamedInAnyCase):
+    """When the copies of a variable are brought together: `AUTO` is `ON_WRITE`."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+@final
+class VariableAggregation(NamedInAnyCase):
+    """How what the replicas write, or hold, becomes one. `ONLY_FIRST_REPLICA` takes rank 0's."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
+    """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
+
+    Works as an array: NumPy's operators and functions read it. Assigning in `Strategy.run` aggregates what the
+    replicas write; assigning in cross-replica context writes this rank's copy, so every rank must write the same.
+
+    Args:
+        initial_value: An array, a number, or a function that returns one. Rank 0's is taken on every rank.
+        trainable: Whether an optimizer should change it. By default yes, unless it is read together.
+        name: The same on every rank.
+        dtype: What the value is cast to; by default its own.
+        synchronization: `AUTO` and `ON_WRITE` keep the copies equal; `ON_READ` lets them differ and aggregates when
+            the variable is read in cross-replica context, which is then collective.
+        aggregation: How.
+
+    Raises:
+        ValueError: If `synchronization` or `aggregation` cannot be had, or a MEAN of integers is asked for.
+        InvalidArgumentError: If the ranks' names, shapes, dtypes or rules differ. On every rank.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
+        kind: type[Variable] = cls
+        if cls is Variable:
+            kind = MirroredVariable
+            with suppress(ValueError):  # `__init__` refuses what is no synchronization, together with the other ranks
+                if VariableSynchronization(kwargs.get("synchronization", "AUTO")) is VariableSynchronization.ON_READ:
+                    kind = SyncOnReadVariable
+        made: Variable = super().__new__(kind)
+        return made
+
+    def __init__(
+        self,
+        initial_value: Any,
+        *,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> None:
+        strategy = contexts.get_strategy()
+        error: Exception | None = None
+        array: Any = np.empty(0)
+        fields: dict[str, str] = {}
+        self._strategy = strategy
+        self._name = name if name is not None else strategy.extended.next_variable_name()
+        try:
+            self._synchronization = _synchronization(synchronization)
+            self._aggregation = VariableAggregation(aggregation)
+            array = _native(initial_value() if callable(initial_value) else initial_value, dtype)
+            if self._aggregation is VariableAggregation.MEAN and array.dtype.kind in "iub":
+                raise ValueError(f"a variable of dtype {array.dtype.name} cannot have aggregation MEAN")
+            fields = {
+                "name": self._name,
+                "value": f"{array.dtype.name}{list(array.shape)}",
+                "synchronization": str(self._synchronization),
+                "aggregation": str(self._aggregation),
+            }
+        except Exception as problem:  # the initialiser's own, too: the other ranks must learn of it
+            error = problem
+        strategy.extended.agree_on_variable(fields, name is None, error)
+        value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
+        self._value = self._place(value)
+        self._view = self.local_value()  # what is read where no copy is needed
+        self._trainable = self._default_trainable() if trainable is None else trainable
+        if contexts.current() is None and open_groups.num_open():
+            logger.warning(
+                "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
+                "alone, so its value is this rank's own, and nothing keeps it like that of other ranks; make it inside",
+                self._name,
+            )
+
+    def _place(self, value: Any) -> Any:
+        """Put the initial value where this kind of variable lives."""
+        return value
+
+    @staticmethod
+    @abstractmethod
+    def _default_trainable() -> bool:
+        """Whether an optimizer should change variables of this kind."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """This rank's copy, in a tuple of one."""
+        return (self.local_value(),)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that was current when the variable was made."""
+        return self._strategy
+
+    @property
+    def name(self) -> str:
+        """The name, the same on every rank."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        shape: tuple[int, ...] = self._value.shape
+        return shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype."""
+        dtype: np.dtype[Any] = self._value.dtype
+        return dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are brought together."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How."""
+        return self._aggregation
+
+    @final
+    def local_value(self) -> Any:
+        """Return this rank's own copy, in any context: a view that must not be written. Local."""
+        view = self._value.view()
+        if not arrays.is_device(view):
+            view.flags.writeable = False
+        return view
+
+    @final
+    def value(self) -> Any:
+        """Return the value as the current context sees it: `read_value`."""
+        return self.read_value()
+
+    @final
+    def read_value(self) -> Any:
+        """Return the value as the current context sees it: a new array.
+
+        In cross-replica context reading a variable that is read together (`ON_READ`) is collective.
+        """
+        seen = self._seen()
+        return seen.copy() if seen is self._view else seen
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"variable {self._name!r} cannot be copied or pickled: it belongs to its strategy; read its value, as with "
+            "numpy()"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpidist.Variable {self._name!r} {self.dtype.name}{list(self.shape)} {self._synchronization} "
+            f"{self._aggregation}, this rank's copy: {self._value!r}>"
+        )
+
+
+@final
+class MirroredVariable(Variable):
+    """A variable whose copies are kept equal: what replicas write is aggregated, and everybody writes the result."""
+
+    @staticmethod
+    def _default_trainable() -> bool:
+        return True
+
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Whether all ranks are taken to hold the same: across replicas, and those of its strategy."""
+        entry = contexts.innermost()
+        return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
+
+    def _seen(self) -> Any:
+        return self._view
+
+    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        aggregation = self._aggregation
+        if aggregation is VariableAggregation.NONE:
+            self._require_own_copy()
+            self._write(value, ufunc)
+            return
+        ops = self._strategy.extended.cross_device_ops
+        array, error = self._value, None
+        try:
+            array = self._contribution(value)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        call = f"assignment to variable {self._name!r}"
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            self._write(ops.broadcast(array, "all", call=call, error=error), ufunc)
+        else:
+            self._write(ops.all_reduce(ReduceOp[aggregation.name], array, call=call, error=error), ufunc)
+
+    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
+
+    def _place(self, value: Any) -> Any:
+        extended = self._strategy.extended
+        self._is_per_node = extended.per_node_variables and not arrays.is_device(value)
+        return extended.copy_per_node(value) if self._is_per_node else value
+
+    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if not self._is_per_node:
+            self._put(self._cast(value), ufunc)
+            return
+        array, error = self._value, None
+        try:
+            array = self._cast(value)
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            error = problem
+        self._strategy.extended.write_per_node(self._name, partial(self._put, array, ufunc), error)
+
+    def _require_own_copy(self) -> None:
+        if self._is_per_node:
+            what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
+            raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
+
+    def _contribution(self, value: Any) -> Any:
+        num_replicas = self._strategy.num_replicas_in_sync
+        if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
+            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group)
+            if is_python_number(value):
+                raise ValueError(
+                    f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "
+                    f"with aggregation SUM, it would count {num_replicas} times. Assign an array that this replica "
+                    "contributes"
+                )
+        array = self._cast(value)
+        return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
+
+    def _scatter(self, call: str, delta: Any) -> Variable:
+        entry = self._entered(call)
+        aggregates = self._aggregation is not VariableAggregation.NONE
+        if entry is None or entry.replica_context is None:
+            aggregates = False
+        elif not aggregates:
+            self._require_own_copy()
+        elif call not in ADDITIVE and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            raise NotImplementedError(
+                f"{call} of variable {self._name!r} has no {self._aggregation} over replicas; choose aggregation "
+                "ONLY_FIRST_REPLICA or NONE, or change the rows outside of strategy.run()"
+            )
+        indices, values, error = np.empty(0, np.int64), self._value, None
+        try:
+            indices, values = rows_of(delta, self._value, f"variable {self._name!r}")
+        except Exception as problem:
+            error = problem
+        if aggregates:
+            indices, values = self._gathered(call, indices, values, error)
+        elif error is not None and not self._is_per_node:
+            raise error
+        change = partial(change_rows, call, self._value, indices, values)
+        if self._is_per_node:
+            self._strategy.extended.write_per_node(self._name, change, error)
+        else:
+            change()
+        return self
+
+    def _gathered(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
+        """Bring the rows of all replicas together, as the aggregation says."""
+        extended, aggregation = self._strategy.extended, self._aggregation
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not self._strategy.is_chief:
+            indices, values = indices[:0], values[:0]
+        call = f"{call} of variable {self._name!r}"
+        indices, values = extended.all_gather(call, (indices, values), 0, None, error)
+        if aggregation is VariableAggregation.MEAN:
+            values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
+        return indices, values
+
+
+@final
+class SyncOnReadVariable(Variable):
+    """A variable whose copies go their own ways, and are aggregated when they are read together: a metric, say."""
+
+    @staticmethod
+    def _default_trainable() -> bool:
+        return False
+
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Whether all ranks are known to hold the same: no."""
+        return False
+
+    def _seen(self) -> Any:
+        """Return this rank's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
+        entry = contexts.innermost()
+        if (entry is not None and (entry.replica_context is not None or entry.updating)) or self._is_alone():
+            return self._view
+        ops = self._strategy.extended.cross_device_ops
+        self._require_aggregation("read")
+        call = f"reading of variable {self._name!r}"
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return ops.broadcast(self._value, "all", call=call)
+        return ops.all_reduce(ReduceOp[self._aggregation.name], self._value, call=call)
+
+    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
+
+    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if self._is_alone():
+            self._write(value, ufunc)
+            return
+        self._require_aggregation("assigned")
+        if self._aggregation is not VariableAggregation.SUM:
+            self._write(value, ufunc)
+            return
+        if ufunc is not None:
+            raise ValueError(
+                f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, and not "
+                "added to or subtracted from"
+            )
+        self._put(self._share(self._cast(value)), None)
+
+    def _share(self, total: Any) -> Any:
+        """Return this rank's part of a sum: equal parts, and what is left over of integers on rank 0."""
+        count = self._strategy.num_replicas_in_sync
+        if total.dtype.kind not in "biu":
+            return total / count
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+        rest = np.fmod(wide, wide.dtype.type(count))
+        share = (wide - rest) // wide.dtype.type(count)
+        return share + rest if self._strategy.is_chief else share
+
+    def _scatter(self, call: str, delta: Any) -> Variable:
+        raise NotImplementedError(
+            f"{call} of variable {self._name!r}, which is read together (ON_READ), cannot be had: read it, change the "
+            "array, and assign that"
+        )
+
+    def _require_aggregation(self, what: str) -> None:
+        if self._aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {self._name!r} with aggregation NONE cannot be {what} in cross-replica context: could not "
+                "convert NONE to a ReduceOp. Choose SUM, MEAN or ONLY_FIRST_REPLICA, or use local_value()"
+            )
+
+
+def _synchronization(value: VariableSynchronization | str) -> VariableSynchronization:
+    wanted = VariableSynchronization(value)
+    if wanted is VariableSynchronization.NONE:
+        raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
+    return VariableSynchronization.ON_WRITE if wanted is VariableSynchronization.AUTO else wanted
+
+
+def _native(value: Any, dtype: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    array = arrays.library_of(value).to_native(value)
+    native = array.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
+    return array.astype(native)
