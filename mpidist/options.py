@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, final
 
-from mpidist.transport.text import value_text
+from mpidist.transport import value_text
 
 __all__ = [
     "CollectiveCommunication",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts
-from mpidist.collectives.pending_result import PendingResult
+from mpidist.collectives import PendingResult
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
-from mpidist.transport.failures import open_groups
+from mpidist.transport import open_groups
 from mpidist.values import open_arguments
 
 if TYPE_CHECKING:

@@ -11,13 +11,11 @@ from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import contexts, nest
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
+from mpidist.cross_device_ops import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import arrays
-from mpidist.transport.failures.exit_code import ends_normally
-from mpidist.transport.topology import Topology
+from mpidist.transport import Topology, arrays, ends_normally
 from mpidist.values import PerReplica, local, open_nest
 
 __all__ = ["Strategy", "ValueContext"]

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpidist import contexts
-from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.raise_together import raise_together
-from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.collectives import all_gather, raise_together, reduce_scatter
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext
-from mpidist.transport.agreement.agreement import Joining, fingerprint_of
-from mpidist.transport.devices import Device
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Device, Joining, SyncGroup, fingerprint_of
 from mpidist.values import local, open_arguments
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from mpidist import nest
 from mpidist.options import ReduceOp
 
 if TYPE_CHECKING:
-    from mpidist.transport.group.sync_group import SyncGroup
+    from mpidist.transport import SyncGroup
 
 __all__ = [
     "DistributedValues",

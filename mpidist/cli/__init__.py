@@ -2,3 +2,13 @@
 
 A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
 """
+
+from mpidist.cli import doctor as doctor
+from mpidist.cli import flight as flight
+from mpidist.cli import tune as tune
+
+__all__ = [
+    "doctor",
+    "flight",
+    "tune",
+]

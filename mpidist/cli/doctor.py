@@ -21,17 +21,20 @@ import numpy
 
 import mpidist
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import cuda
-from mpidist.transport.costs.cost_model import name_placement
-from mpidist.transport.cuda import nccl_version_text
-from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
-from mpidist.transport.device_over_mpi.cuda_aware_probe import ProbeKey
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import load_mpi
-from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.text import first_line
-from mpidist.transport.topology import Topology
+from mpidist.transport import (
+    GpuFacts,
+    ProbeKey,
+    SyncGroup,
+    Topology,
+    cuda,
+    first_line,
+    load_mpi,
+    name_placement,
+    name_ranks,
+    nccl_version_text,
+    reason_against_nccl,
+)
+from mpidist.transport import cuda_aware_probe as device_mpi_support
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 

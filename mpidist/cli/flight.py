@@ -35,7 +35,7 @@ from mpidist.cli.flight_report import (
     load_job,
 )
 from mpidist.cli.flight_verdict import Verdict, judge_all, place_text, seconds_text, some_of
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport import name_ranks
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
-from mpidist.transport.failures.flight_files import FILE_VERSION
+from mpidist.transport import FILE_VERSION
 
 __all__ = [
     "Call",

@@ -14,7 +14,7 @@ from mpidist.cli.flight_report import (
     seconds_behind,
     standings_of,
 )
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport import name_ranks
 
 __all__ = ["Verdict", "judge_all", "name_call", "place_text", "seconds_text", "some_of"]
 

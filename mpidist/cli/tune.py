@@ -16,10 +16,18 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
-from mpidist.transport.costs.cost_file import TuningKey, load_tuned, measure_cost_model, save_cost_model, tuning_path
-from mpidist.transport.costs.cost_model import CostModel, Placement, name_placement
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport import (
+    CostModel,
+    Placement,
+    SyncGroup,
+    TuningKey,
+    load_mpi,
+    load_tuned,
+    measure_cost_model,
+    name_placement,
+    save_cost_model,
+    tuning_path,
+)
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 

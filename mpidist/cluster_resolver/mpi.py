@@ -10,8 +10,7 @@ from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import visible_gpus
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.transport.mpi.communicator import load_mpi
-from mpidist.transport.topology import Topology
+from mpidist.transport import Topology, load_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

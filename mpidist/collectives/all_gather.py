@@ -12,11 +12,9 @@ from mpidist.collectives.axes import axis_of
 from mpidist.collectives.describing import specs_text
 from mpidist.collectives.leaves import require_values
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest.text import array_names, form_text
+from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import arrays
-from mpidist.transport.agreement.agreement import Joining
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Joining, SyncGroup, arrays
 from mpidist.values import open_nest
 
 __all__ = ["all_gather"]

@@ -9,8 +9,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.collectives.plan import Spec
-from mpidist.transport import arrays
-from mpidist.transport.group.device_levels import DeviceLevels
+from mpidist.transport import DeviceLevels, arrays
 from mpidist.values import contribution
 
 __all__ = ["Operands", "result_arrays"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport.text import value_text
+from mpidist.transport import value_text
 
 __all__ = ["axes_of", "axes_text", "axis_of", "whole_axes"]
 

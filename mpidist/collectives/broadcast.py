@@ -10,11 +10,9 @@ from mpidist.collectives.describing import specs_text
 from mpidist.collectives.destinations import ranks_of, send_to
 from mpidist.collectives.leaves import require_values
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest.text import array_names, form_text
+from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import arrays
-from mpidist.transport.agreement.agreement import Joining
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Joining, SyncGroup, arrays
 
 __all__ = ["broadcast"]
 

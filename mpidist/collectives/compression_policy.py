@@ -8,9 +8,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.options import CommunicationOptions, Compression
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.half import bfloat16
-from mpidist.transport.text import count_text
+from mpidist.transport import Levels, bfloat16, count_text
 
 __all__ = ["Compressing", "OverflowReport"]
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from mpidist.collectives.plan import Spec
 from mpidist.collectives.signature import Request
-from mpidist.nest.text import array_names, form_text
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.text import count_text, size_text
+from mpidist.nest import array_names, form_text
+from mpidist.transport import count_text, name_ranks, size_text
 
 __all__ = ["describe", "packs_text", "specs_text"]
 

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.transport.communicator import Communicator
-from mpidist.transport.text import value_text
+from mpidist.transport import Communicator, value_text
 from mpidist.values import DistributedValues
 
 __all__ = ["ranks_of", "send_to"]

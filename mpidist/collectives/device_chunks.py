@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.reduction import Reduction
+from mpidist.transport import Levels, Reduction
 
 if TYPE_CHECKING:
     from mpidist.collectives.packs import Piece

@@ -10,11 +10,7 @@ import numpy as np
 
 from mpidist.collectives.out_arrays import KnownOuts, keep_apart, target_arrays
 from mpidist.collectives.plan import Plan, StreamPlan
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
-from mpidist.transport.shared_memory.in_place import InPlace
-from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, word_of
-from mpidist.transport.shared_memory.two_shot import Stream, Transfer
-from mpidist.transport.waiting import complete
+from mpidist.transport import InPlace, Place, SharedArrays, Stream, StreamReducer, Transfer, complete, word_of
 
 __all__ = ["NOWHERE", "Placement", "StreamCalls"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.collectives.mirrored import Kept
 from mpidist.errors import InvalidArgumentError
-from mpidist.nest.text import form_text, paths
+from mpidist.nest import form_text, paths
 from mpidist.transport import arrays
 from mpidist.values import DistributedValues, local
 

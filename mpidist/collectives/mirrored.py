@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.options import ReduceOp
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import SyncGroup
 from mpidist.values import any_distributed, contribution, is_mirrored, require_contributions
 
 __all__ = ["NOTHING_KEPT", "Kept", "put_together", "take_apart"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from mpidist.collectives.plan import Plan, Spec
 from mpidist.errors import InvalidArgumentError
+from mpidist.transport import SharedArrays, word_of
 from mpidist.transport import arrays as native
-from mpidist.transport.shared_memory.symmetric import SharedArrays, word_of
 
 __all__ = ["KnownOuts", "check_outs", "keep_apart", "native_outs", "target_arrays"]
 

@@ -13,13 +13,7 @@ from mpidist.collectives.destinations import send_to
 from mpidist.collectives.out_arrays import keep_apart, target_arrays
 from mpidist.collectives.plan import Plan
 from mpidist.options import CommunicationImplementation, CommunicationOptions
-from mpidist.transport.agreement.agreement import Arrival
-from mpidist.transport.gpu.events import Launched
-from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.group.started_calls import Pending, Steps
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction
+from mpidist.transport import Arrival, DeviceQueue, Launched, Levels, NcclReach, Pending, Reduction, Steps, SyncGroup
 
 __all__ = ["ChunkCalls", "Layout", "Parts"]
 

@@ -10,7 +10,7 @@ from typing import Any, final
 from mpidist.collectives.destinations import ranks_of
 from mpidist.collectives.mirrored import Kept, put_together, take_apart
 from mpidist.options import ReduceOp
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import SyncGroup
 
 __all__ = ["Pair", "as_pair"]
 

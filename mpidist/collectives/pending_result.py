@@ -7,8 +7,7 @@ from typing import Any, final
 
 from mpidist import nest
 from mpidist.collectives.mirrored import Kept, put_together
-from mpidist.transport.group.started_calls import Pending
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Pending, SyncGroup
 
 __all__ = ["PendingResult"]
 

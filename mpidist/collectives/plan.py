@@ -20,11 +20,7 @@ from mpidist.collectives.device_chunks import run_on_device
 from mpidist.collectives.packs import Piece, messages, packs_by_number, packs_by_size
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport.group import compression
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.reduction import Reduction, is_half
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
-from mpidist.transport.shared_memory.schedule import Schedule
+from mpidist.transport import Levels, Reduction, Schedule, StreamReducer, compression, is_half
 
 __all__ = ["Chunk", "Plan", "Spec", "StreamPlan", "make_plan", "reduction_of", "wire_and_result_dtypes"]
 

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 from mpidist.errors import PeerFailedError
-from mpidist.transport.agreement.agreement import Joining
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.text import text_of
-from mpidist.transport.topology import Topology
+from mpidist.transport import Joining, SyncGroup, Topology, name_ranks, text_of
 
 __all__ = ["ErrorReport", "raise_reported", "raise_together"]
 

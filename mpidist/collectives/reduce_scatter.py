@@ -14,16 +14,18 @@ from mpidist.collectives.compression_policy import Compressing
 from mpidist.collectives.describing import specs_text
 from mpidist.collectives.leaves import require_values
 from mpidist.collectives.plan import reduction_of, wire_and_result_dtypes
-from mpidist.nest.text import array_names, form_text
+from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import arrays
-from mpidist.transport.agreement.agreement import Joining
-from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.group.compression import reduce_scatter_between_nodes
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.topology import Topology
+from mpidist.transport import (
+    Joining,
+    Levels,
+    Reduction,
+    SyncGroup,
+    Topology,
+    arrays,
+    reduce_scatter_between_nodes,
+    shard_bounds,
+)
 from mpidist.values import open_nest, require_contributions
 
 __all__ = ["reduce_scatter"]

@@ -19,15 +19,21 @@ from mpidist.collectives.packed_execution import ChunkCalls, Layout, Parts
 from mpidist.collectives.plan import Plan, Spec, make_plan
 from mpidist.collectives.signature import Request
 from mpidist.options import CommunicationOptions, Compression
-from mpidist.transport.agreement.agreement import Joining, fingerprint_of
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.group.started_calls import Pending, Steps
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.reduction import Reduction, is_half
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
-from mpidist.transport.shared_memory.symmetric import SharedArrays
-from mpidist.transport.text import count_text, size_text
+from mpidist.transport import (
+    Joining,
+    Levels,
+    Pending,
+    Reduction,
+    SharedArrays,
+    Steps,
+    StreamReducer,
+    SyncGroup,
+    count_text,
+    fingerprint_of,
+    is_half,
+    name_ranks,
+    size_text,
+)
 
 __all__ = ["BatchReducer", "Request"]
 

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.axes import axes_of, axes_text, whole_axes
-from mpidist.collectives.leaves import require_values
-from mpidist.collectives.plan import wire_and_result_dtypes
-from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.collectives import axes_of, axes_text, require_values, whole_axes, wire_and_result_dtypes
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import arrays
-from mpidist.transport.reduction import accumulator_dtype
+from mpidist.transport import accumulator_dtype, arrays
 from mpidist.values import contribution, require_contributions
 
 __all__ = ["reduce_along_axis"]

@@ -6,10 +6,7 @@ from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
-from mpidist.transport.group.compression import all_reduce_between_nodes
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport import Levels, Reduction, StreamReducer, all_reduce_between_nodes
 
 __all__ = ["CollectiveAllReduce"]
 

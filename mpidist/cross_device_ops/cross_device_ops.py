@@ -12,22 +12,24 @@ from copy import copy
 from typing import Any, ClassVar, Final, final
 
 from mpidist import contexts, nest
-from mpidist.collectives.broadcast import broadcast
-from mpidist.collectives.leaves import outs_like, require_values
-from mpidist.collectives.mirrored import NOTHING_KEPT, Kept, put_together, take_apart
-from mpidist.collectives.packs import require_num_packs
-from mpidist.collectives.pairs import Pair, as_pair
-from mpidist.collectives.pending_result import PendingResult
-from mpidist.collectives.reduction_call import BatchReducer
-from mpidist.collectives.signature import Request, require_usable
+from mpidist.collectives import (
+    NOTHING_KEPT,
+    BatchReducer,
+    Kept,
+    Pair,
+    PendingResult,
+    Request,
+    as_pair,
+    broadcast,
+    outs_like,
+    put_together,
+    require_num_packs,
+    require_usable,
+    require_values,
+    take_apart,
+)
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
-from mpidist.transport.failures.exit_code import ends_normally
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import Intracomm
-from mpidist.transport.mpi.ring import ring_all_reduce
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport import Intracomm, Levels, Reduction, StreamReducer, SyncGroup, ends_normally, ring_all_reduce
 
 __all__ = ["CrossDeviceOps", "reduce_to_root"]
 

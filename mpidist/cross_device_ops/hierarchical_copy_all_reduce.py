@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport.group.compression import all_reduce_between_nodes
-from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport import Levels, NcclReach, Reduction, StreamReducer, all_reduce_between_nodes
 
 __all__ = ["LEADER_BYTES", "HierarchicalCopyAllReduce"]
 

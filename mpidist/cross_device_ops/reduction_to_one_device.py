@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, final
 
-from mpidist.collectives.destinations import ranks_of
+from mpidist.collectives import ranks_of
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.reduction import Reduction
+from mpidist.transport import Levels, Reduction
 
 __all__ = ["ReductionToOneDevice"]
 

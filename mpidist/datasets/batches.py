@@ -11,8 +11,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import arrays
-from mpidist.transport.communicator import shard_bounds
+from mpidist.transport import arrays, shard_bounds
 
 __all__ = ["GlobalBatches", "OwnBatches", "SharedBatches", "empty_like", "require_batches"]
 

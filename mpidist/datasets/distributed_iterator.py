@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import contexts, nest
-from mpidist.collectives.raise_together import ErrorReport, raise_reported
+from mpidist.collectives import ErrorReport, raise_reported
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
-from mpidist.transport import arrays
-from mpidist.transport.agreement.agreement import fingerprint_of
-from mpidist.transport.agreement.mismatch_report import differing
+from mpidist.transport import arrays, differing, fingerprint_of
 
 if TYPE_CHECKING:
     from mpidist.strategy_extended import StrategyExtended

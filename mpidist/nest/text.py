@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any, Final
 
-from mpidist.nest import LEAF, Structure
+from mpidist.nest.structure import LEAF, Structure
 from mpidist.nest.keys import LABELLED, PLAIN
 
 __all__ = ["array_names", "form_text", "paths"]

@@ -8,8 +8,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.replica_context import ReplicaContext
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport.devices import Device
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Device, SyncGroup
 
 __all__ = ["DefaultStrategy", "make_default"]
 

@@ -9,10 +9,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
 from mpidist.errors import TopologyError
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import Intracomm
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, name_ranks
 
 __all__ = ["MirroredStrategy"]
 

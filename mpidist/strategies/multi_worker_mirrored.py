@@ -11,10 +11,7 @@ from mpidist.errors import TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, name_ranks
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 

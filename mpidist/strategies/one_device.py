@@ -7,8 +7,7 @@ from typing import final
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport import Device, SyncGroup, choose_device
 
 __all__ = ["OneDeviceStrategy"]
 

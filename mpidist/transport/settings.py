@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
-from mpidist.transport.device_over_mpi.sizes import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
+from mpidist.transport.device_over_mpi import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 
 __all__ = ["Settings"]
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from mpidist import contexts
 from mpidist.options import NamedInAnyCase, ReduceOp
-from mpidist.transport import arrays
-from mpidist.transport.failures import open_groups
+from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues, require_contributions
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
@@ -22,7 +21,7 @@ from mpidist.variables.sparse_updates import ADDITIVE, SparseUpdates, change_row
 
 if TYPE_CHECKING:
     from mpidist.strategy import Strategy
-    from mpidist.transport.group.sync_group import SyncGroup
+    from mpidist.transport import SyncGroup
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
 

@@ -7,8 +7,8 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
-from mpidist.transport.shared_memory.window import NodeBarrier
+from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.shared_memory import NodeBarrier
 
 __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 

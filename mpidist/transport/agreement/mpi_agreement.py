@@ -12,9 +12,8 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
-from mpidist.transport.failures.failure_notes import BROKE_OFF
-from mpidist.transport.failures.watchdog import Watch
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.failures import BROKE_OFF, Watch
+from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.text import text_of
 from mpidist.transport.waiting import never_free, poll
 

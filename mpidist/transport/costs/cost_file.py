@@ -28,12 +28,12 @@ import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.costs.cost_model import CostModel, Placement
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.mpi import load_mpi
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 
 if TYPE_CHECKING:
-    from mpidist.transport.group.levels import Levels
+    from mpidist.transport.group import Levels
 
 __all__ = [
     "Tuned",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.device_over_mpi.staging import Copy, Staging, aligned
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.mpi import load_mpi
 
 __all__ = [
     "DirectPassage",

@@ -7,7 +7,7 @@ from typing import final
 from mpidist.transport.device_over_mpi.buffers import DirectPassage
 from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator
 
 __all__ = ["DeviceMpiCommunicator"]
 

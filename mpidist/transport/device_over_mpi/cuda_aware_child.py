@@ -11,7 +11,7 @@ import sys
 from typing import Any, Final
 
 from mpidist.transport import cuda
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.mpi import load_mpi
 
 __all__ = ["RIGHT", "is_right"]
 

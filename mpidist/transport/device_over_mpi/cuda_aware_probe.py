@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.agreement import Agreement
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.cuda_aware_child import RIGHT
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.mpi import load_mpi
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.text import first_line
 from mpidist.transport.topology import Topology

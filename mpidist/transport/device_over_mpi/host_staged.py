@@ -9,9 +9,9 @@ from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.device_over_mpi.buffers import Piece, Pieces, SlotPassage, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 
 __all__ = ["HostStagedCommunicator"]
 

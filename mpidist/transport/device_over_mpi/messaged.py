@@ -13,7 +13,7 @@ from mpidist.transport.communicator import Array, Communicator, Traffic, shard_b
 from mpidist.transport.device_over_mpi.buffers import Passage
 from mpidist.transport.device_over_mpi.messages import DeviceMessages
 from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["MessagedCommunicator"]

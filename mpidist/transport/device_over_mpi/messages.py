@@ -8,7 +8,7 @@ from typing import Any, final
 from mpidist.transport.communicator import Array
 from mpidist.transport.device_over_mpi.buffers import Passage, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["DeviceMessages"]

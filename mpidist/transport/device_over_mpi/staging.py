@@ -14,8 +14,7 @@ from mpidist.errors import PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.gpu.events import has_come, on_stream
-from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu import DeviceKernels, has_come, on_stream
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "Note", "Notes"]

@@ -13,7 +13,7 @@ from typing import Final
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort as on_error
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.text import count_text, last_line, text_of
 
 __all__ = [

@@ -13,8 +13,8 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
 from mpidist.transport.failures.process_state import GONE, STOPPED, UNKNOWN, Process
-from mpidist.transport.mpi.communicator import Intracomm
-from mpidist.transport.shared_memory.window import SharedWindow
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.shared_memory import SharedWindow
 
 __all__ = ["RESET", "NodeBoard", "Status", "name_call"]
 

@@ -10,29 +10,21 @@ from functools import cached_property
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
-from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_over_mpi import DeviceMpiCommunicator, HostStagedCommunicator, Staging, StagingSizes
 from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
-from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
-from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
-from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.gpu.compiling import Compiling
-from mpidist.transport.gpu.events import Events
-from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu import Compiling, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, Making, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
-from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Making
-from mpidist.transport.nccl.launch_queue import DeviceQueue
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line
 from mpidist.transport.topology import Topology
 

@@ -16,12 +16,9 @@ from typing import Any
 import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
-from mpidist.transport.costs.cost_file import TuningKey, load_cost_model
-from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.costs import CostModel, TuningKey, load_cost_model
 from mpidist.transport.failures import open_groups
-from mpidist.transport.mpi.child_process import mark_rank, require_no_child
-from mpidist.transport.mpi.communicator import Intracomm, command_line, load_mpi
-from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology

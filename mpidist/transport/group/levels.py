@@ -13,14 +13,11 @@ import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
-from mpidist.transport.costs.cost_model import CostModel
-from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
-from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import Across, StreamReducer
-from mpidist.transport.shared_memory.inter_node import LaneExchange
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.costs import CostModel
+from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
+from mpidist.transport.nccl import DeviceQueue
+from mpidist.transport.shared_memory import Across, LaneExchange, SharedMemoryCommunicator, Slots, StreamReducer
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]

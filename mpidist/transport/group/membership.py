@@ -9,13 +9,18 @@ from typing import Final, cast, final
 
 import numpy as np
 
+from mpidist.transport.failures import (
+    PROBES,
+    RESET,
+    GroupFlight,
+    Lateness,
+    NodeBoard,
+    Watch,
+    flight_folder,
+    open_groups,
+)
 from mpidist.transport.failures import job_abort as on_error
-from mpidist.transport.failures import open_groups
-from mpidist.transport.failures.flight_files import GroupFlight, flight_folder
-from mpidist.transport.failures.status_board import RESET, NodeBoard
-from mpidist.transport.failures.stragglers import Lateness
-from mpidist.transport.failures.watchdog import PROBES, Watch
-from mpidist.transport.mpi.communicator import Intracomm
+from mpidist.transport.mpi import Intracomm
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import never_free, poll, poll_or_keep
 

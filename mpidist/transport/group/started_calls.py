@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.agreement.agreement import Agreement
+from mpidist.transport.agreement import Agreement
 from mpidist.transport.waiting import complete
 
 __all__ = ["Pending", "PendingCalls", "Steps"]

@@ -18,15 +18,9 @@ from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda
-from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement
-from mpidist.transport.agreement.comparison_rounds import NodeRounds
-from mpidist.transport.agreement.mpi_agreement import MpiAgreement
-from mpidist.transport.costs.cost_model import CostModel
-from mpidist.transport.failures import open_groups
-from mpidist.transport.failures.exit_code import ends_normally
-from mpidist.transport.failures.flight_files import GroupFlight
-from mpidist.transport.failures.open_groups import OpenGroup
-from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, MpiAgreement, NodeRounds, SoloAgreement
+from mpidist.transport.costs import CostModel
+from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_normally, open_groups
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
@@ -41,9 +35,9 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_memory.symmetric import SharedArrays
+from mpidist.transport.shared_memory import SharedArrays
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import set_crowded

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue

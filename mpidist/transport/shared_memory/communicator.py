@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.mpi.communicator import Intracomm, MpiCommunicator
+from mpidist.transport.mpi import Intracomm, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import StreamReducer
 from mpidist.transport.shared_memory.schedule import Schedule, scatter_schedule, stream_schedule

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.mpi.communicator import Intracomm
+from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, Fence, NodeBarrier, SharedWindow
 
 __all__ = ["Slots"]

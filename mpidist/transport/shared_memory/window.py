@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.mpi.communicator import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi
 
 __all__ = ["LINE_BYTES", "Fence", "NodeBarrier", "SharedWindow"]
 
