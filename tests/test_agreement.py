@@ -16,8 +16,9 @@ import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
-from mpidist.transport.agreement.agreement import Joining, SoloAgreement, fingerprint_of
+from mpidist.transport.agreement.agreement import Joining, SoloAgreement
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

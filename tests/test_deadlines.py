@@ -21,7 +21,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Joining
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

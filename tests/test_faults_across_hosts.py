@@ -16,7 +16,7 @@ from fault_jobs import HEAD, Ended, again_if_slow, require_deadline, run_command
 from mpi4py import MPI
 from test_hosts import Hosts, need_hosts
 
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 pytestmark = [
     pytest.mark.no_mpi,

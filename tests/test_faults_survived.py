@@ -30,7 +30,7 @@ from fault_jobs import (
     soon,
 )
 
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["job"]
 

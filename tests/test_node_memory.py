@@ -26,7 +26,8 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import UnavailableError
 from mpidist.transport.shared_memory import window as node_memory
-from mpidist.transport.shared_memory.window import LINE_BYTES, Fence, NodeBarrier, SharedWindow
+from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
+from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
 
 pytestmark = pytest.mark.no_mpi

@@ -22,7 +22,7 @@ from mpidist.transport.costs.cost_file import (
 )
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import load_mpi
+from mpidist.transport.mpi.library import load_mpi
 
 KEY = TuningKey((2, 2), "MPICH", "A processor")
 

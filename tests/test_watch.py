@@ -21,8 +21,8 @@ from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import NodeBoard
 from mpidist.transport.failures.watchdog import Watch
 from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.ranks import name_ranks
 from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.text import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any, Final
 
-from mpidist.nest.structure import LEAF, Structure
 from mpidist.nest.keys import LABELLED, PLAIN
+from mpidist.nest.structure import LEAF, Structure
 
 __all__ = ["array_names", "form_text", "paths"]
 

@@ -8,7 +8,6 @@ from mpidist.transport import cuda as cuda
 from mpidist.transport.agreement import Arrival as Arrival
 from mpidist.transport.agreement import Joining as Joining
 from mpidist.transport.agreement import differing as differing
-from mpidist.transport.agreement import fingerprint_of as fingerprint_of
 from mpidist.transport.communicator import Communicator as Communicator
 from mpidist.transport.communicator import shard_bounds as shard_bounds
 from mpidist.transport.costs import CostModel as CostModel
@@ -27,6 +26,7 @@ from mpidist.transport.devices import choose_device as choose_device
 from mpidist.transport.failures import FILE_VERSION as FILE_VERSION
 from mpidist.transport.failures import ends_normally as ends_normally
 from mpidist.transport.failures import open_groups as open_groups
+from mpidist.transport.fingerprint import fingerprint_of as fingerprint_of
 from mpidist.transport.gpu import Launched as Launched
 from mpidist.transport.group import DeviceLevels as DeviceLevels
 from mpidist.transport.group import Levels as Levels
@@ -44,7 +44,6 @@ from mpidist.transport.mpi import ring_all_reduce as ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue as DeviceQueue
 from mpidist.transport.nccl import GpuFacts as GpuFacts
 from mpidist.transport.nccl import reason_against_nccl as reason_against_nccl
-from mpidist.transport.ranks import name_ranks as name_ranks
 from mpidist.transport.reduction import Reduction as Reduction
 from mpidist.transport.reduction import accumulator_dtype as accumulator_dtype
 from mpidist.transport.reduction import is_half as is_half
@@ -58,6 +57,7 @@ from mpidist.transport.shared_memory import Transfer as Transfer
 from mpidist.transport.shared_memory import word_of as word_of
 from mpidist.transport.text import count_text as count_text
 from mpidist.transport.text import first_line as first_line
+from mpidist.transport.text import name_ranks as name_ranks
 from mpidist.transport.text import size_text as size_text
 from mpidist.transport.text import text_of as text_of
 from mpidist.transport.text import value_text as value_text

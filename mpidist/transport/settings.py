@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
-from mpidist.transport.device_over_mpi import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
+__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "Settings"]
 
-__all__ = ["Settings"]
+# In which chunks device memory may go through the host.
+LEAST_CHUNK_BYTES: Final = 256 << 10
+MOST_CHUNK_BYTES: Final = 8 << 20
 
 _T = TypeVar("_T")
 _LOG_LEVELS: Final[dict[str, str | None]] = {

@@ -1,13 +1,14 @@
-"""Sizes and errors, in the few words that people read of them."""
+"""Ranks, sizes, numbers and errors, in the few words that people read of them."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from enum import Enum
 from numbers import Number
 from typing import Any, Final
 
-__all__ = ["count_text", "first_line", "last_line", "size_text", "text_of", "value_text"]
+__all__ = ["count_text", "first_line", "last_line", "name_ranks", "size_text", "text_of", "value_text"]
 
 _MAX_ITEMS: Final = 8  # that are written out
 
@@ -52,3 +53,16 @@ def value_text(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks in as few words as it takes: `rank 3`, `ranks 0-2, 5`."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["Topology"]
 

@@ -6,7 +6,6 @@ from mpidist.transport.agreement.agreement import Agreement as Agreement
 from mpidist.transport.agreement.agreement import Arrival as Arrival
 from mpidist.transport.agreement.agreement import Joining as Joining
 from mpidist.transport.agreement.agreement import SoloAgreement as SoloAgreement
-from mpidist.transport.agreement.agreement import fingerprint_of as fingerprint_of
 from mpidist.transport.agreement.comparison_rounds import NodeRounds as NodeRounds
 from mpidist.transport.agreement.mismatch_report import differing as differing
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement as MpiAgreement
@@ -21,5 +20,4 @@ __all__ = [
     "NodeRounds",
     "SoloAgreement",
     "differing",
-    "fingerprint_of",
 ]

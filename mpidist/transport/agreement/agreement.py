@@ -7,23 +7,18 @@ The message is polled, so that Python's signal handlers run while a rank waits, 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, NamedTuple, final
 
-__all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement", "fingerprint_of"]
+from mpidist.transport.fingerprint import fingerprint_of
+
+__all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement"]
 
 # The calls of a rank that leaves its group: because it closes the group, or because its program ends.
 CLOSE: Final = "close()"
 END: Final = "end of program"
-_MASK: Final = (1 << 63) - 1
 _MAX_FINGERPRINTS: Final = 1024  # remembered
-
-
-def fingerprint_of(signature: Any) -> int:
-    """Return 63 bits of a digest that is the same on every rank for equal signatures."""
-    return int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little") & _MASK
 
 
 @final

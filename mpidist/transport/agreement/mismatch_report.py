@@ -6,7 +6,7 @@ from typing import Final
 
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["differing", "have_same_kind_of_error", "peer_left"]
 

@@ -4,16 +4,12 @@ from mpidist.transport.device_over_mpi import cuda_aware_probe as cuda_aware_pro
 from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator as DeviceMpiCommunicator
 from mpidist.transport.device_over_mpi.cuda_aware_probe import ProbeKey as ProbeKey
 from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator as HostStagedCommunicator
-from mpidist.transport.device_over_mpi.sizes import LEAST_CHUNK_BYTES as LEAST_CHUNK_BYTES
-from mpidist.transport.device_over_mpi.sizes import MOST_CHUNK_BYTES as MOST_CHUNK_BYTES
 from mpidist.transport.device_over_mpi.sizes import StagingSizes as StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging as Staging
 
 __all__ = [
     "DeviceMpiCommunicator",
     "HostStagedCommunicator",
-    "LEAST_CHUNK_BYTES",
-    "MOST_CHUNK_BYTES",
     "ProbeKey",
     "Staging",
     "StagingSizes",

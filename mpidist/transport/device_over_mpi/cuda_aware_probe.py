@@ -27,8 +27,7 @@ from mpidist.transport.agreement import Agreement
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.cuda_aware_child import RIGHT
 from mpidist.transport.mpi import load_mpi
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.text import first_line
+from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 
 __all__ = ["Answer", "Probe", "ProbeKey", "agree", "child_command", "child_environment", "hint", "load", "save"]

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Final, final
 
-__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "StagingSizes"]
+from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 
-LEAST_CHUNK_BYTES: Final = 256 << 10
-MOST_CHUNK_BYTES: Final = 8 << 20
+__all__ = ["StagingSizes"]
+
 _LEAST_CHUNKS: Final = 4  # of fewer, too little overlaps
 _CHUNK_SECONDS: Final = 20e-6  # Python, launches and messages of one chunk; a guess, not measured on a GPU
 

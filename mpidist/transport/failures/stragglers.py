@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, final
 
 from mpidist.transport.failures.process_state import GONE, STOPPED
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["Lateness"]
 

@@ -27,7 +27,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.status_board import NodeBoard, Status, name_call
 from mpidist.transport.failures.stragglers import Lateness
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.ranks import name_ranks
+from mpidist.transport.text import name_ranks
 
 __all__ = ["PROBES", "Watch"]
 

@@ -22,10 +22,9 @@ from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, Making, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
-from mpidist.transport.text import first_line
+from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 
 __all__ = ["DeviceLevels"]

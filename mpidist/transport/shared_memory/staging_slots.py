@@ -9,7 +9,8 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory.window import LINE_BYTES, Fence, NodeBarrier, SharedWindow
+from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
+from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
 

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
+from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
