@@ -7,6 +7,7 @@ import numbers
 import warnings
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 from mpidist.transport import value_text
@@ -161,6 +162,12 @@ class CommunicationOptions:
         object.__setattr__(self, "compression", Compression("NONE" if compression is None else compression))
         object.__setattr__(self, "compress_everywhere", bool(compress_everywhere))
         self._require_compressible()
+
+    @cached_property
+    def plan_key(self) -> tuple[Any, ...]:
+        """All that plans of calls depend on: everything but the deadline."""
+        how = self.bytes_per_pack, self.implementation, self.reproducible
+        return *how, self.compression, self.compress_everywhere
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Lay the fields of `other` that are not defaults over these.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mpidist import contexts
 from mpidist.collectives import PendingResult
+from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
 from mpidist.values import open_arguments
@@ -29,11 +30,13 @@ class ReplicaContext:
     Args:
         strategy: The strategy whose replica it is.
         replica_id_in_sync_group: The rank among the strategy's ranks.
+        cross_device_ops: The algorithm that combines values, tied to the strategy's ranks.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int, cross_device_ops: CrossDeviceOps) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
+        self._cross_device_ops = cross_device_ops
 
     @property
     def strategy(self) -> Strategy:
@@ -82,8 +85,9 @@ class ReplicaContext:
             RuntimeError: If this context is not the current one.
         """
         self._require_current("all_reduce")
-        options = options_or_hints(options, experimental_hints)
-        return self._strategy.extended.cross_device_ops.all_reduce(reduce_op, value, options, out=out)
+        if experimental_hints is not None:
+            options = options_or_hints(options, experimental_hints)
+        return self._cross_device_ops.all_reduce(reduce_op, value, options, out=out)
 
     def start_all_reduce(
         self,
@@ -107,7 +111,7 @@ class ReplicaContext:
             A handle. Its `wait()` returns what `all_reduce` would return, or raises what it would raise.
         """
         self._require_current("start_all_reduce")
-        return self._strategy.extended.cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
+        return self._cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
@@ -194,6 +198,12 @@ class ReplicaContext:
         return open_arguments(contexts.called(entry, merge_fn, self._strategy, *given, **named))
 
     def _require_current(self, call: str) -> None:
+        entry = contexts.innermost()
+        if entry is None or entry.replica_context is not self:
+            self._require_default(call)
+
+    def _require_default(self, call: str) -> None:
+        """Refuse a call outside of `run`, but in the default strategy's context, which is current where nothing is."""
         here = contexts.get_replica_context()
         if here is self:
             if contexts.current() is None and open_groups.num_open():

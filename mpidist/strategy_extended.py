@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from mpidist import contexts
-from mpidist.collectives import all_gather, raise_together, reduce_scatter
+from mpidist.collectives import all_gather, reduce_scatter
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext
-from mpidist.transport import Device, Joining, SyncGroup, fingerprint_of
+from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
 from mpidist.values import local, open_arguments
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ class StrategyExtended:
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         try:
-            group.agree(Joining(name, fingerprint_of(fields), lambda: fields, None, error))
+            group.agree(Call(name, fingerprint_of(fields), lambda: fields, error=error))
             group.agreement.end()
         except Exception:  # on all ranks
             group.close()
             raise
-        devices = group.agreement.exchange(f"/rank:{group.topology.rank}{device}")
+        devices = group.agreement.all_gather_object(f"/rank:{group.topology.rank}{device}")
         return cls(group, bound, device, devices, options, per_node_variables)
 
     def adopt(self, strategy: Strategy) -> None:
@@ -215,7 +215,7 @@ class StrategyExtended:
     ) -> Any:
         """Call a function in replica context: what `Strategy.run` does. Local."""
         self.require_cross_replica("run")
-        context = ReplicaContext(self.strategy, self._group.topology.rank)
+        context = ReplicaContext(self.strategy, self._group.topology.rank, self._cross_device_ops)
         entry = contexts.Entry(self.strategy, context)
         return contexts.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
 
@@ -286,35 +286,35 @@ class StrategyExtended:
             error: What is wrong with this rank's arguments: it is raised on all ranks.
         """
         call = f"writing of variable {name!r}"
-        self._group.enter(call)
-        with self._group.moving():
-            fingerprint = self._group.agreement.fingerprint(call, (), dict)
-            self._group.agree(Joining(call, fingerprint, dict, self._options.timeout_seconds, error))
+        fingerprint = self._group.agreement.fingerprint(call, (), dict)
+        record = Call(call, fingerprint, timeout_seconds=self._options.timeout_seconds, error=error)
+        with self._group.call(record):
             self._group.shared.change(write)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
         self._group.close(self._options.timeout_seconds, error)
 
-    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, word: int = 0) -> bool:
+    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, placement: int = 0) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
 
         Args:
             call: The name of the call.
             fields: What must be the same on all ranks, by name.
             error: What is wrong with this rank's part of the call.
-            word: What ranks may differ in, but want to know of: 0 on all ranks, or on none.
+            placement: What ranks may differ in, but want to know of: 0 on all ranks, or on none.
 
         Returns:
-            Whether all ranks have the same `word`.
+            Whether all ranks have the same `placement`.
 
         Raises:
             InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
         """
         self._group.enter(call)
-        timeout_seconds = self._options.timeout_seconds
-        fingerprint = fingerprint_of((call, sorted(fields.items())))
-        is_alike = self._group.agree(Joining(call, fingerprint, lambda: fields, timeout_seconds, error, word))
+        fingerprint, timeout_seconds = fingerprint_of((call, sorted(fields.items()))), self._options.timeout_seconds
+        is_alike = self._group.agree(
+            Call(call, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, placement=placement)
+        )
         self._group.agreement.end()
         return is_alike
 

@@ -178,7 +178,7 @@ def _device_mpi(its: cuda.Cuda, hostname: str) -> str:
 def _host_memory(group: SyncGroup) -> str:
     if group.topology.size == 1:
         return "one rank, which shares with nobody"
-    if group.levels.streams is None:
+    if group.levels.fused is None:
         return "messages of MPI; see the warning above on what is wrong with shared memory"
     return "shared memory"
 

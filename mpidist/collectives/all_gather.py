@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands
-from mpidist.collectives.axes import axis_of
-from mpidist.collectives.describing import specs_text
-from mpidist.collectives.leaves import require_values
+from mpidist.collectives.arguments import Operands, axis_of, native_dtype, require_values
+from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import Joining, SyncGroup, arrays
+from mpidist.transport import SyncGroup, arrays
 from mpidist.values import open_nest
 
 __all__ = ["all_gather"]
+
+
+@final
+class _AllGather(Arguments):
+    """Arrays that are concatenated. Their lengths along the axis may differ: `placement` tells whether they do."""
+
+    def __init__(self, group: SyncGroup, call: str, value: Any, axis: int) -> None:
+        self.axis, self.value = axis, open_nest(value)
+        leaves, self.structure = nest.flatten(self.value)
+        require_values(leaves, self.value)
+        self.operands = Operands.of(leaves, group.devices, call)
+        self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
+        arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
+        self.lengths = lengths = tuple(_movable(array).shape[at] for array, at in arrays_and_axes)
+        digest = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)})
+        self.placement = digest | 1
+
+    def key(self) -> Hashable:
+        return repr(self.axis), self.structure, self.operands.key
+
+    def describe(self) -> dict[str, str]:
+        fields = {"axis": str(self.axis), "form of the nest": form_text(self.structure)}
+        for name, spec, at in zip(array_names(self.structure), self.operands.specs, self.axes, strict=True):
+            shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
+            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+        return fields
 
 
 def all_gather(
@@ -47,45 +72,22 @@ def all_gather(
     Raises:
         InvalidArgumentError: If the shapes differ off the axis, or a value has no such axis. On every rank.
     """
-    structure: nest.Structure = nest.LEAF
-    operands, fingerprint = Operands([]), 0
-    axes: list[int] = []
-    lengths: tuple[int, ...] = ()
-    word = 1
 
-    def describe() -> dict[str, str]:
-        fields = {"axis": str(axis), "form of the nest": form_text(structure)}
-        for name, spec, at in zip(array_names(structure), operands.specs, axes, strict=True):
-            shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
-            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
-        return fields
+    def open_arguments() -> _AllGather:
+        return _AllGather(group, call, value, axis)
 
-    try:
-        value = open_nest(value)
-        leaves, structure = nest.flatten(value)
-        require_values(leaves, value)
-        operands = Operands.of(leaves, group.devices, call)
-        axes = [axis_of(axis, array.shape, "concatenate") for array in operands.arrays]
-        lengths = tuple(_movable(array).shape[at] for array, at in zip(operands.arrays, axes, strict=True))
-        word = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)}) | 1
-        fingerprint = group.agreement.fingerprint(call, (repr(axis), structure, operands.key), describe)
-    except Exception as problem:  # whatever it is, the other ranks must learn of it
-        error = error or problem
-    details = specs_text(operands.specs)
-    group.enter(call)
-    with group.moving():
-        are_even = group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, word, details))
-        everyone = np.empty((group.topology.size, len(lengths)), np.int64)
+    with agreed_call(group, call, options, open_arguments, error) as (opened, are_even):
+        everyone = np.empty((group.topology.size, len(opened.lengths)), np.int64)
         if are_even:
-            everyone[:] = lengths
+            everyone[:] = opened.lengths
         else:
-            everyone[group.topology.rank] = lengths
+            everyone[group.topology.rank] = opened.lengths
             group.levels.world.all_gather(everyone.reshape(-1))
         results = [
             _gather(group, array, at, everyone[:, index])
-            for index, (array, at) in enumerate(zip(operands.arrays, axes, strict=True))
+            for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
         ]
-    return nest.rebuild(value, operands.restore(results))
+    return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
 def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
@@ -95,8 +97,7 @@ def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, An
     moved = array.swapaxes(0, axis)
     row = int(np.prod(moved.shape[1:], dtype=np.int64))
     bounds = [0, *(int(bound) * row for bound in np.cumsum(lengths))]
-    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-    gathered = arrays.empty((int(lengths.sum()), *moved.shape[1:]), native, device)
+    gathered = arrays.empty((int(lengths.sum()), *moved.shape[1:]), native_dtype(array.dtype), device)
     flat = gathered.reshape(-1)
     own = flat[bounds[world.rank] : bounds[world.rank + 1]].reshape(moved.shape)
     own[...] = moved

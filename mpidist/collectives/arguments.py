@@ -1,21 +1,54 @@
-"""The caller's values as native arrays, and results as the caller's kinds of value."""
+"""What a caller passes, as native arrays: what cannot be combined is refused, and named by its place."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from math import prod
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.plan import Spec
-from mpidist.transport import DeviceLevels, arrays
-from mpidist.values import contribution
+from mpidist import nest
+from mpidist.errors import InvalidArgumentError
+from mpidist.nest import paths
+from mpidist.transport import DeviceLevels, arrays, value_text
+from mpidist.values import DistributedValues, contribution, local
 
-__all__ = ["Operands", "result_arrays"]
+__all__ = [
+    "NO_OPERANDS",
+    "Operands",
+    "Spec",
+    "axes_of",
+    "axes_text",
+    "axis_of",
+    "require_values",
+    "result_arrays",
+    "whole_axes",
+]
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
+_TAKEN: Final[set[type]] = {np.ndarray, float, int}  # classes whose values some library owns
+
+
+@final
+class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its arrays
+    """What all ranks must agree on about one array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def __repr__(self) -> str:
+        name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
+        return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
 
 
 @final
@@ -34,16 +67,19 @@ class Operands:
         ValueError: If a Python int does not fit in int64.
     """
 
+    __slots__ = ("_is_plain", "_specs", "_values", "arrays", "key")
+
     def __init__(self, values: Sequence[Any]) -> None:
-        self._is_plain = set(map(type, values)) == {np.ndarray}
-        self._values: Sequence[Any] = values if self._is_plain else [contribution(value) for value in values]
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any
+        self._is_plain = set(map(type, values)) == {np.ndarray}
         if self._is_plain:
+            self._values = values
             self.arrays = list(values)
             self.key = (*map(_shape_of, values), *map(_dtype_of, values))
         else:
+            self._values = [contribution(value) for value in values]
             self.arrays = [_native(value) for value in self._values]
             self.key = self.specs
 
@@ -52,12 +88,7 @@ class Operands:
         """Shape, native dtype and memory of each."""
         if self._specs is None:
             self._specs = tuple(
-                Spec(
-                    array.shape,
-                    array.dtype if array.dtype.isnative else array.dtype.newbyteorder("="),
-                    arrays.is_device(array),
-                )
-                for array in self.arrays
+                Spec(array.shape, native_dtype(array.dtype), arrays.is_device(array)) for array in self.arrays
             )
         return self._specs
 
@@ -81,10 +112,116 @@ class Operands:
         ]
 
 
-def _native(value: Any) -> Any:
-    return value if type(value) is np.ndarray else arrays.library_of(value).to_native(value)
+NO_OPERANDS: Final = Operands([])
+
+
+def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype in this machine's byte order."""
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
     """Allocate results: C-contiguous arrays of the given dtypes."""
     return [arrays.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
+
+
+def require_values(leaves: Sequence[Any], value: Any) -> None:
+    """Refuse leaves that are neither arrays nor numbers, and say where they are. Local.
+
+    Args:
+        leaves: Leaves of `value`.
+        value: The nest.
+
+    Raises:
+        TypeError: If one of them is something else.
+    """
+    if type(value) is np.ndarray or _TAKEN.issuperset(map(type, leaves)):
+        return
+    for leaf in leaves:
+        if type(leaf) in _TAKEN:
+            continue
+        try:
+            arrays.library_of(local(leaf))
+        except TypeError as error:
+            raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
+        if not isinstance(leaf, DistributedValues):
+            _TAKEN.add(type(leaf))
+
+
+def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
+    """Count an axis from the front.
+
+    Args:
+        axis: A whole number; negative counts from the end.
+        shape: Of the array.
+        verb: What is done along the axis, for errors.
+
+    Raises:
+        TypeError: If `axis` is no whole number.
+        InvalidArgumentError: If the array has no such axis.
+    """
+    at = axis if type(axis) is int else _index(axis, "a whole number")
+    if not -len(shape) <= at < len(shape):
+        what = f"an array of shape {list(shape)}" if shape else "a scalar"
+        raise InvalidArgumentError(f"cannot {verb} along axis {at}: {what} has no such axis")
+    return at % len(shape)
+
+
+def whole_axes(axis: Any) -> tuple[int, ...]:
+    """Take an axis, or a tuple of axes, as a tuple.
+
+    Raises:
+        TypeError: If `axis` is neither.
+    """
+    if type(axis) is int:
+        return (axis,)
+    what = "a whole number or a tuple of them"
+    return tuple(_index(one, what) for one in axis) if isinstance(axis, tuple) else (_index(axis, what),)
+
+
+def axes_of(axes: tuple[int, ...], shape: tuple[int, ...], verb: str) -> tuple[int, ...]:
+    """Count axes from the front.
+
+    Raises:
+        InvalidArgumentError: If the array has no such axis, or one is there twice.
+    """
+    counted = tuple([axis_of(axis, shape, verb) for axis in axes])
+    if len(axes) > 1 and len(set(counted)) < len(axes):
+        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axes)}: an axis is there twice")
+    return counted
+
+
+def axes_text(axes: tuple[int, ...]) -> str:
+    """Name axes as the caller did: `axis 0`, `axes (0, -1)`."""
+    return f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
+
+
+def _native(value: Any) -> Any:
+    return value if type(value) is np.ndarray else arrays.library_of(value).to_native(value)
+
+
+def _path_of(leaf: Any, value: Any) -> str:
+    leaves, structure = nest.flatten(value)
+    return next(path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf)
+
+
+def _refusal(leaf: Any, path: str, text: str) -> TypeError:
+    if local(leaf) is not None:
+        return TypeError(f"{path}: {text}" if path else text)
+    if path:
+        return TypeError(
+            f"{path} is None, which is neither an array nor a number: leave the place out, on all ranks, or pass zeros"
+        )
+    return TypeError(
+        "cannot take None, which a function without `return` gives, for example; needed an array, a number, or a nest "
+        "of them"
+    )
+
+
+def _index(axis: Any, what: str) -> int:
+    try:
+        if isinstance(axis, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis must be {what}, got {value_text(axis)}") from None

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, final
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, result_arrays
-from mpidist.collectives.describing import specs_text
+from mpidist.collectives.arguments import Operands, require_values, result_arrays
 from mpidist.collectives.destinations import ranks_of, send_to
-from mpidist.collectives.leaves import require_values
+from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import Joining, SyncGroup, arrays
+from mpidist.transport import SyncGroup, arrays
 
 __all__ = ["broadcast"]
+
+
+@final
+class _Broadcast(Arguments):
+    def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any) -> None:
+        self.ranks = ranks_of(destinations, group.topology.size, tensor)
+        leaves, self.structure = nest.flatten(tensor)
+        require_values(leaves, tensor)
+        self.operands = Operands.of(leaves, group.devices, call)
+        if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in self.operands.specs):
+            raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
+
+    def key(self) -> Hashable:
+        return self.ranks, self.structure, self.operands.key
+
+    def describe(self) -> dict[str, str]:
+        fields = {"destinations": str(self.ranks), "form of the nest": form_text(self.structure)}
+        names = array_names(self.structure)
+        return fields | {name: repr(spec) for name, spec in zip(names, self.operands.specs, strict=True)}
 
 
 def broadcast(
@@ -43,32 +62,15 @@ def broadcast(
     Raises:
         InvalidArgumentError: If the ranks' arguments differ. On every rank.
     """
-    structure: nest.Structure = nest.LEAF
-    operands, fingerprint = Operands([]), 0
-    ranks: tuple[int, ...] = (0,)
 
-    def describe() -> dict[str, str]:
-        fields = {"destinations": str(ranks), "form of the nest": form_text(structure)}
-        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
+    def open_arguments() -> _Broadcast:
+        return _Broadcast(group, call, tensor, destinations)
 
-    try:
-        ranks = ranks_of(destinations, group.topology.size, tensor)
-        leaves, structure = nest.flatten(tensor)
-        require_values(leaves, tensor)
-        operands = Operands.of(leaves, group.devices, call)
-        if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in operands.specs):
-            raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
-        fingerprint = group.agreement.fingerprint(call, (ranks, structure, operands.key), describe)
-    except Exception as problem:  # whatever it is, the other ranks must learn of it
-        error = error or problem
-    details = specs_text(operands.specs)
-    group.enter(call)
-    with group.moving():
-        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
-        results = result_arrays(operands.specs, [spec.dtype for spec in operands.specs])
-        for array, result in zip(operands.arrays, results, strict=True):
-            _send(group, array, result, ranks)
-    return nest.rebuild(tensor, operands.restore(results)) if group.topology.rank in ranks else None
+    with agreed_call(group, call, options, open_arguments, error) as (opened, _):
+        results = result_arrays(opened.operands.specs, [spec.dtype for spec in opened.operands.specs])
+        for array, result in zip(opened.operands.arrays, results, strict=True):
+            _send(group, array, result, opened.ranks)
+    return nest.rebuild(tensor, opened.operands.restore(results)) if group.topology.rank in opened.ranks else None
 
 
 def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:

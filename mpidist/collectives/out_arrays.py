@@ -10,12 +10,37 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.collectives.plan import Plan, Spec
+from mpidist import nest
+from mpidist.collectives.arguments import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import SharedArrays, word_of
+from mpidist.nest import form_text
+from mpidist.transport import SharedArrays, placement_digest
 from mpidist.transport import arrays as native
 
-__all__ = ["KnownOuts", "check_outs", "keep_apart", "native_outs", "target_arrays"]
+__all__ = ["CheckedOuts", "check_outs", "keep_apart", "native_outs", "outs_like", "target_arrays", "write_outs"]
+
+
+def outs_like(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
+    """List the leaves of a nest that takes results. Local.
+
+    Args:
+        structure: The form of the nest of values.
+        has_mirrored: Whether some of these values are mirrored.
+        out: The nest that takes results.
+
+    Raises:
+        InvalidArgumentError: If the forms differ, or some values are mirrored.
+    """
+    outs, form = nest.flatten(out)
+    if has_mirrored:
+        raise InvalidArgumentError(
+            "out takes what is reduced, and mirrored values are not: leave them out of both nests"
+        )
+    if form != structure:
+        raise InvalidArgumentError(
+            f"out must be a nest of the same form as the value, {form_text(structure)}, and is {form_text(form)}"
+        )
+    return outs
 
 
 def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -72,7 +97,7 @@ def check_outs(
 def _check_spec(index: int, out: Any, want: Spec) -> None:
     if not hasattr(out, "dtype") or not hasattr(out, "strides"):
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
-    got = Spec(out.shape, out.dtype.newbyteorder("="), native.is_device(out))
+    got = Spec(out.shape, native_dtype(out.dtype), native.is_device(out))
     if got != want:
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
 
@@ -93,7 +118,7 @@ def _has_shared_elements(out: Any) -> bool:
 
 
 @final
-class KnownOuts:
+class CheckedOuts:
     """Outs that were checked: if the same arrays come again, what was found is still true.
 
     Args:
@@ -104,9 +129,9 @@ class KnownOuts:
         shared: The arrays that the node shares.
 
     Attributes:
-        together: A number that tells which of them are one for all ranks of a node; 0 for none.
+        per_node_digest: A number that tells which of them are one for all ranks of a node; 0 for none.
         places: Where they lie, if they all lie in memory that the node shares.
-        word: As of `word_of` their places.
+        placement_digest: As of `placement_digest` their places.
         are_targets: Whether results can be made in all of them.
 
     Raises:
@@ -124,12 +149,12 @@ class KnownOuts:
         check_outs(outs, arrays, specs, dtypes)
         self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
         self._forms = [(out.shape, out.dtype) for out in outs]
-        self.together = shared.fingerprint(outs)
+        self.per_node_digest = shared.fingerprint(outs)
         self.places = shared.places(outs)
-        self.word = word_of(self.places)
+        self.placement_digest = placement_digest(self.places)
         self.are_targets = all(_is_target(out, shared) for out in outs)
 
-    def are(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
         """Whether these are the very same arrays, as they were, and still can be written.
 
         Args:
@@ -148,15 +173,23 @@ def _is_target(out: Any, shared: SharedArrays) -> bool:
     return bool(is_plain and not shared.is_per_node(out))
 
 
-def target_arrays(plan: Plan, outs: Sequence[Any], shared: SharedArrays) -> list[Any]:
+def target_arrays(
+    outs: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], shared: SharedArrays
+) -> list[Any]:
     """Return the arrays that results are made in: the caller's own, or new ones.
 
     New ones stand in for arrays that cannot be used flat, and for those that all ranks of a node share: they must
     not be written while another rank of the node still reads them.
+
+    Args:
+        outs: The caller's arrays.
+        specs: Their shapes.
+        dtypes: Their dtypes.
+        shared: The arrays that the node shares.
     """
     return [
         out if _is_target(out, shared) else native.empty(spec.shape, dtype, spec.device)
-        for out, spec, dtype in zip(outs, plan.specs, plan.results, strict=True)
+        for out, spec, dtype in zip(outs, specs, dtypes, strict=True)
     ]
 
 
@@ -177,3 +210,24 @@ def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
         hit = stop > start and any(its_start < stop and start < its_stop for its_start, its_stop in near)
         apart.append(array.copy() if hit else array)
     return apart
+
+
+def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays) -> list[Any]:
+    """Copy results that were made elsewhere to where the caller wants them. Collective over the node, of shared outs.
+
+    Args:
+        outs: Arrays that take the results.
+        results: Native arrays; the outs themselves, where results were made there.
+        shared: The arrays that the node shares.
+
+    Returns:
+        The outs.
+    """
+    for out, result in zip(outs, results, strict=True):
+        if out is result:
+            continue
+        if shared.is_per_node(out):
+            shared.write(out, result)
+        else:  # it was not contiguous, or of another byte order
+            out[...] = result
+    return list(outs)

@@ -1,4 +1,4 @@
-"""Reducing calls in chunks, one message after the other: on the host, or launched on a GPU."""
+"""Reductions message by message: packed, reduced by an algorithm, unpacked; on the host, or launched on a GPU."""
 
 from __future__ import annotations
 
@@ -6,185 +6,279 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-from mpidist.collectives.arguments import Operands, result_arrays
+import numpy as np
+
+from mpidist.collectives.arguments import Spec, result_arrays
+from mpidist.collectives.call import Execution, Reduce, ReductionCall
 from mpidist.collectives.destinations import send_to
-from mpidist.collectives.out_arrays import keep_apart, target_arrays
-from mpidist.collectives.plan import Plan
-from mpidist.options import CommunicationImplementation, CommunicationOptions
-from mpidist.transport import Arrival, DeviceQueue, Launched, Levels, NcclReach, Pending, Reduction, Steps, SyncGroup
+from mpidist.collectives.out_arrays import keep_apart, target_arrays, write_outs
+from mpidist.collectives.plan import Message, Piece
+from mpidist.options import CommunicationImplementation
+from mpidist.transport import (
+    DeviceQueue,
+    Launched,
+    Levels,
+    NcclReach,
+    Pending,
+    Reduction,
+    Steps,
+    SyncGroup,
+    narrow,
+    widen,
+)
 
-__all__ = ["ChunkCalls", "Layout", "Parts"]
-
-Parts = tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan], ...]  # destinations, indices, plan
-ReduceBuffer = Callable[[CommunicationOptions, Levels, Any, Reduction, int | None], None]
+__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks"]
 
 
 @final
 @dataclass(frozen=True)
-class Layout:
-    """Where the numbers of one call come from and go.
+class PackedPart:
+    """The values of a call that have the same destinations.
 
     Attributes:
-        call: Its name.
-        options: How it shall travel.
-        parts: For each part of it, the arrays and the places of their results.
-        num_values: Number of values.
-        deliver: Puts the results where the caller wants them.
-        after: An event that what works on a GPU comes after; `None` for what the current stream holds.
+        ranks: The destinations; `None` for all ranks.
+        indices: The values.
+        specs: Their arrays.
+        results: The dtype of each result.
+        messages: What is sent.
+        half: What float32 numbers are rounded to where they leave a node; `None` for none.
+        reduce: Reduces a flat buffer over all ranks.
     """
 
-    call: str
-    options: CommunicationOptions
-    parts: tuple[tuple[tuple[int, ...] | None, tuple[int, ...], Plan, list[Any], list[Any]], ...]
-    num_values: int
-    deliver: Callable[[list[Any]], list[Any]] | None
-    after: Any = None
+    ranks: tuple[int, ...] | None
+    indices: tuple[int, ...]
+    specs: tuple[Spec, ...]
+    results: tuple[np.dtype[Any], ...]
+    messages: tuple[Message, ...]
+    half: np.dtype[Any] | None
+    reduce: Reduce
 
 
 @final
-class ChunkCalls:
-    """Runs the calls of one group that do not go in streams.
+class _Layout(NamedTuple):
+    """Where the numbers of one call come from and go.
+
+    Attributes:
+        parts: For each part of the call, its arrays and the places of their results.
+        after: An event that what works on a GPU comes after; `None` for what the current stream holds.
+    """
+
+    parts: list[tuple[list[Any], list[Any]]]
+    after: Any
+
+
+@final
+class PackedExecution(Execution):
+    """Calls of one plan, of which one message after the other is reduced by an algorithm.
 
     Args:
         group: The ranks.
-        reduce_buffer: Reduces a flat buffer over all ranks, to a root if one is given, as the options say.
+        parts: What is sent.
+        implementation: Which levels carry it.
     """
 
-    def __init__(self, group: SyncGroup, reduce_buffer: ReduceBuffer) -> None:
-        self._group = group
-        self._reduce_buffer = reduce_buffer
+    def __init__(
+        self, group: SyncGroup, parts: Sequence[PackedPart], implementation: CommunicationImplementation
+    ) -> None:
+        self._group, self._parts = group, parts
+        self._uses_device = any(spec.device for part in parts for spec in part.specs)
+        self._is_all_device = all(spec.device for part in parts for spec in part.specs)
+        self._num_values = sum(len(part.indices) for part in parts)
+        self._needs_nccl = implementation is CommunicationImplementation.NCCL
+        self._is_ring = implementation is CommunicationImplementation.RING
+        self._levels_of: Callable[[bool], Levels] = partial(group.levels_of, nccl_everywhere=self._needs_nccl)
+        if self._is_ring:  # over MPI, whatever there is
+            self._levels_of = group.host_levels_of
 
-    def lay_out(
-        self,
-        call: str,
-        options: CommunicationOptions,
-        parts: Parts,
-        operands: Operands,
-        outs: Sequence[Any] | None,
-        deliver: Callable[[list[Any]], list[Any]] | None = None,
-        marks: bool = False,
-    ) -> Layout:
-        """Find the places of a call's results. Local.
+    def prepare(self, call: ReductionCall, is_later: bool) -> None:
+        """Allocate results in device memory, and mark what a call that was started comes after on the GPU."""
+        if self._uses_device:
+            self._group.devices.require_usable(call.name)
+            call.state = self._lay_out(call, is_later)
 
-        Args:
-            call: Its name.
-            options: How it shall travel.
-            parts: What it sends.
-            operands: The values.
-            outs: Arrays that take the results.
-            deliver: As in `Layout`.
-            marks: Whether the call goes to the GPU later, and after what the current stream holds now.
-        """
-        laid = []
-        for destinations, indices, plan in parts:
-            arrays = [operands.arrays[index] for index in indices]
-            if outs is None:
-                targets = result_arrays(plan.specs, plan.results)
-            else:
-                targets = target_arrays(plan, [outs[index] for index in indices], self._group.shared)
-                arrays = keep_apart(arrays, targets)
-            laid.append((destinations, indices, plan, arrays, targets))
-        after = self._group.devices.events.record() if marks else None
-        return Layout(call, options, tuple(laid), len(operands.specs), deliver, after)
-
-    def run(self, layout: Layout, uses_device: bool) -> list[Any]:
-        """Reduce, and wait until it is done. Collective.
-
-        Args:
-            layout: The call.
-            uses_device: Whether some of its arrays are a GPU's.
-        """
-        queue = self._levels_for(layout.options)(True).queue if uses_device else None
+    def finish(self, call: ReductionCall, has_same_placement: bool) -> list[Any]:
+        layout: _Layout = self._lay_out(call, is_later=False) if call.state is None else call.state
+        queue = self._levels_of(True).queue if self._uses_device else None
         if queue is None:
-            return self._work(layout, None)
-        launched = queue.launch(layout.call, partial(self._work, layout, queue), layout)
+            return self._deliver(call, self._work(call, layout, None))
+        launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout)
         queue.wait(launched)
-        result: list[Any] = launched.result
-        return result
+        return self._deliver(call, launched.result)
 
-    def steps(self, layout: Layout, pending: Pending, arrival: Arrival) -> Steps:
-        """Reduce arrays of a GPU: launch all of it, and look whether it is done. The ranks have agreed on the call."""
+    def steps(self, call: ReductionCall, pending: Pending, has_same_placement: bool) -> Steps:
         group, size = self._group, self._group.topology.size
-        while not (pending.is_waited_for or size == 1 or self._can_be_launched(layout)):
+        if not self._uses_device:  # messages that this rank cannot leave alone
+            while not pending.may_wait and size > 1:
+                yield 0
+            return self.finish(call, has_same_placement)
+        while not (pending.is_waited_for or size == 1 or self._can_be_launched()):
             yield 0
-        if not self._can_be_launched(layout):
-            group.devices.settle(layout.call)  # device memory that MPI takes is not in flight together with NCCL
+        layout: _Layout = call.state
+        if not self._can_be_launched():
+            group.devices.settle(call.name)  # device memory that MPI takes is not in flight together with NCCL
             group.devices.events.follow(layout.after)
-            results = self.run(layout, uses_device=True)
-            group.devices.settle(layout.call)  # so that the results can be used in any stream
+            results = self.finish(call, has_same_placement)
+            group.devices.settle(call.name)  # so that the results can be used in any stream
             return results
-        queue = self._levels_for(layout.options)(True).queue
+        queue = self._levels_of(True).queue
         assert queue is not None
-        launched = queue.launch(layout.call, partial(self._work, layout, queue), layout, layout.after)
+        launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout, layout.after)
         pending.is_launched = True
         yield 0  # who waits for a later call launches that, too, before it waits for this one
         while not queue.has_come(launched):
             if pending.is_waited_for:
-                self._wait(queue, launched, pending, arrival)
+                self._wait(queue, launched, pending, call)
             else:
                 yield 1
-        return launched.result
+        return self._deliver(call, launched.result)
 
-    def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, arrival: Arrival) -> None:
+    def _lay_out(self, call: ReductionCall, is_later: bool) -> _Layout:
+        """Find the places of a call's results. Local."""
+        laid = []
+        for part in self._parts:
+            arrays = [call.operands.arrays[index] for index in part.indices]
+            if call.outs is None:
+                targets = result_arrays(part.specs, part.results)
+            else:
+                outs = [call.outs[index] for index in part.indices]
+                targets = target_arrays(outs, part.specs, part.results, self._group.shared)
+                arrays = keep_apart(arrays, targets)
+            laid.append((arrays, targets))
+        return _Layout(laid, self._group.devices.events.record() if is_later else None)
+
+    def _work(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
+        """Send every message. Outs are filled here, on the stream that the sums are made on."""
+        results: list[Any] = [None] * self._num_values
+        for part, (arrays, targets) in zip(self._parts, layout.parts, strict=True):
+            on_device = [message for message in part.messages if message.device]
+            if on_device:
+                levels = self._levels_of(True).compressed(part.half)
+                _run_on_device(on_device, arrays, targets, levels, part.reduce)
+            for message in part.messages:
+                if message.device:
+                    continue
+                levels = self._levels_of(False).compressed(part.half)
+                (_run_direct if message.direct else _run_packed)(message, arrays, targets, levels, part.reduce)
+            if part.ranks is None or self._group.topology.rank in part.ranks:
+                for index, target in zip(part.indices, targets, strict=True):
+                    results[index] = target
+        if queue is not None and call.outs is not None:
+            queue.join()
+            return write_outs(call.outs, results, self._group.shared)
+        return results
+
+    def _deliver(self, call: ReductionCall, results: list[Any]) -> list[Any]:
+        if call.outs is None:
+            return call.operands.restore(results)
+        return write_outs(call.outs, results, self._group.shared)
+
+    def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
         since = time.monotonic()
 
         def meanwhile() -> None:
             pending.meanwhile()
-            self._group.agreement.restart_clock(since, arrival)  # calls that were joined meanwhile have begun their own
+            self._group.agreement.restart_clock(since, call)  # calls that were joined meanwhile have begun their own
 
-        self._group.agreement.restart_clock(since, arrival)
+        self._group.agreement.restart_clock(since, call)
         queue.wait(launched, meanwhile)
 
-    def _can_be_launched(self, layout: Layout) -> bool:
+    def _can_be_launched(self) -> bool:
         """Whether nothing of a call needs the host, so that it can be launched whatever the other ranks do.
 
         Alike on all ranks. The first call of a group makes NCCL's communicators, which takes all ranks.
         """
-        options = layout.options
-        if options.implementation is CommunicationImplementation.RING:
+        if self._is_ring or not self._is_all_device:
             return False
-        everywhere = options.implementation is CommunicationImplementation.NCCL
-        levels = self._group.devices.made(everywhere)
-        if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
-            return False
-        return all(spec.device for _, _, plan, _, _ in layout.parts for spec in plan.specs)
+        levels = self._group.devices.made(self._needs_nccl)
+        return levels is not None and levels.queue is not None and levels.nccl is NcclReach.WORLD
 
-    def _work(self, layout: Layout, queue: DeviceQueue | None) -> list[Any]:
-        results: list[Any] = [None] * layout.num_values
-        levels_of = self._levels_for(layout.options)
-        for destinations, indices, plan, arrays, targets in layout.parts:
-            reduce = partial(self._reduce_all, layout.options)
-            if destinations is not None:
-                reduce = partial(self._reduce_to_some, layout.options, destinations)
-            plan.run(arrays, targets, levels_of, reduce)
-            if destinations is None or self._group.topology.rank in destinations:
-                for index, target in zip(indices, targets, strict=True):
-                    results[index] = target
-        if layout.deliver is None:
-            return results
-        if queue is not None:
-            queue.join()
-        return layout.deliver(results)
 
-    def _reduce_all(self, options: CommunicationOptions, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        self._reduce_buffer(options, levels, buffer, reduction, None)
+def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    """Reduce to the first of some ranks by `reduce`, and send the result to the others. Collective."""
+    reduce(levels, buffer, reduction)
+    send_to(levels.world, buffer, ranks[0], ranks)
 
-    def _reduce_to_some(
-        self,
-        options: CommunicationOptions,
-        destinations: tuple[int, ...],
-        levels: Levels,
-        buffer: Any,
-        reduction: Reduction,
-    ) -> None:
-        root = destinations[0]
-        self._reduce_buffer(options, levels, buffer, reduction, root)
-        send_to(levels.world, buffer, root, destinations)
 
-    def _levels_for(self, options: CommunicationOptions) -> Callable[[bool], Levels]:
-        implementation, group = options.implementation, self._group
-        if implementation is CommunicationImplementation.RING:  # over MPI, whatever there is
-            return group.host_levels_of
-        return partial(group.levels_of, nccl_everywhere=implementation is CommunicationImplementation.NCCL)
+def _run_direct(
+    message: Message, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
+) -> None:
+    """Reduce one piece where its result lies."""
+    (piece,) = message.pieces
+    array, result = arrays[piece.index], results[piece.index]
+    flat = result.reshape(-1)
+    if piece.count == flat.size:
+        if array is not result:
+            result[...] = array
+    else:
+        flat = flat[piece.start : piece.stop]
+        if array is not result:
+            flat[...] = array.reshape(-1)[piece.start : piece.stop]
+    reduce(levels, flat, message.reduction)
+    if message.divide_by != 1:
+        flat /= message.divide_by
+
+
+def _run_packed(
+    message: Message, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
+) -> None:
+    """Reduce pieces in a pack buffer."""
+    buffer = levels.pack_buffer(message.count, message.wire)
+    at = 0
+    for piece in message.pieces:
+        part = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
+        if message.is_compressed:
+            levels.world.traffic.overflowed += narrow(part, buffer[at : at + piece.count])
+        else:
+            buffer[at : at + piece.count] = part
+        at += piece.count
+    reduce(levels, buffer, message.reduction)
+    at = 0
+    for piece in message.pieces:
+        part = buffer[at : at + piece.count]
+        into = results[piece.index].reshape(-1)[piece.start : piece.stop]
+        if message.is_compressed:
+            widen(part, into)
+        else:
+            into[...] = part if message.divide_by == 1 else part / message.divide_by
+        at += piece.count
+
+
+def _run_on_device(
+    messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
+) -> None:
+    """Send the messages of device memory.
+
+    Around the reductions it takes one launch to copy what is reduced where its result lies, two for each pack, and one
+    to divide what was reduced in place. Nothing here waits.
+    """
+    kernels = levels.kernels
+    direct = [(message, message.pieces[0]) for message in messages if message.direct]
+    moved = [piece for _, piece in direct if arrays[piece.index] is not results[piece.index]]
+    if moved:
+        kernels.copy(_parts(moved, arrays), _parts(moved, results))
+    for message in messages:
+        if message.direct:
+            reduce(levels, _part(message.pieces[0], results).reshape(-1), message.reduction)
+            continue
+        with levels.lane():
+            buffer = levels.pack_buffer(message.count, message.wire)
+            overflow = kernels.overflow_of(message.wire) if message.is_compressed else None
+            kernels.pack(_parts(message.pieces, arrays), buffer, overflow)
+            reduce(levels, buffer, message.reduction)
+            kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
+    for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
+        parts = _parts([piece for message, piece in direct if message.divide_by == divide_by], results)
+        kernels.copy(parts, parts, divide_by)
+
+
+def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
+    return [_part(piece, arrays) for piece in pieces]
+
+
+def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
+    array = arrays[piece.index]
+    if piece.count == array.size:  # the same object at every call, which is found fast
+        return array
+    return array.reshape(-1)[piece.start : piece.stop]

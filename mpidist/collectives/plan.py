@@ -1,60 +1,52 @@
-"""What one shape of call sends: which arrays, in which packs, and how the results come back.
+"""What one shape of call sends: which arrays together, in which messages. Of elements alone, never of their memory.
 
-A plan is made once for a list of shapes and dtypes, and run for every call with that list. It speaks of elements of
-arrays, never of their memory. Packs are the user's grouping; chunks are what really moves: a large piece of one
-array is reduced where its result will lie, small pieces share a pack buffer.
+Packs are the user's grouping; messages are what really moves: a large piece of one array is reduced where its result
+will lie, small pieces share a pack buffer. A transport of fused arrays takes whole lists instead, one for each dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import Any, Final, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
-from mpidist.collectives.compression_policy import Compressing
-from mpidist.collectives.device_chunks import run_on_device
-from mpidist.collectives.packs import Piece, messages, packs_by_number, packs_by_size
-from mpidist.errors import InvalidArgumentError
-from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import Levels, Reduction, Schedule, StreamReducer, compression, is_half
+from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arithmetic import Arithmetic
+from mpidist.transport import FusedReducer, Levels, Reduction, Schedule, is_half
 
-__all__ = ["Chunk", "Plan", "Spec", "StreamPlan", "make_plan", "reduction_of", "wire_and_result_dtypes"]
-
-# By code, not by kind: float8_e5m2 of `ml_dtypes` says of itself that its kind is "f", and no transport adds it.
-_NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
-
-_UNCOMPRESSED: Final = Compressing()
-
-LevelsOf = Callable[[bool], Levels]
-Reduce = Callable[[Levels, Any, Reduction], None]  # a flat buffer [n] in place, over all ranks
-
-
-@final
-class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its arrays
-    """What all ranks must agree on about one array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    device: bool
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    def __repr__(self) -> str:
-        name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
-        return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
+__all__ = [
+    "FusedList",
+    "Message",
+    "Piece",
+    "fused_lists",
+    "group_by_size",
+    "messages_of",
+    "require_num_packs",
+]
 
 
 @final
 @dataclass(frozen=True)
-class Chunk:
-    """What one message carries.
+class Piece:
+    """Elements `start` to `stop` of the flattened array `index`."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@final
+@dataclass(frozen=True)
+class Message:
+    """What goes through a transport at once.
 
     Attributes:
         pieces: One piece that is reduced where its result lies (`direct`), or pieces that share a pack buffer.
@@ -87,8 +79,8 @@ class Chunk:
 
 @final
 @dataclass(frozen=True)
-class StreamPlan:
-    """Arrays of one dtype that go through shared memory together, in the place of chunks.
+class FusedList:
+    """Arrays of one dtype that are reduced as one.
 
     Attributes:
         indices: The arrays, in the order of sending. None is empty.
@@ -97,8 +89,10 @@ class StreamPlan:
         result: The dtype of the results.
         reduction: What the transport does.
         divide_by: What the sums are divided by; 1 for none.
+        half: What they are rounded to on their way between nodes; `None` for none.
         schedule: How they are cut into chunks.
         is_uniform: Whether all have one shape, of at least one dimension.
+        keeps_dtype: Whether every array has the dtype in which the list travels.
     """
 
     indices: tuple[int, ...]
@@ -107,8 +101,10 @@ class StreamPlan:
     result: np.dtype[Any]
     reduction: Reduction
     divide_by: int
+    half: np.dtype[Any] | None
     schedule: Schedule
     is_uniform: bool
+    keeps_dtype: bool
 
     @cached_property
     def count(self) -> int:
@@ -123,165 +119,121 @@ class StreamPlan:
 
 @final
 @dataclass(frozen=True)
-class Plan:
-    """One shape of call.
+class _Wire:
+    """What is equal of arrays that travel together.
 
     Attributes:
-        specs: The arrays, in the caller's order.
-        results: The dtype of each result.
-        chunks: The messages, in the order of sending.
-        num_packs: Number of packs.
-        streams: The same, for a transport of streams; `None` if there are arrays that it does not take.
+        dtype: The dtype in which they travel.
+        device: Whether they lie in device memory.
+        is_compressed: Whether float32 numbers travel in half precision.
     """
 
-    specs: tuple[Spec, ...]
-    results: tuple[np.dtype[Any], ...]
-    chunks: tuple[Chunk, ...]
-    num_packs: int
-    streams: tuple[StreamPlan, ...] | None = None
-
-    def run(self, arrays: Sequence[Any], results: Sequence[Any], levels_of: LevelsOf, reduce: Reduce) -> None:
-        """Send every chunk, those of device memory first.
-
-        Args:
-            arrays: Native arrays as in `specs`; any layout and byte order. They are only read.
-            results: Where the results go: C-contiguous native arrays of the result dtypes. A result may be its
-                own argument.
-            levels_of: The levels for host (`False`) or device memory (`True`).
-            reduce: Reduces a flat buffer in place.
-        """
-        on_device = [chunk for chunk in self.chunks if chunk.device]
-        if on_device:
-            run_on_device(on_device, arrays, results, levels_of(True), reduce)
-        for chunk in self.chunks:
-            if chunk.device:
-                continue
-            levels = levels_of(False)
-            if chunk.direct:
-                _run_direct(chunk, arrays, results, levels, reduce)
-            else:
-                _run_packed(chunk, arrays, results, levels, reduce)
+    dtype: np.dtype[Any]
+    device: bool
+    is_compressed: bool
 
 
-def _run_direct(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
-    (piece,) = chunk.pieces
-    array, result = arrays[piece.index], results[piece.index]
-    flat = result.reshape(-1)
-    if piece.count == flat.size:
-        if array is not result:
-            result[...] = array
-    else:
-        flat = flat[piece.start : piece.stop]
-        if array is not result:
-            flat[...] = array.reshape(-1)[piece.start : piece.stop]
-    reduce(levels, flat, chunk.reduction)
-    if chunk.divide_by != 1:
-        flat /= chunk.divide_by
+def _by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], Any]]) -> dict[_Wire, list[int]]:
+    """Group arrays that can travel together. The last come first: their gradients are ready first."""
+    groups: dict[_Wire, list[int]] = {}
+    for index in reversed(range(len(specs))):
+        spec, wire = specs[index], dtypes[index][0]
+        groups.setdefault(_Wire(wire, spec.device, is_half(wire) and wire != spec.dtype), []).append(index)
+    return groups
 
 
-def _run_packed(chunk: Chunk, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
-    buffer = levels.pack_buffer(chunk.count, chunk.wire)
-    at = 0
-    for piece in chunk.pieces:
-        part = arrays[piece.index].reshape(-1)[piece.start : piece.stop]
-        if chunk.is_compressed:
-            compression.narrow(levels, part, buffer[at : at + piece.count])
-        else:
-            buffer[at : at + piece.count] = part
-        at += piece.count
-    reduce(levels, buffer, chunk.reduction)
-    at = 0
-    for piece in chunk.pieces:
-        part = buffer[at : at + piece.count]
-        into = results[piece.index].reshape(-1)[piece.start : piece.stop]
-        if chunk.is_compressed:
-            compression.widen(levels, part, into)
-        else:
-            into[...] = part if chunk.divide_by == 1 else part / chunk.divide_by
-        at += piece.count
-
-
-def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Say in which dtype numbers travel and in which the result comes.
-
-    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64. The sums of a mean travel in a dtype
-    that holds them, so that they do not wrap: a wider integer, and float64 for 64 bits. Everything else keeps its
-    dtype, and sums of integers wrap as NumPy's do. Booleans have a minimum and a maximum.
-
-    Raises:
-        InvalidArgumentError: If numbers of this dtype cannot be reduced with `op`.
-    """
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        if dtype.kind == "b":
-            return dtype, dtype
-        if dtype.kind == "c":
-            raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
-    if not (dtype.char in _NUMBERS or is_half(dtype)):
-        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}")
-    if op is not ReduceOp.MEAN or dtype.kind not in "iu":
-        return dtype, dtype
-    if dtype.itemsize <= 2:
-        return np.dtype(np.int32), np.dtype(np.float32)
-    return np.dtype(np.float64 if dtype.itemsize == 8 else f"{dtype.kind}8"), np.dtype(np.float64)
-
-
-def make_plan(
-    op: ReduceOp,
-    specs: Sequence[Spec],
-    options: CommunicationOptions,
-    num_packs: int,
-    num_ranks: int,
-    sizes: Levels,
-    compressing: Compressing = _UNCOMPRESSED,
-) -> Plan:
-    """Decide what a call sends.
+def fused_lists(arithmetic: Arithmetic, specs: Sequence[Spec], reducer: FusedReducer) -> tuple[FusedList, ...] | None:
+    """Make the lists of a call for a transport of fused arrays.
 
     Args:
-        op: The reduction.
+        arithmetic: How the numbers are reduced.
         specs: The arrays.
-        options: With `bytes_per_pack` every pack is one message; `reproducible` fixes the order of adding.
-        num_packs: Where `bytes_per_pack` is 0: that many packs of equal size per dtype, which cut arrays; 0 makes
-            every array a pack. The transport moves such packs in messages of the size that suits it.
-        num_ranks: What a mean divides by.
-        sizes: The levels, which say how large a message should be.
-        compressing: What becomes of float32 numbers on their way.
+        reducer: The transport.
+
+    Returns:
+        The lists; `None` if there are arrays that the transport does not take, or too few bytes.
 
     Raises:
-        InvalidArgumentError: If arrays of these dtypes cannot be reduced with `op`.
+        InvalidArgumentError: If arrays of these dtypes cannot be reduced.
     """
-    dtypes = [wire_and_result_dtypes(op, spec.dtype) for spec in specs]
-    dtypes = [(compressing.wire(wire), result) for wire, result in dtypes]
-    # Reversed: the last layers' gradients are ready first, and all ranks have them sooner.
-    groups: dict[tuple[bool, np.dtype[Any], bool], list[Piece]] = {}
-    for index in reversed(range(len(specs))):
-        wire = dtypes[index][0]
-        group = groups.setdefault((specs[index].device, wire, is_half(wire) and wire != specs[index].dtype), [])
-        group.append(Piece(index, 0, specs[index].num_elements))
-    chunks: list[Chunk] = []
-    streams: list[StreamPlan] = []
+    dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
+    lists = []
+    for wire, indices in _by_wire(specs, dtypes).items():
+        if wire.device or wire.is_compressed:
+            return None
+        if reducer.spans_nodes and arithmetic.in_rank_order and is_half(wire.dtype):
+            return None  # a partial sum must not be rounded between nodes
+        full = tuple(index for index in indices if specs[index].num_elements)
+        if full:
+            lists.append(_fused_list(arithmetic, specs, full, wire.dtype, dtypes[full[0]][1], reducer))
+    return tuple(lists) if sum(fused.nbytes for fused in lists) >= reducer.least_bytes else None
+
+
+def _fused_list(
+    arithmetic: Arithmetic,
+    specs: Sequence[Spec],
+    indices: tuple[int, ...],
+    wire: np.dtype[Any],
+    result: np.dtype[Any],
+    reducer: FusedReducer,
+) -> FusedList:
+    lengths = tuple(specs[index].num_elements for index in indices)
+    half = arithmetic.half_between_nodes if reducer.spans_nodes and wire == np.float32 else None
+    first = specs[indices[0]].shape
+    return FusedList(
+        indices,
+        lengths,
+        wire,
+        result,
+        *arithmetic.reduction(wire),
+        half,
+        reducer.schedule(lengths, wire.itemsize),
+        is_uniform=first != () and all(specs[index].shape == first for index in indices),
+        keeps_dtype=all(specs[index].dtype == wire for index in indices),
+    )
+
+
+def messages_of(
+    arithmetic: Arithmetic, specs: Sequence[Spec], bytes_per_pack: int, num_packs: int, levels: Levels
+) -> tuple[tuple[Message, ...], int]:
+    """Make the messages of a call.
+
+    Args:
+        arithmetic: How the numbers are reduced.
+        specs: The arrays.
+        bytes_per_pack: If it is not 0, every pack is one message, and closes once it holds more bytes.
+        num_packs: Else, that many packs of equal size per dtype, which cut arrays; 0 makes every array a pack. The
+            transport moves such packs in messages of the size that suits it.
+        levels: Which say how large a message should be.
+
+    Returns:
+        The messages, in the order of sending, and the number of packs.
+
+    Raises:
+        InvalidArgumentError: If arrays of these dtypes cannot be reduced.
+    """
+    dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
+    made: list[Message] = []
     count = 0
-    for (device, wire, is_compressed), pieces in groups.items():
-        reduction, divide_by = reduction_of(
-            op, wire, options, num_ranks, compressing.between_nodes(wire), counts_overflow=is_compressed
-        )
-        if sizes.streams is not None:
-            result = dtypes[pieces[0].index][1]
-            streams += _stream_of(pieces, wire, result, reduction, divide_by, sizes.streams, specs)
-        if options.bytes_per_pack:
-            packs = packs_by_size(pieces, wire, options.bytes_per_pack)
-            direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * wire.itemsize + 1
+    for wire, indices in _by_wire(specs, dtypes).items():
+        reduction, divide_by = arithmetic.reduction(wire.dtype, wire.is_compressed)
+        itemsize = wire.dtype.itemsize
+        pieces = [Piece(index, 0, specs[index].num_elements) for index in indices]
+        if bytes_per_pack:
+            packs = _packs_by_size(pieces, itemsize, bytes_per_pack)
+            direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * itemsize + 1
         else:
-            packs = packs_by_number(pieces, num_packs)
-            direct_bytes, pack_bytes = sizes.message_bytes(device)
+            packs = _packs_by_number(pieces, num_packs)
+            direct_bytes, pack_bytes = levels.message_bytes(wire.device)
         count += len(packs)
+        limits = direct_bytes // itemsize, pack_bytes // itemsize
         for pack in packs:
             keeps = [_is_reduced_in_place(specs[piece.index], *dtypes[piece.index]) for piece in pack]
-            limits = direct_bytes // wire.itemsize, pack_bytes // wire.itemsize
-            for direct, run in messages(pack, keeps, *limits, device):
-                chunks.append(Chunk(tuple(run), wire, direct, device, reduction, divide_by, is_compressed))
-    can_stream = sizes.streams is not None and not any(device or is_compressed for device, _, is_compressed in groups)
-    results = tuple(result for _, result in dtypes)
-    return Plan(tuple(specs), results, tuple(chunks), count, tuple(streams) if can_stream else None)
+            for direct, run in _cut(pack, keeps, *limits, wire.device):
+                made.append(
+                    Message(tuple(run), wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed)
+                )
+    return tuple(made), count
 
 
 def _is_reduced_in_place(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
@@ -289,35 +241,102 @@ def _is_reduced_in_place(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any])
     return result == wire and (spec.dtype == wire or not spec.device)
 
 
-def _stream_of(
-    pieces: list[Piece],
-    wire: np.dtype[Any],
-    result: np.dtype[Any],
-    reduction: Reduction,
-    divide_by: int,
-    streams: StreamReducer,
-    specs: Sequence[Spec],
-) -> list[StreamPlan]:
-    full = [piece for piece in pieces if piece.count]
-    if not full:
-        return []
-    indices, lengths = zip(*((piece.index, piece.count) for piece in full), strict=True)
-    schedule = streams.schedule(lengths, wire.itemsize)
-    is_uniform = len({specs[index].shape for index in indices}) == 1 and specs[indices[0]].shape != ()
-    return [StreamPlan(indices, lengths, wire, result, reduction, divide_by, schedule, is_uniform)]
+def require_num_packs(owner: str, num_packs: int) -> None:
+    """Refuse what is no number of packs.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is negative.
+    """
+    if isinstance(num_packs, bool) or not isinstance(num_packs, (int, np.integer)):
+        raise TypeError(f"{owner} requires num_packs to be a whole number of packs, got {num_packs!r}")
+    if num_packs < 0:
+        raise ValueError(f"{owner} requires num_packs >= 0, got {num_packs}; 0 does not pack")
 
 
-def reduction_of(
-    op: ReduceOp,
-    wire: np.dtype[Any],
-    options: CommunicationOptions,
-    num_ranks: int,
-    between_nodes: np.dtype[Any] | None = None,
-    counts_overflow: bool = False,
-) -> tuple[Reduction, int]:
-    """Say what the transport does, and what its results are then divided by."""
-    name = "sum" if op is ReduceOp.MEAN else op.name.lower()
-    divisor = num_ranks if op is ReduceOp.MEAN else 1
-    if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow
-        return Reduction(name, divisor, options.reproducible, counts_overflow=counts_overflow), 1
-    return Reduction(name, 1, options.reproducible, between_nodes), divisor
+def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Group items, in order, into packs that close once they are larger than the limit.
+
+    Args:
+        sizes: Size of each item in bytes.
+        bytes_per_pack: The limit in bytes; 0 for no limit.
+
+    Returns:
+        Lists of indices into `sizes`; concatenated, they count from 0.
+
+    Raises:
+        ValueError: If `bytes_per_pack` is negative.
+    """
+    if bytes_per_pack < 0:
+        raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}")
+    if bytes_per_pack == 0:
+        return [list(range(len(sizes)))]
+    packs: list[list[int]] = []
+    held = bytes_per_pack + 1  # the first item opens a pack
+    for index, size in enumerate(sizes):
+        if held > bytes_per_pack:
+            packs.append([])
+            held = 0
+        packs[-1].append(index)
+        held += size
+    return packs
+
+
+def _packs_by_size(pieces: list[Piece], itemsize: int, bytes_per_pack: int) -> list[list[Piece]]:
+    sizes = [piece.count * itemsize for piece in pieces]
+    return [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
+
+
+def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
+    """Cut the concatenation of all pieces into packs of `total // num_packs`; the last takes the remainder."""
+    if num_packs == 0:
+        return [[piece] for piece in pieces]
+    total = sum(piece.count for piece in pieces)
+    size = total // num_packs
+    if num_packs == 1 or size == 0:
+        return [pieces]
+    ends = [size * (pack + 1) for pack in range(num_packs - 1)] + [total]
+    packs: list[list[Piece]] = [[] for _ in ends]
+    at, pack = 0, 0
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
+            if at == ends[pack]:
+                pack += 1
+            step = min(piece.stop - start, ends[pack] - at)
+            packs[pack].append(Piece(piece.index, start, start + step))
+            start, at = start + step, at + step
+    return packs
+
+
+def _cut(
+    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
+) -> Iterator[tuple[bool, list[Piece]]]:
+    """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
+
+    Args:
+        pack: The pieces.
+        keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
+        direct_count: From how many elements on a piece is large.
+        pack_count: How many elements a pack buffer holds.
+        device: Whether small pieces on both sides of a large one share a buffer: there are launches to save.
+    """
+    run: list[Piece] = []
+    held = 0
+    for piece, keep in zip(pack, keeps, strict=True):
+        if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
+            if run and not device:
+                yield False, run
+                run, held = [], 0
+            yield True, [piece]
+            continue
+        start = piece.start
+        while start < piece.stop:
+            step = min(piece.stop - start, pack_count - held)
+            run.append(Piece(piece.index, start, start + step))
+            start, held = start + step, held + step
+            if held == pack_count:
+                yield False, run
+                run, held = [], 0
+    if run:
+        yield False, run

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands
-from mpidist.collectives.axes import axis_of
-from mpidist.collectives.compression_policy import Compressing
-from mpidist.collectives.describing import specs_text
-from mpidist.collectives.leaves import require_values
-from mpidist.collectives.plan import reduction_of, wire_and_result_dtypes
+from mpidist.collectives.arguments import Operands, axis_of, native_dtype, require_values
+from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
+from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import (
-    Joining,
-    Levels,
-    Reduction,
-    SyncGroup,
-    Topology,
-    arrays,
-    reduce_scatter_between_nodes,
-    shard_bounds,
-)
+from mpidist.transport import Levels, Reduction, SyncGroup, Topology, arrays, shard_bounds
 from mpidist.values import open_nest, require_contributions
 
 __all__ = ["reduce_scatter"]
+
+
+@final
+class _ReduceScatter(Arguments):
+    def __init__(
+        self,
+        group: SyncGroup,
+        call: str,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions,
+    ) -> None:
+        self.axis, self.options = axis, options
+        self.op = ReduceOp.of(reduce_op)
+        require_contributions(self.op, nest.flatten(value)[0], group)
+        self.value = open_nest(value)
+        leaves, self.structure = nest.flatten(self.value)
+        require_values(leaves, self.value)
+        self.operands = Operands.of(leaves, group.devices, call)
+        self.axes = [axis_of(axis, array.shape, "scatter") for array in self.operands.arrays]
+        for spec in self.operands.specs:
+            wire_and_result_dtypes(self.op, spec.dtype)
+
+    def key(self) -> Hashable:
+        hints = self.options.reproducible, self.options.compression, self.options.compress_everywhere
+        return self.op, repr(self.axis), self.structure, hints, self.operands.key
+
+    def describe(self) -> dict[str, str]:
+        fields = {"op": str(self.op), "axis": str(self.axis), "form of the nest": form_text(self.structure)}
+        fields |= {"reproducible": str(self.options.reproducible), "compression": str(self.options.compression)}
+        fields["compress_everywhere"] = str(self.options.compress_everywhere)
+        names = array_names(self.structure)
+        return fields | {name: repr(spec) for name, spec in zip(names, self.operands.specs, strict=True)}
 
 
 def reduce_scatter(
@@ -60,59 +82,38 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
     """
-    structure: nest.Structure = nest.LEAF
-    operands, fingerprint = Operands([]), 0
-    axes: list[int] = []
-    op = ReduceOp.SUM
 
-    def describe() -> dict[str, str]:
-        fields = {"op": str(op), "axis": str(axis), "form of the nest": form_text(structure)}
-        fields |= {"reproducible": str(options.reproducible), "compression": str(options.compression)}
-        fields["compress_everywhere"] = str(options.compress_everywhere)
-        return fields | {name: repr(spec) for name, spec in zip(array_names(structure), operands.specs, strict=True)}
+    def open_arguments() -> _ReduceScatter:
+        return _ReduceScatter(group, call, reduce_op, value, axis, options)
 
-    try:
-        op = ReduceOp.of(reduce_op)
-        require_contributions(op, nest.flatten(value)[0], group)
-        value = open_nest(value)
-        leaves, structure = nest.flatten(value)
-        require_values(leaves, value)
-        operands = Operands.of(leaves, group.devices, call)
-        axes = [axis_of(axis, array.shape, "scatter") for array in operands.arrays]
-        for spec in operands.specs:
-            wire_and_result_dtypes(op, spec.dtype)
-        hints = options.reproducible, options.compression, options.compress_everywhere
-        fingerprint = group.agreement.fingerprint(call, (op, repr(axis), structure, hints, operands.key), describe)
-    except Exception as problem:  # whatever it is, the other ranks must learn of it
-        error = error or problem
-    details = specs_text(operands.specs)
-    group.enter(call)
-    with group.moving():
-        group.agree(Joining(call, fingerprint, describe, options.timeout_seconds, error, 0, details))
-        results = [_scatter(group, op, array, at, options) for array, at in zip(operands.arrays, axes, strict=True)]
-    return nest.rebuild(value, operands.restore(results))
+    with agreed_call(group, call, options, open_arguments, error) as (opened, _):
+        results = [
+            _scatter(group, opened.op, array, at, options)
+            for array, at in zip(opened.operands.arrays, opened.axes, strict=True)
+        ]
+    return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
 def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
     """Reduce one array: the axis goes first, so that every rank's part is one run of memory."""
     device = arrays.is_device(array)
     levels = group.levels_of(device)
-    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-    wire, result_dtype = wire_and_result_dtypes(op, native)
+    arithmetic = Arithmetic.of(op, options, levels, by_node=True)
+    wire, result_dtype = wire_and_result_dtypes(op, native_dtype(array.dtype))
     moved = array.swapaxes(0, axis)
     rows = shard_bounds(moved.shape[0], levels.world.size)
-    compressing = Compressing.of(options, levels, by_node=True)
-    reduction, divide_by = reduction_of(op, wire, options, levels.world.size, compressing.of_a_shard(wire))
+    reduction, divide_by = arithmetic.reduction(wire)
     own = rows[levels.world.rank + 1] - rows[levels.world.rank]
     result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
-    by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not compressing.everywhere
+    by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
+    levels = levels.compressed(arithmetic.half)
     if by_level and not reduction.in_rank_order:
         _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
     else:
         row = int(np.prod(moved.shape[1:], dtype=np.int64))
         flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
-        reduce_scatter_between_nodes(levels, levels.world, flat, reduction, bounds, shard)
+        levels.world.reduce_scatter(flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
         np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
@@ -135,7 +136,7 @@ def _scatter_by_levels(
     of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
     first = topology.local_rank * width
     bounds = [end - ends[first] for end in ends[first : first + width + 1]]
-    reduce_scatter_between_nodes(levels, levels.across_nodes, of_lane, reduction.rest, bounds, shard)
+    levels.across_nodes.reduce_scatter(of_lane, reduction.rest, bounds, shard)
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions
-from mpidist.transport import Levels, Reduction, StreamReducer, all_reduce_between_nodes
+from mpidist.transport import FusedReducer, Levels, Reduction
 
 __all__ = ["CollectiveAllReduce"]
 
@@ -35,7 +35,7 @@ class CollectiveAllReduce(CrossDeviceOps):
             self._options = self._merge(options)
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        all_reduce_between_nodes(levels, levels.world, buffer, reduction)
+        levels.world.all_reduce(buffer, reduction)
 
-    def _streams_of(self, levels: Levels) -> StreamReducer | None:
-        return levels.streams
+    def _fused_reducer_of(self, levels: Levels) -> FusedReducer | None:
+        return levels.fused

@@ -6,7 +6,7 @@ A subclass writes one short method, `_all_reduce`. Checks, packing, means, desti
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, ClassVar, Final, final
@@ -14,22 +14,22 @@ from typing import Any, ClassVar, Final, final
 from mpidist import contexts, nest
 from mpidist.collectives import (
     NOTHING_KEPT,
-    BatchReducer,
+    Algorithm,
     Kept,
-    Pair,
     PendingResult,
-    Request,
-    as_pair,
+    Reduce,
+    ReductionCall,
+    Reductions,
+    ValueWithDestinations,
     broadcast,
     outs_like,
     put_together,
     require_num_packs,
     require_usable,
-    require_values,
     take_apart,
 )
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
-from mpidist.transport import Intracomm, Levels, Reduction, StreamReducer, SyncGroup, ends_normally, ring_all_reduce
+from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGroup, ends_normally, ring_all_reduce
 
 __all__ = ["CrossDeviceOps", "reduce_to_root"]
 
@@ -42,7 +42,7 @@ def reduce_to_root(levels: Levels, buffer: Any, reduction: Reduction, root: int)
     levels.world.reduce(buffer, reduction, root)
 
 
-class CrossDeviceOps(ABC):
+class CrossDeviceOps(Algorithm):
     """How values of all ranks are combined, and where the result goes.
 
     Give one to a strategy as `cross_device_ops`, or use it alone: inside a strategy's scope it works on the
@@ -61,7 +61,7 @@ class CrossDeviceOps(ABC):
         ValueError: If `num_packs` is negative.
     """
 
-    _compresses_between_nodes: ClassVar[bool] = False  # else all ranks round what they contribute
+    _compresses_between_nodes: ClassVar[bool] = False  # else every rank rounds what it contributes
 
     def __init__(
         self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root, is_replaceable: bool = True
@@ -71,8 +71,8 @@ class CrossDeviceOps(ABC):
         self._options = _DEFAULTS
         self._reduce_to_root = reduce_to_root
         self._is_replaceable = is_replaceable
-        self._bound: tuple[SyncGroup, BatchReducer] | None = None
-        self._in_scope: tuple[SyncGroup, BatchReducer] | None = None
+        self._bound: Reductions | None = None
+        self._in_scope: Reductions | None = None
         self._owns_group = False
 
     @abstractmethod
@@ -80,8 +80,9 @@ class CrossDeviceOps(ABC):
         """Leave the reduction of all ranks' buffers in every rank's buffer.
 
         The one method that an algorithm writes. It hands `reduction` to the first phase that adds, and
-        `reduction.rest` to those after it. Where it knows what leaves a node, it sends that by
-        `all_reduce_between_nodes`, and sets `_compresses_between_nodes`.
+        `reduction.rest` to those after it. `_compresses_between_nodes` says that what it sends through `world` and
+        `across_nodes` may be rounded to half precision: that each number passes there once, as a contribution or as
+        a result.
 
         Args:
             levels: The communicators.
@@ -89,14 +90,14 @@ class CrossDeviceOps(ABC):
             reduction: The elementwise operation.
         """
 
-    def _streams_of(self, levels: Levels) -> StreamReducer | None:
-        """Say who reduces lists of arrays in this algorithm's place: `levels.streams`, or nobody."""
+    def _fused_reducer_of(self, levels: Levels) -> FusedReducer | None:
+        """Say who reduces lists of arrays in this algorithm's place: `levels.fused`, or nobody."""
         return None
 
     @property
     def group(self) -> SyncGroup:
         """The ranks that this object is tied to, or else those of the scope."""
-        return self._tied()[0]
+        return self._tied().group
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -130,7 +131,7 @@ class CrossDeviceOps(ABC):
         """
         bound = copy(self)
         bound._options = self._merge(options)
-        bound._bound = group, bound._reducer_of(group)
+        bound._bound = Reductions(group, bound)
         return bound
 
     @final
@@ -142,7 +143,7 @@ class CrossDeviceOps(ABC):
         """
         if self._bound is None or not self._owns_group:
             raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so it has nothing to close")
-        self._bound[0].close(self._options.timeout_seconds, sys.exc_info()[1])
+        self._bound.group.close(self._options.timeout_seconds, sys.exc_info()[1])
 
     @final
     def __enter__(self) -> CrossDeviceOps:
@@ -240,10 +241,12 @@ class CrossDeviceOps(ABC):
         Raises:
             InvalidArgumentError: As in `reduce`.
         """
-        group, reducer = self._tied()
-        (request, leaves, outs, error), kept = self._open(group, call, reduce_op, value, options, out, error)
-        results = reducer.run(request, leaves, outs, error)
-        return out if out is not None else put_together(value, results, kept)
+        reductions = self._bound or self._tied()
+        opened, kept = self._open(reductions.group, call, reduce_op, value, options, out, error)
+        results = reductions.run(opened)
+        if out is not None:
+            return out
+        return put_together(value, results, kept) if kept else nest.rebuild(value, results)
 
     @final
     def start_all_reduce(
@@ -260,13 +263,13 @@ class CrossDeviceOps(ABC):
         Returns:
             A handle, whose `wait` returns what `all_reduce` does, or raises it.
         """
-        group, reducer = self._tied()
-        asked, kept = self._open(group, "start_all_reduce", reduce_op, value, options, out, None)
-        return PendingResult(group, reducer.start(*asked), value, out, kept)
+        reductions = self._tied()
+        opened, kept = self._open(reductions.group, "start_all_reduce", reduce_op, value, options, out, None)
+        return PendingResult(reductions.group, reductions.start(opened), value, out, kept)
 
     def _open(
         self, group: SyncGroup, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
-    ) -> tuple[tuple[Request, list[Any], list[Any] | None, Exception | None], Kept]:
+    ) -> tuple[ReductionCall, Kept]:
         leaves: list[Any] = []
         structure: nest.Structure = nest.LEAF
         kept = NOTHING_KEPT
@@ -275,14 +278,14 @@ class CrossDeviceOps(ABC):
         merged = self._options
         try:
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
-            merged = self._merge(options)
+            if options is not None:
+                merged = self._merge(options)
             leaves, structure, kept = take_apart(op, value, group)
-            require_values(leaves, value)
             if out is not None:
-                outs = outs_like(structure, kept, out)
+                outs = outs_like(structure, bool(kept), out)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
-        return (Request(call, op, structure, None, merged, tuple(kept)), leaves, outs, error), kept
+        return ReductionCall(call, op, merged, leaves, structure, tuple(kept), None, outs, error), kept
 
     @final
     def broadcast(
@@ -304,8 +307,7 @@ class CrossDeviceOps(ABC):
             InvalidArgumentError: If the ranks' arguments differ. On every rank.
             ValueError: If `destinations` is none of what is listed.
         """
-        group, _ = self._tied()
-        return broadcast(group, call, tensor, destinations, self._options, error)
+        return broadcast(self.group, call, tensor, destinations, self._options, error)
 
     @final
     def _batch(
@@ -315,22 +317,21 @@ class CrossDeviceOps(ABC):
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        group, reducer = self._tied()
+        reductions = self._tied()
+        group = reductions.group
         op, merged, error = ReduceOp.SUM, self._options, None
-        opened: list[Pair] = []
+        opened: list[ValueWithDestinations] = []
         try:
             op = ReduceOp.of(reduce_op)
             merged = self._merge(options)
-            opened = [Pair.open(op, *as_pair(pair), group) for pair in pairs]
-            for pair in opened:
-                require_values(pair.leaves, pair.value)
+            opened = [ValueWithDestinations.open(op, pair, group) for pair in pairs]
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
         forms, kept = tuple(pair.structure for pair in opened), tuple(tuple(pair.kept) for pair in opened)
-        request = Request(call, op, forms, ranks, merged, kept)
-        results = iter(reducer.run(request, leaves, None, error))
+        made = ReductionCall(call, op, merged, leaves, forms, kept, ranks, None, error)
+        results = iter(reductions.run(made))
         return [pair.close(results, group.topology.rank) for pair in opened]
 
     @final
@@ -345,7 +346,7 @@ class CrossDeviceOps(ABC):
         return merged
 
     @final
-    def _tied(self) -> tuple[SyncGroup, BatchReducer]:
+    def _tied(self) -> Reductions:
         if self._bound is not None:
             return self._bound
         entry = contexts.current()
@@ -355,24 +356,23 @@ class CrossDeviceOps(ABC):
                 "bind(comm) returns"
             )
         group = entry.strategy.extended.group
-        if self._in_scope is None or self._in_scope[0] is not group:
-            self._in_scope = group, self._reducer_of(group)
+        if self._in_scope is None or self._in_scope.group is not group:
+            self._in_scope = Reductions(group, self)
         return self._in_scope
 
-    @final
-    def _reducer_of(self, group: SyncGroup) -> BatchReducer:
-        return BatchReducer(
-            group,
-            self.configuration,
-            self._name_of,
-            self._num_packs,
-            self._reduce_buffer,
-            self._streams,
-            self._compresses_between_nodes,
-        )
+    @property
+    def num_packs(self) -> int:
+        """Number of packs of the arrays of one call and dtype; 0 does not concatenate."""
+        return self._num_packs
+
+    @property
+    def compresses_between_nodes(self) -> bool:
+        """See `Algorithm`."""
+        return self._compresses_between_nodes
 
     @final
-    def _name_of(self, options: CommunicationOptions) -> str:
+    def name_for(self, options: CommunicationOptions) -> str:
+        """See `Algorithm`."""
         name = "in rank order" if options.reproducible and self._is_replaceable else type(self).__name__
         if options.implementation is CommunicationImplementation.RING and not options.reproducible:
             name = "RING"
@@ -381,22 +381,36 @@ class CrossDeviceOps(ABC):
         return f"{name}, {options.compression} {'everywhere' if options.compress_everywhere else 'between nodes'}"
 
     @final
-    def _streams(self, options: CommunicationOptions, levels: Levels) -> StreamReducer | None:
+    def fused_reducer_for(self, options: CommunicationOptions, levels: Levels) -> FusedReducer | None:
+        """See `Algorithm`."""
         if options.implementation is CommunicationImplementation.RING:
             return None
         if options.reproducible and self._is_replaceable:
-            return levels.streams if levels.streams is not None and levels.streams.keeps_rank_order else None
-        return self._streams_of(levels)
+            return levels.fused if levels.fused is not None and levels.fused.keeps_rank_order else None
+        return self._fused_reducer_of(levels)
 
     @final
-    def _reduce_buffer(
-        self, options: CommunicationOptions, levels: Levels, buffer: Any, reduction: Reduction, root: int | None
-    ) -> None:
-        if root is not None:
+    def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
+        """See `Algorithm`."""
+        if options.reproducible and self._is_replaceable:
+            return _all_reduce_in_rank_order
+        if options.implementation is CommunicationImplementation.RING:
+            return _ring_all_reduce
+        return self._all_reduce
+
+    @final
+    def reduce_to(self, root: int) -> Reduce:
+        """See `Algorithm`."""
+
+        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
             self._reduce_to_root(levels, buffer, reduction, root)
-        elif options.reproducible and self._is_replaceable:
-            levels.world.all_reduce(buffer, reduction)
-        elif options.implementation is CommunicationImplementation.RING:
-            ring_all_reduce(levels.world, buffer, reduction)
-        else:
-            self._all_reduce(levels, buffer, reduction)
+
+        return reduce
+
+
+def _all_reduce_in_rank_order(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    levels.world.all_reduce(buffer, reduction)
+
+
+def _ring_all_reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    ring_all_reduce(levels.world, buffer, reduction)

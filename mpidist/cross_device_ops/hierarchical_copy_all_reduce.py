@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport import Levels, NcclReach, Reduction, StreamReducer, all_reduce_between_nodes
+from mpidist.transport import FusedReducer, Levels, Reduction
 
 __all__ = ["LEADER_BYTES", "HierarchicalCopyAllReduce"]
 
@@ -43,25 +43,16 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         node = levels.within_node
         if node.size == levels.world.size or (levels.is_even and node.size == 1):
-            all_reduce_between_nodes(levels, levels.world, buffer, reduction)
+            levels.world.all_reduce(buffer, reduction)
         elif levels.is_even and buffer.nbytes > LEADER_BYTES:
             shard = node.reduce_scatter(buffer, reduction)
-            _all_reduce_across(levels, shard, reduction.rest)
+            levels.across_nodes.all_reduce(shard, reduction.rest)
             node.all_gather(buffer)
         else:
             node.reduce(buffer, reduction, root=0)
             if node.rank == 0:
-                _all_reduce_across(levels, buffer, reduction.rest)
+                levels.across_nodes.all_reduce(buffer, reduction.rest)
             node.broadcast(buffer, root=0)
 
-    def _streams_of(self, levels: Levels) -> StreamReducer | None:
-        return levels.streams
-
-
-def _all_reduce_across(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    def all_reduce(part: Any, rest: Reduction) -> None:
-        if levels.nccl is NcclReach.NODE:  # then the host carries it, and must not wait for a GPU but by polling
-            levels.settle()
-        levels.across_nodes.all_reduce(part, rest)
-
-    all_reduce_between_nodes(levels, levels.across_nodes, buffer, reduction, all_reduce)
+    def _fused_reducer_of(self, levels: Levels) -> FusedReducer | None:
+        return levels.fused

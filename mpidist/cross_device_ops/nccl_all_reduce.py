@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
-from mpidist.transport import Levels, NcclReach, Reduction, all_reduce_between_nodes
+from mpidist.transport import Levels, NcclReach, Reduction
 
 __all__ = ["NcclAllReduce"]
 
@@ -35,9 +34,8 @@ class NcclAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         if levels.nccl is NcclReach.WORLD:
-            all_reduce_between_nodes(levels, levels.world, buffer, reduction)
+            levels.world.all_reduce(buffer, reduction)
         elif levels.nccl is NcclReach.NODE:
             self._by_node._all_reduce(levels, buffer, reduction)
         else:
-            fallback = partial(self._fallback._all_reduce, levels)
-            all_reduce_between_nodes(levels, levels.world, buffer, reduction, fallback)
+            self._fallback._all_reduce(levels, buffer, reduction)

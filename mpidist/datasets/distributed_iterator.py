@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import contexts, nest
-from mpidist.collectives import ErrorReport, raise_reported
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
-from mpidist.transport import arrays, differing, fingerprint_of
+from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, raise_reported
 
 if TYPE_CHECKING:
     from mpidist.strategy_extended import StrategyExtended
@@ -152,7 +151,7 @@ class DistributedIterator(Iterator[Any]):
         step = self._read()
         pass_ = f"that began with call {self._began}" if self._num_steps else "begins"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": self._shared.advice}
-        is_alike = self._extended.agree(self._call, fields, word=step.word)
+        is_alike = self._extended.agree(self._call, fields, placement=step.word)
         if not self._num_steps:
             self._began = self._extended.group.agreement.sequence
         self._num_steps += 1
@@ -188,7 +187,7 @@ class DistributedIterator(Iterator[Any]):
         """
         group, error = self._extended.group, step.error
         told = _Told(step.common, None if error is None else ErrorReport.of(error), self._empties)
-        everyone: list[_Told] = group.agreement.exchange(told)
+        everyone: list[_Told] = group.agreement.all_gather_object(told)
         raise_reported(error, [rank.error for rank in everyone], group.topology)
         if any(rank.common != step.common for rank in everyone):
             about = {"call": self._call, "advice": self._shared.advice}

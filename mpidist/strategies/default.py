@@ -26,4 +26,4 @@ class DefaultStrategy(Strategy):
 def make_default() -> tuple[Strategy, ReplicaContext]:
     """Make the default strategy and its replica context."""
     strategy = DefaultStrategy()
-    return strategy, ReplicaContext(strategy, 0)
+    return strategy, ReplicaContext(strategy, 0, strategy.extended.cross_device_ops)

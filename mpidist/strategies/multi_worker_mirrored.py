@@ -82,7 +82,7 @@ def _checked_resolver(given: ClusterResolver | None, group: SyncGroup) -> Cluste
             resolver.check(topology.size, topology.rank, topology.hostnames)
     except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
         problem = f"{type(error).__name__}: {error}"
-    everyone = group.agreement.exchange((problem, resolver is None))
+    everyone = group.agreement.all_gather_object((problem, resolver is None))
     for rank, (text, _) in enumerate(everyone):
         if text is not None:
             _refuse(group, f"rank {rank}: {text}")

@@ -5,8 +5,8 @@ Nothing here knows of strategies, replicas or gradients.
 
 from mpidist.transport import arrays as arrays
 from mpidist.transport import cuda as cuda
-from mpidist.transport.agreement import Arrival as Arrival
-from mpidist.transport.agreement import Joining as Joining
+from mpidist.transport.agreement import Call as Call
+from mpidist.transport.agreement import CallRecord as CallRecord
 from mpidist.transport.agreement import differing as differing
 from mpidist.transport.communicator import Communicator as Communicator
 from mpidist.transport.communicator import shard_bounds as shard_bounds
@@ -29,14 +29,16 @@ from mpidist.transport.failures import open_groups as open_groups
 from mpidist.transport.fingerprint import fingerprint_of as fingerprint_of
 from mpidist.transport.gpu import Launched as Launched
 from mpidist.transport.group import DeviceLevels as DeviceLevels
+from mpidist.transport.group import ErrorReport as ErrorReport
 from mpidist.transport.group import Levels as Levels
 from mpidist.transport.group import NcclReach as NcclReach
 from mpidist.transport.group import Pending as Pending
 from mpidist.transport.group import Steps as Steps
 from mpidist.transport.group import SyncGroup as SyncGroup
-from mpidist.transport.group import all_reduce_between_nodes as all_reduce_between_nodes
-from mpidist.transport.group import compression as compression
-from mpidist.transport.group import reduce_scatter_between_nodes as reduce_scatter_between_nodes
+from mpidist.transport.group import narrow as narrow
+from mpidist.transport.group import raise_reported as raise_reported
+from mpidist.transport.group import raise_together as raise_together
+from mpidist.transport.group import widen as widen
 from mpidist.transport.half import bfloat16 as bfloat16
 from mpidist.transport.mpi import Intracomm as Intracomm
 from mpidist.transport.mpi import load_mpi as load_mpi
@@ -47,14 +49,14 @@ from mpidist.transport.nccl import reason_against_nccl as reason_against_nccl
 from mpidist.transport.reduction import Reduction as Reduction
 from mpidist.transport.reduction import accumulator_dtype as accumulator_dtype
 from mpidist.transport.reduction import is_half as is_half
+from mpidist.transport.shared_memory import FusedArrays as FusedArrays
+from mpidist.transport.shared_memory import FusedReducer as FusedReducer
 from mpidist.transport.shared_memory import InPlace as InPlace
 from mpidist.transport.shared_memory import Place as Place
 from mpidist.transport.shared_memory import Schedule as Schedule
 from mpidist.transport.shared_memory import SharedArrays as SharedArrays
-from mpidist.transport.shared_memory import Stream as Stream
-from mpidist.transport.shared_memory import StreamReducer as StreamReducer
-from mpidist.transport.shared_memory import Transfer as Transfer
-from mpidist.transport.shared_memory import word_of as word_of
+from mpidist.transport.shared_memory import TwoShot as TwoShot
+from mpidist.transport.shared_memory import placement_digest as placement_digest
 from mpidist.transport.text import count_text as count_text
 from mpidist.transport.text import first_line as first_line
 from mpidist.transport.text import name_ranks as name_ranks
@@ -65,17 +67,18 @@ from mpidist.transport.topology import Topology as Topology
 from mpidist.transport.waiting import complete as complete
 
 __all__ = [
-    "Arrival",
+    "Call",
+    "CallRecord",
     "Communicator",
     "CostModel",
     "Device",
     "DeviceLevels",
     "DeviceQueue",
+    "ErrorReport",
     "FILE_VERSION",
     "GpuFacts",
     "InPlace",
     "Intracomm",
-    "Joining",
     "Launched",
     "Levels",
     "NcclReach",
@@ -87,19 +90,18 @@ __all__ = [
     "Schedule",
     "SharedArrays",
     "Steps",
-    "Stream",
-    "StreamReducer",
+    "FusedArrays",
+    "FusedReducer",
     "SyncGroup",
     "Topology",
-    "Transfer",
+    "TwoShot",
     "TuningKey",
     "accumulator_dtype",
-    "all_reduce_between_nodes",
     "arrays",
     "bfloat16",
     "choose_device",
     "complete",
-    "compression",
+    "narrow",
     "count_text",
     "cuda",
     "cuda_aware_probe",
@@ -115,8 +117,10 @@ __all__ = [
     "name_ranks",
     "nccl_version_text",
     "open_groups",
+    "raise_reported",
+    "raise_together",
     "reason_against_nccl",
-    "reduce_scatter_between_nodes",
+    "widen",
     "ring_all_reduce",
     "save_cost_model",
     "shard_bounds",
@@ -124,5 +128,5 @@ __all__ = [
     "text_of",
     "tuning_path",
     "value_text",
-    "word_of",
+    "placement_digest",
 ]

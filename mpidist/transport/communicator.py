@@ -82,11 +82,11 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
-        self._is_over: Callable[[], bool] = lambda: False
+        self._check_peers: Callable[[], None] = lambda: None
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """Ask `is_over` while this rank waits for others; it raises when there is no sense in waiting further."""
-        self._is_over = is_over
+    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
+        """Call `check_peers` while this rank waits for others: it raises where there is no sense in waiting on."""
+        self._check_peers = check_peers
 
     def _start_all_gather(self, buffer: Array, bounds: Sequence[int] | None) -> Sequence[int]:
         """Count an all-gather, and return its bounds."""

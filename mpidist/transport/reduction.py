@@ -29,8 +29,6 @@ class Reduction:
         op: `"sum"`, `"prod"`, `"min"` or `"max"`.
         divisor: What the accumulator of half-precision numbers is divided by before it is rounded.
         in_rank_order: Join the contributions in rank order, whatever the transport would do.
-        between_nodes: Half precision that float32 numbers are rounded to on their way between nodes; `None` leaves
-            them as they are.
         counts_overflow: Whether half precision is how float32 numbers travel, so that it matters which of them became
             infinite. The sums of the caller's own float16 numbers overflow as they do in NumPy.
     """
@@ -38,7 +36,6 @@ class Reduction:
     op: str = "sum"
     divisor: int = 1
     in_rank_order: bool = False
-    between_nodes: np.dtype[Any] | None = None
     counts_overflow: bool = False
 
     @property
@@ -46,7 +43,7 @@ class Reduction:
         """The reduction for the phases after the first: the same, with the division done."""
         return self if self.divisor == 1 else replace(self, divisor=1)
 
-    @property
+    @functools.cached_property
     def ufunc(self) -> np.ufunc:
         """The operation on two arrays."""
         return UFUNCS[self.op]

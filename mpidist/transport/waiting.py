@@ -31,36 +31,31 @@ def set_crowded(num_ranks: int) -> None:
     _Habit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
 
 
-def poll(test: Callable[[], bool], is_over: Callable[[], bool], busy_seconds: float = _YIELD_SECONDS) -> bool:
-    """Test until something has come.
+def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
+    """Test until what this rank waits for has come.
 
     Args:
-        test: Says whether it has.
-        is_over: Asked now and then, from when the wait is long on: whether there is no sense in waiting further.
-            May raise.
+        test: Says whether it has come.
+        check_peers: Called now and then, from when the wait is long on. Raises where there is no sense in waiting on.
         busy_seconds: How long to test without a nap between: messages get on by being tested.
-
-    Returns:
-        Whether it has come.
     """
     for _ in range(_Habit.spins):
         if test():
-            return True
+            return
     start = time.monotonic()
     while not test():
         waited = time.monotonic() - start
-        if waited > _LOOK_SECONDS and is_over():
-            return test()
+        if waited > _LOOK_SECONDS:
+            check_peers()
         _rest(waited, busy_seconds)
-    return True
 
 
-def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T:
+def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
     """Drive work that waits for other ranks, to its end.
 
     Args:
         steps: The work. It yields whenever it can do nothing now: a number that changes as it gets on.
-        is_over: As in `poll`, but that it must raise when there is no sense in waiting further.
+        check_peers: As in `poll`.
 
     Returns:
         What the work returns.
@@ -79,7 +74,7 @@ def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T
             else:
                 waited = time.monotonic() - start
                 if waited > _LOOK_SECONDS:
-                    is_over()
+                    check_peers()
                 _rest(waited)
     except StopIteration as end:
         result: _T = end.value
@@ -88,13 +83,13 @@ def complete(steps: Generator[int, None, _T], is_over: Callable[[], bool]) -> _T
 
 def poll_or_keep(
     test: Callable[[], bool],
-    is_over: Callable[[], bool],
+    check_peers: Callable[[], None],
     memory: tuple[Any, ...],
     busy_seconds: float = _YIELD_SECONDS,
 ) -> None:
-    """Test until a message is through, as `poll` does; `is_over` raises, and then MPI may still write `memory`."""
+    """Test until a message is through, as `poll` does; `check_peers` raises, and then MPI may still write `memory`."""
     try:
-        poll(test, is_over, busy_seconds)
+        poll(test, check_peers, busy_seconds)
     except BaseException:
         never_free(memory)
         raise

@@ -3,8 +3,8 @@
 from mpidist.transport.agreement.agreement import CLOSE as CLOSE
 from mpidist.transport.agreement.agreement import END as END
 from mpidist.transport.agreement.agreement import Agreement as Agreement
-from mpidist.transport.agreement.agreement import Arrival as Arrival
-from mpidist.transport.agreement.agreement import Joining as Joining
+from mpidist.transport.agreement.agreement import Call as Call
+from mpidist.transport.agreement.agreement import CallRecord as CallRecord
 from mpidist.transport.agreement.agreement import SoloAgreement as SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds as NodeRounds
 from mpidist.transport.agreement.mismatch_report import differing as differing
@@ -12,10 +12,10 @@ from mpidist.transport.agreement.mpi_agreement import MpiAgreement as MpiAgreeme
 
 __all__ = [
     "Agreement",
-    "Arrival",
+    "Call",
+    "CallRecord",
     "CLOSE",
     "END",
-    "Joining",
     "MpiAgreement",
     "NodeRounds",
     "SoloAgreement",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from mpidist.transport.fingerprint import fingerprint_of
 
-__all__ = ["CLOSE", "END", "Agreement", "Arrival", "Joining", "SoloAgreement"]
+__all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
 
 # The calls of a rank that leaves its group: because it closes the group, or because its program ends.
 CLOSE: Final = "close()"
@@ -21,43 +21,65 @@ END: Final = "end of program"
 _MAX_FINGERPRINTS: Final = 1024  # remembered
 
 
-@final
-class Joining(NamedTuple):
-    """A call that a rank makes, and what it passes.
+class CallRecord(ABC):
+    """A call that a rank makes, and what it passes: what ranks compare before data moves.
 
     Attributes:
-        call: The name of the call, for people.
+        name: The name of the call, for people.
         fingerprint: A digest of everything that must be equal on all ranks.
-        describe: What the fingerprint stands for, as name and text; asked only when ranks differ.
         timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
-        error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the others
-            learn of it.
+        error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
+            learn of the error.
         placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
             ranks, or on none.
-        details: What the flight recorder shall say of it.
+        details: What the flight recorder says of the call.
         leaves: Whether this is the last call of the rank, and the other ranks have to leave, too.
+        timeout: How long this rank waits in the call, once it has joined: in seconds; `None` or 0 for ever.
+        is_compared: Whether the ranks meet in a round to compare the call.
     """
 
-    call: str
-    fingerprint: int
-    describe: Callable[[], Mapping[str, str]]
+    name = ""
+    fingerprint = 0
     timeout_seconds: float | None = None
     error: Exception | None = None
-    placement: int = 0
-    details: str = ""
-    leaves: bool = False
+    placement = 0
+    details = ""
+    leaves = False
+    timeout: float | None = None
+    is_compared = True
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, str]:
+        """Say what the fingerprint stands for, as name and text; asked only when ranks differ. Local."""
 
 
 @final
-class Arrival(NamedTuple):
-    """A rank's place in a round that it has joined."""
+class Call(CallRecord):
+    """A call that a function describes. The arguments are those of `CallRecord`."""
 
-    call: str
-    describe: Callable[[], Mapping[str, str]]
-    timeout: float | None
-    error: Exception | None
-    leaves: bool = False
-    compares: bool = True
+    def __init__(
+        self,
+        name: str,
+        fingerprint: int = 0,
+        describe: Callable[[], Mapping[str, str]] = dict,
+        *,
+        timeout_seconds: float | None = None,
+        error: Exception | None = None,
+        placement: int = 0,
+        details: str = "",
+        leaves: bool = False,
+    ) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        self.timeout_seconds = timeout_seconds
+        self.error = error
+        self.placement = placement
+        self.details = details
+        self.leaves = leaves
+        self._describe = describe
+
+    def describe(self) -> Mapping[str, str]:
+        return self._describe()
 
 
 class Agreement(ABC):
@@ -65,15 +87,19 @@ class Agreement(ABC):
 
     Attributes:
         sequence: The number of the call that was joined last.
+        end: Notes that the call which was joined last is over. Local.
+        check_peers: Raises if another rank has given up waiting. Local; for those who wait for ranks in other ways.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[], None], check_peers: Callable[[], None]) -> None:
         self.sequence = 0
+        self.end = end
+        self.check_peers = check_peers
         self._fingerprints: dict[Hashable, int] = {}
 
     @abstractmethod
-    def arrive(self, joining: Joining) -> Arrival:
-        """Join a round with this call, without waiting: `join` is this and `conclude`. One round at a time.
+    def arrive(self, record: CallRecord) -> None:
+        """Join a round with a call, without waiting: `join` is this and `conclude`. One round at a time.
 
         Raises:
             DeadlineExceededError: If other ranks have given up waiting. And what made the group unusable.
@@ -84,15 +110,15 @@ class Agreement(ABC):
         """Whether all ranks have joined the round. Local."""
 
     @abstractmethod
-    def is_alike(self, arrival: Arrival) -> bool:
+    def is_alike(self, record: CallRecord) -> bool:
         """Whether `conclude` has nothing to wait for, now that all have joined: no differences to be told. Local."""
 
     @abstractmethod
-    def conclude(self, arrival: Arrival) -> bool:
+    def conclude(self, record: CallRecord) -> bool:
         """Wait for all ranks to join the round, and compare. Returns and raises what `join` does."""
 
     @final
-    def join(self, joining: Joining) -> bool:
+    def join(self, record: CallRecord) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective.
 
         Returns:
@@ -104,14 +130,15 @@ class Agreement(ABC):
             DeadlineExceededError: If not all ranks came in time.
             Exception: `error`, if every rank has the same one.
         """
-        return self.conclude(self.arrive(joining))
+        self.arrive(record)
+        return self.conclude(record)
 
     @final
     def fingerprint(self, call: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> int:
         """Return a digest of what a call passes, for `join`. Local.
 
         Args:
-            call: As in `Joining`.
+            call: As in `CallRecord`.
             key: Equal only for equal descriptions; for this rank's own use, to make them once.
             describe: What must be equal on all ranks, as name and text.
         """
@@ -123,24 +150,16 @@ class Agreement(ABC):
         return known
 
     @abstractmethod
-    def any_of(self, flags: int) -> int:
+    def all_reduce_or(self, flags: int) -> int:
         """Unite the bits of all ranks' `flags`. Collective; call it after `join`."""
 
     @abstractmethod
-    def exchange(self, item: Any) -> list[Any]:
+    def all_gather_object(self, item: Any) -> list[Any]:
         """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `join`."""
 
     @property
     def is_node_barrier(self) -> bool:
         """Whether `join` is a barrier of the node's shared memory, too, that nothing but an error leaves out."""
-        return False
-
-    def require_peers(self) -> bool:
-        """Raise if another rank has given up waiting. Local; for those who wait for ranks in other ways.
-
-        Returns:
-            False: it is not over.
-        """
         return False
 
     @abstractmethod
@@ -156,16 +175,12 @@ class Agreement(ABC):
         """Whether all ranks have this error, or cannot be told of any more. Local."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Note that the call which was joined last is over. Local."""
-
-    @abstractmethod
-    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+    def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         """Count the time that this rank is kept waiting in a call from now on. Local.
 
         Args:
             since: From when on instead, in seconds of the monotonic clock.
-            arrival: The call, if others have been joined since.
+            record: The call, if others have been joined since.
         """
 
     @property
@@ -182,24 +197,27 @@ class Agreement(ABC):
 class SoloAgreement(Agreement):
     """The agreement of one rank with itself."""
 
-    def arrive(self, joining: Joining) -> Arrival:
-        return Arrival(joining.call, joining.describe, None, joining.error)
+    def __init__(self) -> None:
+        super().__init__(end=lambda: None, check_peers=lambda: None)
+
+    def arrive(self, record: CallRecord) -> None:
+        pass  # nobody else comes
 
     def have_all_arrived(self) -> bool:
         return True
 
-    def is_alike(self, arrival: Arrival) -> bool:
+    def is_alike(self, record: CallRecord) -> bool:
         return True
 
-    def conclude(self, arrival: Arrival) -> bool:
-        if arrival.error is not None:
-            raise arrival.error
+    def conclude(self, record: CallRecord) -> bool:
+        if record.error is not None:
+            raise record.error
         return True
 
-    def any_of(self, flags: int) -> int:
+    def all_reduce_or(self, flags: int) -> int:
         return flags
 
-    def exchange(self, item: Any) -> list[Any]:
+    def all_gather_object(self, item: Any) -> list[Any]:
         return [item]
 
     def break_off(self, error: BaseException) -> None:
@@ -208,10 +226,7 @@ class SoloAgreement(Agreement):
     def has_raised(self, error: BaseException) -> bool:
         return False
 
-    def end(self) -> None:
-        pass  # whoever looks at one rank sees where it is
-
-    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+    def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         pass
 
     @property

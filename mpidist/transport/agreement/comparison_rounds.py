@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -18,21 +19,16 @@ class Rounds(ABC):
 
     Attributes:
         is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
+        start: Joins a round, with a fingerprint and a placement. Local.
+        is_complete: Says whether all ranks have joined. Local; asked until it says so.
+        is_equal: Says whether all ranks showed the same fingerprint, and the same placement, in the round that is
+            complete. Local.
     """
 
     is_node_barrier = False
-
-    @abstractmethod
-    def start(self, fingerprint: int, placement: int) -> None:
-        """Join a round. Local."""
-
-    @abstractmethod
-    def is_complete(self) -> bool:
-        """Whether all ranks have joined. Local; asked until it says True."""
-
-    @abstractmethod
-    def is_equal(self) -> tuple[bool, bool]:
-        """Whether all ranks showed the same fingerprint, and the same placement, in the round that is complete."""
+    start: Callable[[int, int], None]
+    is_complete: Callable[[], bool]
+    is_equal: Callable[[], tuple[bool, bool]]
 
     @abstractmethod
     def missing(self) -> list[int]:
@@ -59,17 +55,18 @@ class MpiRounds(Rounds):
         self._received = np.zeros(4, np.int64)
         self._request: Any = None
         self._is_complete = True
+        self.start, self.is_complete, self.is_equal = self._start, self._test, self._compare
 
-    def start(self, fingerprint: int, placement: int) -> None:
+    def _start(self, fingerprint: int, placement: int) -> None:
         self._sent[:] = fingerprint, -fingerprint, placement, -placement
         self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
         self._is_complete = False
 
-    def is_complete(self) -> bool:
+    def _test(self) -> bool:
         self._is_complete = self._is_complete or self._request.Test()  # a request can be completed only once
         return self._is_complete
 
-    def is_equal(self) -> tuple[bool, bool]:
+    def _compare(self) -> tuple[bool, bool]:
         most, least, far, near = self._received.tolist()
         return most == -least, far == -near
 
@@ -93,17 +90,7 @@ class NodeRounds(Rounds):
 
     def __init__(self, barrier: NodeBarrier) -> None:
         self._barrier = barrier
-        self.is_complete = barrier.passed  # type: ignore[method-assign]  # a call less, where ranks spin
-
-    def start(self, fingerprint: int, placement: int) -> None:
-        self._barrier.show(fingerprint, placement)
-        self._barrier.post()
-
-    def is_complete(self) -> bool:
-        return self._barrier.passed()
-
-    def is_equal(self) -> tuple[bool, bool]:
-        return self._barrier.shows_the_same()
+        self.start, self.is_complete, self.is_equal = barrier.post_words, barrier.passed, barrier.shows_the_same
 
     def missing(self) -> list[int]:
         return self._barrier.missing()

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement.agreement import Agreement, Arrival, Joining
+from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
 from mpidist.transport.failures import BROKE_OFF, Watch
@@ -44,7 +44,7 @@ class MpiAgreement(Agreement):
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(watch.recorder.end, watch.check_peers)
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._watch = watch
@@ -56,30 +56,34 @@ class MpiAgreement(Agreement):
         self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
         self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
         self._note_agreed = watch.recorder.agree
-        self.end = watch.recorder.end  # type: ignore[method-assign]  # a call less, after every call
-        self.require_peers = watch.look  # type: ignore[method-assign]
 
-    def arrive(self, joining: Joining) -> Arrival:
-        call, fingerprint, describe, timeout_seconds, error, placement, details, leaves = joining
+    def arrive(self, record: CallRecord) -> None:
         watch = self._watch
         if watch.broken is not None:
             raise self._again(watch.broken)
         self.sequence += 1
-        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        watch.begin(self.sequence, call, details, timeout)
-        if not self._has_round_for_all and not leaves:
-            if error is not None:  # the other ranks may move data at once: only a note can reach them
-                self.break_off(error)
-                return Arrival(call, describe, timeout, error, compares=False)
-            if not timeout and placement == 0:  # which is 0 on all ranks, or on none
-                return Arrival(call, describe, timeout, error, compares=False)
+        timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
+        record.timeout = timeout
+        watch.begin(self.sequence, record.name, record.details, timeout)
+        if not self._has_round_for_all and not self._needs_round(record):
+            record.is_compared = False
+            return
+        error, fingerprint = record.error, record.fingerprint
         if error is not None:
-            fingerprint = fingerprint_of(("error", call, repr(error)))
-        if timeout or leaves:
+            fingerprint = fingerprint_of(("error", record.name, repr(error)))
+        if timeout or record.leaves:
             watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
         self._found, self._confirms = None, bool(timeout)
-        self._rounds.start(fingerprint ^ bool(timeout), placement)
-        return Arrival(call, describe, timeout, error, leaves)
+        self._rounds.start(fingerprint ^ bool(timeout), record.placement)
+
+    def _needs_round(self, record: CallRecord) -> bool:
+        """Whether ranks meet before a call although nobody wants them to compare what they pass."""
+        if record.leaves:
+            return True
+        if record.error is not None:  # the other ranks may move data at once: only a note can reach them
+            self.break_off(record.error)
+            return False
+        return bool(record.timeout) or record.placement != 0  # which is 0 on all ranks, or on none
 
     def have_all_arrived(self) -> bool:
         if not self._rounds.is_complete():
@@ -93,14 +97,14 @@ class MpiAgreement(Agreement):
                 return self._rounds.is_complete()
         return True
 
-    def is_alike(self, arrival: Arrival) -> bool:
-        return not arrival.compares or (self._found or self._rounds.is_equal())[0]
+    def is_alike(self, record: CallRecord) -> bool:
+        return not record.is_compared or (self._found or self._rounds.is_equal())[0]
 
-    def conclude(self, arrival: Arrival) -> bool:
-        error = arrival.error
+    def conclude(self, record: CallRecord) -> bool:
+        error = record.error
         if error is not None:
             self._refused = error
-        if not arrival.compares:
+        if not record.is_compared:
             if error is not None:
                 self._watch.recorder.fail()
                 raise error
@@ -110,11 +114,11 @@ class MpiAgreement(Agreement):
         if not have_arrived():
             if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
                 raise self._again(self._watch.broken)
-            self._watch.limit(arrival.timeout)
-            self._wait(have_arrived, lambda: self._rounds.memory, arrival.call)
+            self._watch.limit(record.timeout)
+            self._wait(have_arrived, lambda: self._rounds.memory, record.name)
         equal, same_placement = self._found or self._rounds.is_equal()
         if not equal:
-            self._explain(arrival)
+            self._explain(record)
         if error is not None:
             self._watch.recorder.fail()
             vars(error)["raised_on_all_ranks"] = True  # printing it once will do
@@ -138,34 +142,28 @@ class MpiAgreement(Agreement):
     def has_raised(self, error: BaseException) -> bool:
         return self.broken is not None or error is self._refused
 
-    def any_of(self, flags: int) -> int:
+    def all_reduce_or(self, flags: int) -> int:
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
         request = self._comm.Iallreduce(mine, united, load_mpi().BOR)
-        self._wait(request.Test, lambda: (request, mine, united), "any_of")
+        self._wait(request.Test, lambda: (request, mine, united), "all_reduce_or")
         return int(united[0])
 
-    def exchange(self, item: Any) -> list[Any]:
-        """See `Agreement.exchange`. Polled, as everything here: ranks may be gone for ever."""
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """See `Agreement.all_gather_object`. Polled, as everything here: ranks may be gone for ever."""
         text = np.frombuffer(pickle.dumps(item), np.uint8)
         length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
         request = self._comm.Iallgather(length, lengths)
-        self._wait(request.Test, lambda: (request, length, lengths), "exchange")
+        self._wait(request.Test, lambda: (request, length, lengths), "all_gather_object")
         sent, received = np.zeros(lengths.max(), np.uint8), np.empty((lengths.size, lengths.max()), np.uint8)
         sent[: text.size] = text
         second = self._comm.Iallgather(sent, received)
-        self._wait(second.Test, lambda: (second, sent, received), "exchange")
+        self._wait(second.Test, lambda: (second, sent, received), "all_gather_object")
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
-    def end(self) -> None:
-        self._watch.recorder.end()
-
-    def require_peers(self) -> bool:
-        return self._watch.look()
-
-    def restart_clock(self, since: float | None = None, arrival: Arrival | None = None) -> None:
+    def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         self._watch.restart(since)
-        if arrival is not None:
-            self._watch.limit(arrival.timeout)
+        if record is not None:
+            self._watch.limit(record.timeout)
 
     @property
     def broken(self) -> Exception | None:
@@ -173,14 +171,14 @@ class MpiAgreement(Agreement):
 
     def free(self) -> None:
         notes = self._watch.settle()
-        if self.any_of(any(notes.sent)):  # long waits that ended well
-            notes.take(self.exchange(notes.sent), self._watch.look)
+        if self.all_reduce_or(any(notes.sent)):  # long waits that ended well
+            notes.take(self.all_gather_object(notes.sent), self._watch.check_peers)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
         """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
         try:
-            poll(test, self._watch.look)
+            poll(test, self._watch.check_peers)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
@@ -192,22 +190,22 @@ class MpiAgreement(Agreement):
             )
             raise
 
-    def _explain(self, arrival: Arrival) -> None:
+    def _explain(self, record: CallRecord) -> None:
         """Raise what all ranks raise whose calls differ; ranks that leave raise nothing. Collective."""
-        error = arrival.error
-        fields = {"call": arrival.call, "timeout": "set" if arrival.timeout else "none"}
+        error = record.error
+        fields = {"call": record.name, "timeout": "set" if record.timeout else "none"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
-        elif not arrival.leaves:
-            fields.update(arrival.describe())
-        told = self.exchange((arrival.leaves, fields))
+        elif not record.leaves:
+            fields.update(record.describe())
+        told = self.all_gather_object((record.leaves, fields))
         everyone = [fields for _, fields in told]
         leavers = [rank for rank, (leaves, _) in enumerate(told) if leaves]
         if leavers and len(leavers) < len(everyone):
             self._watch.broken = peer_left(everyone, leavers, self.sequence)
-            if not arrival.leaves:
+            if not record.leaves:
                 raise self._watch.broken
-        if arrival.leaves:
+        if record.leaves:
             return
         self._watch.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):

@@ -253,15 +253,15 @@ def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
     if not isinstance(node, SharedMemoryCommunicator):
         memory = np.zeros(_BLOCK, np.uint8)
         return _rest, memory, memory
-    views = node.streams.slots.all(np.dtype(np.uint8))[0]
-    return node.streams.synchronize, views[node.rank][:_BLOCK], views[(node.rank + 1) % node.size][:_BLOCK]
+    views = node.fused.slots.all(np.dtype(np.uint8))[0]
+    return node.fused.synchronize, views[node.rank][:_BLOCK], views[(node.rank + 1) % node.size][:_BLOCK]
 
 
 def _node_steps(levels: Levels) -> dict[str, Step]:
     """MPI's messages from each rank of a node to the next, and a pipelined call of the node."""
     node, tiny, total = levels.within_node, np.zeros(8, np.float32), Reduction()
     steps: dict[str, Step] = {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
-    if levels.streams is not None:
+    if levels.fused is not None:
         steps["pipeline"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
     return steps
 

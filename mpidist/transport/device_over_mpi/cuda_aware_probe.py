@@ -207,7 +207,7 @@ def agree(agreement: Agreement, topology: Topology, cuda: Cuda, asks: bool | Non
     its_hint = hint()
     if asks:
         its_hint = Answer(True, "MPIDIST_DEVICE_MPI=1 asks to try")
-    hints = agreement.exchange(its_hint)
+    hints = agreement.all_gather_object(its_hint)
     refusal = _first_refusal(hints, topology)
     if refusal is not None:
         return refusal
@@ -231,7 +231,7 @@ def _answers(agreement: Agreement, probe: Probe | None, answer: Answer | None) -
         while True:
             agreement.restart_clock()  # all ranks have come; what takes its time now is the probe
             answer = probe.outcome() if probe is not None and answer is None else answer
-            seen: list[Answer | None] = agreement.exchange(answer)
+            seen: list[Answer | None] = agreement.all_gather_object(answer)
             answers = [its for its in seen if its is not None]
             if len(answers) == len(seen):
                 return answers

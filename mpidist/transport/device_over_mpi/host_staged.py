@@ -77,7 +77,7 @@ class HostStagedCommunicator(MessagedCommunicator):
             move = self._on(whole, buffer, chunks[chunk], lambda its, at: self._host.reduce_scatter(its, reduction, at))
             return [Phase(move, whole.all_copies(), up.all_copies())]
 
-        self._staging.run("reduce_scatter", len(chunks), phases_of, self._is_over, (buffer, shard))
+        self._staging.run("reduce_scatter", len(chunks), phases_of, self._check_peers, (buffer, shard))
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -94,7 +94,7 @@ class HostStagedCommunicator(MessagedCommunicator):
             down = [copy for copy in whole.copies[self.rank] if copy[2]]
             return [Phase(move, down, whole.all_copies(without=self.rank))]
 
-        self._staging.run("all_gather", len(chunks), phases_of, self._is_over, buffer)
+        self._staging.run("all_gather", len(chunks), phases_of, self._check_peers, buffer)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         if self._adds_by_messages:
@@ -122,7 +122,7 @@ class HostStagedCommunicator(MessagedCommunicator):
             move = self._on(whole, buffer, chunks[chunk], work)
             return [Phase(move, copies if down else (), copies if up else ())]
 
-        self._staging.run(what, len(chunks), phases_of, self._is_over, buffer)
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, buffer)
 
     def _on(self, whole: Pieces, buffer: Array, pieces: Sequence[Piece], work: Work) -> Callable[[], object]:
         staged = whole.whole.view(buffer.dtype)

@@ -32,7 +32,7 @@ class MessagedCommunicator(Communicator, ABC):
 
     def __init__(self, name: str, mpi: MpiCommunicator, staging: Staging, passage: Passage, traffic: Traffic) -> None:
         super().__init__(name, mpi.rank, mpi.size)
-        self._messages = DeviceMessages(mpi, staging, passage, lambda: self._is_over())
+        self._messages = DeviceMessages(mpi, staging, passage, lambda: self._check_peers())
         self.traffic = traffic
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:

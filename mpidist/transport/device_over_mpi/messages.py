@@ -26,14 +26,16 @@ class DeviceMessages:
         mpi: Carries the bytes.
         staging: The streams and memory.
         passage: How pieces come to MPI.
-        is_over: Asked while a rank waits.
+        check_peers: Asked while a rank waits.
     """
 
-    def __init__(self, mpi: MpiCommunicator, staging: Staging, passage: Passage, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, mpi: MpiCommunicator, staging: Staging, passage: Passage, check_peers: Callable[[], None]
+    ) -> None:
         self._mpi = mpi
         self._staging = staging
         self._passage = passage
-        self._is_over = is_over
+        self._check_peers = check_peers
         self._rank, self._size = mpi.rank, mpi.size
         self._others = mpi.others
 
@@ -110,7 +112,7 @@ class DeviceMessages:
 
             return [Phase(move, out.all_copies(), into.all_copies())]
 
-        self._staging.run("exchange", count, phases_of, self._is_over, (outgoing, incoming))
+        self._staging.run("exchange", count, phases_of, self._check_peers, (outgoing, incoming))
 
     def _run(
         self, what: str, array: Array, chunks: Sequence[Sequence[Piece]], phase: Callable[[Pieces], Phase]
@@ -121,7 +123,7 @@ class DeviceMessages:
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             return [phase(self._passage.open(slot, 0, array, chunks[chunk]))]
 
-        self._staging.run(what, len(chunks), phases_of, self._is_over, array)
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, array)
 
     def _reduce(
         self,
@@ -150,7 +152,7 @@ class DeviceMessages:
             joining = self._joining(whole, (slot, room), scratch[slot], buffer[start:stop], target, reduction)
             return [joining] if after is None else [joining, after(whole)]
 
-        self._staging.run(what, len(chunks), phases_of, self._is_over, (buffer, into))
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, into))
 
     def _joining(
         self, whole: Pieces, place: tuple[int, int], scratch: Array, own: Array, target: Array, reduction: Reduction

@@ -10,7 +10,6 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.errors import PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
@@ -64,13 +63,22 @@ class Staging:
         cuda: What this process has of CuPy.
         sizes: Those of chunks.
         kernels: What joins parts on the GPU; by default its own.
+        wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
+            launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
 
     Attributes:
         kernels: The same.
     """
 
-    def __init__(self, cuda: Cuda, sizes: StagingSizes, kernels: DeviceKernels | None = None) -> None:
+    def __init__(
+        self,
+        cuda: Cuda,
+        sizes: StagingSizes,
+        kernels: DeviceKernels | None = None,
+        wait_for_launches: Callable[[str], None] = lambda what: None,
+    ) -> None:
         self.sizes = sizes
+        self._wait_for_launches = wait_for_launches
         self.kernels = DeviceKernels(cuda) if kernels is None else kernels
         self._cuda = cuda
         self._memory: Array = np.empty(0, np.uint8)
@@ -106,7 +114,7 @@ class Staging:
             self._scratch = self.cupy.empty(_power_of_two(count * nbytes), np.uint8)
         return [self._scratch[at * nbytes : (at + 1) * nbytes] for at in range(count)]
 
-    def run(self, what: str, count: int, phases_of: PhasesOf, is_over: Callable[[], bool], keeps: Any) -> None:
+    def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any) -> None:
         """Pass chunks through their phases, after what the current stream holds; return when all is done.
 
         The first phases of as many chunks as there are slots are begun at once. Then, in the order of all ranks: the
@@ -116,15 +124,16 @@ class Staging:
             what: The primitive, for errors.
             count: Number of chunks.
             phases_of: Makes a chunk's phases.
-            is_over: Asked while this rank waits for the GPU; may raise.
+            check_peers: Asked while this rank waits for the GPU; may raise.
             keeps: What must not be freed after an error.
         """
         if not count:
             return
         self._require_usable(what)
+        self._wait_for_launches(what)
         streams = self._streams
         try:
-            _Pass(self, what, count, phases_of, is_over).run()
+            _Pass(self, what, count, phases_of, check_peers).run()
         except BaseException as error:
             self._ended = f"an earlier call failed ({type(error).__name__}: {first_line(error)})"
             never_free((self._memory, self._scratch, streams, keeps))
@@ -134,11 +143,10 @@ class Staging:
         """Give the memory back. Local; nothing may be under way."""
         self._memory, self._scratch = np.empty(0, np.uint8), None
 
-    def wait(self, event: Any, what: str, is_over: Callable[[], bool]) -> None:
+    def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
         """Poll until an event has come."""
         cupy = self.cupy
-        if not poll(lambda: has_come(cupy, event, what, "of device memory through the host"), is_over):
-            raise PeerFailedError(f"{what} of device memory was given up: other ranks do not come")
+        poll(lambda: has_come(cupy, event, what, "of device memory through the host"), check_peers)
 
     @cached_property
     def _streams(self) -> _Streams:
@@ -202,9 +210,9 @@ class _Pass:
     """One call's way through the slots."""
 
     def __init__(
-        self, staging: Staging, what: str, count: int, phases_of: PhasesOf, is_over: Callable[[], bool]
+        self, staging: Staging, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]
     ) -> None:
-        self._staging, self._what, self._count, self._is_over = staging, what, count, is_over
+        self._staging, self._what, self._count, self._check_peers = staging, what, count, check_peers
         self._its = staging._streams
         self._phases_of = phases_of
         self._depth = min(count, staging.sizes.depth)
@@ -226,7 +234,7 @@ class _Pass:
             if turn:
                 self._advance(turn - 1, 1)
         for events in its.events[: self._depth]:
-            self._staging.wait(events.free, self._what, self._is_over)
+            self._staging.wait(events.free, self._what, self._check_peers)
 
     def _start(self, chunk: int) -> None:
         slot = chunk % self._depth
@@ -239,7 +247,7 @@ class _Pass:
         if number >= len(phases):
             return
         phase = phases[number]
-        self._staging.wait(events.came, self._what, self._is_over)
+        self._staging.wait(events.came, self._what, self._check_peers)
         phase.move()
         for host, device, nbytes in phase.up:
             self._copy(device, host, nbytes, self._to_device, its.up.ptr)

@@ -80,12 +80,12 @@ class Notes:
             found.append((status.Get_source(), pickle.loads(text.tobytes())))
         return found
 
-    def take(self, sent: Sequence[Sequence[int]], is_over: Callable[[], bool]) -> None:
+    def take(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
         """Wait until all notes are here that were ever sent: MPI frees no communicator with messages left in it.
 
         Args:
             sent: [ranks], what each rank has `sent`; none of them sends any more.
-            is_over: As in `waiting.poll`.
+            check_peers: As in `waiting.poll`.
         """
         wanted = [its[self._comm.rank] for its in sent]
 
@@ -93,10 +93,10 @@ class Notes:
             self.read()
             return self._received == wanted
 
-        poll(has_all, is_over)
+        poll(has_all, check_peers)
         while self._under_way:
             request, _ = self._under_way[-1]
-            poll(request.Test, is_over)
+            poll(request.Test, check_peers)
             self._under_way.pop()
 
     def send(self, note: Note, ranks: Iterable[int]) -> None:

@@ -137,11 +137,8 @@ class Watch:
             if self._heard or self._notes.have_come():
                 self._hear(is_waiting)
 
-    def look(self) -> bool:
-        """Raise if there is no sense in waiting further. Local.
-
-        Returns:
-            False: it is not over.
+    def check_peers(self) -> None:
+        """Raise if there is no sense in waiting on. Local.
 
         Raises:
             DeadlineExceededError: If time is up, here or on another rank.
@@ -153,7 +150,6 @@ class Watch:
         now = time.monotonic()
         if now >= self._next_look:
             self._check(now)
-        return False
 
     def hears_end_of_a_lower_rank(self) -> bool:
         """Whether a rank before this one has told of the end of its program, or of what will end it. Local."""

@@ -1,102 +1,147 @@
-"""Reductions between nodes in half precision, of numbers that are float32 on both sides."""
+"""Float32 numbers that travel in half precision: a communicator around another one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final, final
+
+import numpy as np
 
 from mpidist.transport import arrays
 from mpidist.transport import reduction as host
-from mpidist.transport.communicator import Array, Communicator
-from mpidist.transport.group.levels import Levels
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["all_reduce_between_nodes", "narrow", "reduce_scatter_between_nodes", "widen"]
+__all__ = ["CompressingCommunicator", "narrow", "widen"]
+
+_FLOAT32: Final = np.dtype(np.float32)
 
 
-def all_reduce_between_nodes(
-    levels: Levels,
-    communicator: Communicator,
-    buffer: Array,
-    reduction: Reduction,
-    all_reduce: Callable[[Array, Reduction], None] | None = None,
-) -> None:
-    """All-reduce over ranks of several nodes, in the precision that `reduction.between_nodes` names. Collective.
+@final
+class CompressingCommunicator(Communicator):
+    """Ranks that send each other float32 numbers in half precision, and all other numbers as they are.
 
-    Every rank's buffer is rounded, the rounded numbers are joined in float32, and the result is rounded once more: the
-    same bits on all ranks. Half the bytes of `Communicator.all_reduce`.
+    What a rank contributes is rounded, the rounded numbers are joined in float32, and the result is rounded once more:
+    the same bits on all ranks, and half the bytes that the methods of `Communicator` state.
 
     Args:
-        levels: Those for the memory that `buffer` lies in.
-        communicator: The ranks.
-        buffer: [n], reduced in place.
-        reduction: The elementwise operation.
-        all_reduce: What does it; by default, the communicator.
+        inner: Carries the numbers, and counts them. It stays its owner's, who frees it.
+        half: float16 or bfloat16.
+        kernels: Those for device memory; `None` for host memory.
     """
-    all_reduce = communicator.all_reduce if all_reduce is None else all_reduce
-    if reduction.between_nodes is None or communicator.size == 1:
-        all_reduce(buffer, reduction)
-        return
-    half = _narrowed(levels, communicator, buffer, reduction)
-    all_reduce(half, replace(reduction, between_nodes=None, counts_overflow=True))
-    widen(levels, half, buffer)
+
+    def __init__(self, inner: Communicator, half: np.dtype[np.generic], kernels: DeviceKernels | None = None) -> None:
+        super().__init__(inner.name, inner.rank, inner.size)
+        self.traffic = inner.traffic
+        self._inner, self._half, self._kernels = inner, half, kernels
+
+    def pack_buffer(self, count: int, dtype: np.dtype[np.generic]) -> Array:
+        return self._inner.pack_buffer(count, dtype)
+
+    def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        if buffer.dtype != _FLOAT32:
+            self._inner.all_reduce(buffer, reduction)
+            return
+        half = self._narrowed(buffer)
+        self._inner.all_reduce(half, _counting(reduction))
+        widen(half, buffer, self._kernels)
+
+    def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        if buffer.dtype != _FLOAT32:
+            self._inner.reduce(buffer, reduction, root)
+            return
+        half = self._narrowed(buffer)
+        self._inner.reduce(half, _counting(reduction), root)
+        if self.rank == root:
+            widen(half, buffer, self._kernels)
+
+    def reduce_scatter(
+        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
+    ) -> Array:
+        if buffer.dtype != _FLOAT32:
+            return self._inner.reduce_scatter(buffer, reduction, bounds, into)
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
+        half = self._inner.reduce_scatter(self._narrowed(buffer), _counting(reduction), bounds)
+        widen(half, shard, self._kernels)
+        return shard
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
+        if buffer.dtype != _FLOAT32:
+            self._inner.all_gather(buffer, bounds)
+            return
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        own = slice(bounds[self.rank], bounds[self.rank + 1])
+        half = self._half_of(buffer)
+        self._narrow(buffer[own], half[own])
+        self._inner.all_gather(half, bounds)
+        widen(half, buffer, self._kernels)
+
+    def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
+        if buffer.dtype != _FLOAT32:
+            self._inner.broadcast(buffer, root, into)
+            return
+        half = self._narrowed(buffer) if self.rank == root else self._half_of(buffer)
+        self._inner.broadcast(half, root)
+        widen(half, buffer if into is None else into, self._kernels)
+
+    def gather(self, buffer: Array, root: int) -> Array | None:
+        if buffer.dtype != _FLOAT32:
+            return self._inner.gather(buffer, root)
+        halves = self._inner.gather(self._narrowed(buffer), root)
+        if halves is None:
+            return None
+        rows = arrays.empty(halves.shape, _FLOAT32, arrays.is_device(halves))
+        widen(halves.reshape(-1), rows.reshape(-1), self._kernels)
+        return rows
+
+    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        if outgoing.dtype != _FLOAT32:
+            self._inner.exchange(outgoing, to, incoming, source)
+            return
+        half = arrays.empty(incoming.shape, self._half, arrays.is_device(incoming))
+        self._inner.exchange(self._narrowed(outgoing), to, half, source)
+        widen(half, incoming, self._kernels)
+
+    def free(self) -> None:
+        """Nothing: what it stands on is its owner's."""
+
+    def _half_of(self, buffer: Array) -> Array:
+        if arrays.is_device(buffer):  # of CuPy's pool, where it lies the next time: a communicator may share its packs
+            return arrays.empty(buffer.shape, self._half, device=True)
+        return self._inner.pack_buffer(buffer.size, self._half)
+
+    def _narrowed(self, buffer: Array) -> Array:
+        half = self._half_of(buffer)
+        self._narrow(buffer, half)
+        return half
+
+    def _narrow(self, numbers: Array, out: Array) -> None:
+        self.traffic.overflowed += narrow(numbers, out, self._kernels)
 
 
-def reduce_scatter_between_nodes(
-    levels: Levels,
-    communicator: Communicator,
-    buffer: Array,
-    reduction: Reduction,
-    bounds: Sequence[int],
-    into: Array,
-) -> None:
-    """Reduce-scatter over ranks of several nodes, in the precision that `reduction.between_nodes` names. Collective.
+def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> int:
+    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: those for device memory.
 
-    As `all_reduce_between_nodes`. Half the bytes of `Communicator.reduce_scatter`.
-
-    Args:
-        levels: Those for the memory that `buffer` lies in.
-        communicator: The ranks.
-        buffer: [n], this rank's contribution; only read if it is compressed.
-        reduction: The elementwise operation.
-        bounds: As `shard_bounds` makes them.
-        into: [s], where this rank's shard goes.
+    Returns:
+        How many finite numbers became infinite float16; 0 for device memory, whose kernels count by themselves.
     """
-    if reduction.between_nodes is None or communicator.size == 1:
-        communicator.reduce_scatter(buffer, reduction, bounds, into)
-        return
-    half = _narrowed(levels, communicator, buffer, reduction)
-    widen(
-        levels,
-        communicator.reduce_scatter(half, replace(reduction, between_nodes=None, counts_overflow=True), bounds),
-        into,
-    )
-
-
-def narrow(levels: Levels, numbers: Array, out: Array) -> None:
-    """Round float32 numbers [m] to half precision, into `out` [m], and count those that overflow."""
-    if arrays.is_device(out):
-        kernels = levels.kernels
+    if kernels is not None:
         kernels.pack([numbers], out, kernels.overflow_of(out.dtype))
-    else:
-        native = numbers if numbers.dtype.isnative else numbers.astype(numbers.dtype.newbyteorder("="))
-        levels.world.traffic.overflowed += host.narrow(native, out)
+        return 0
+    native = numbers if numbers.dtype.isnative else numbers.astype(numbers.dtype.newbyteorder("="))
+    return host.narrow(native, out)
 
 
-def widen(levels: Levels, numbers: Array, out: Array) -> None:
-    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact."""
-    if arrays.is_device(out):
-        levels.kernels.unpack(numbers, [out])
+def widen(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> None:
+    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: those for device memory."""
+    if kernels is not None:
+        kernels.unpack(numbers, [out])
     else:
         host.widen(numbers, out)
 
 
-def _narrowed(levels: Levels, communicator: Communicator, buffer: Array, reduction: Reduction) -> Array:
-    wire = reduction.between_nodes
-    assert wire is not None
-    if arrays.is_device(buffer):  # of CuPy's pool, where it lies the next time: a communicator may share its packs
-        half = arrays.empty(buffer.shape, wire, device=True)
-    else:
-        half = communicator.pack_buffer(buffer.size, wire)
-    narrow(levels, buffer, half)
-    return half
+def _counting(reduction: Reduction) -> Reduction:
+    return replace(reduction, counts_overflow=True)

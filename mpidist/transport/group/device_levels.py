@@ -76,7 +76,8 @@ class DeviceLevels:
         spans_nodes = topology.num_nodes > 1
         speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
-        self._staging = Staging(cuda, StagingSizes(settings.staging_bytes, speed), self._kernels)
+        sizes = StagingSizes(settings.staging_bytes, speed)
+        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_launches)
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device: int | None = None
@@ -141,13 +142,8 @@ class DeviceLevels:
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()
-        self._staging.wait(event, what, self._agreement.require_peers)
+        self._staging.wait(event, what, self._agreement.check_peers)
         self.events.give_back(event)
-
-    @property
-    def uses_nccl(self) -> bool:
-        """Whether NCCL communicators were made."""
-        return bool(self._own)
 
     def free(self) -> None:
         """Destroy NCCL's communicators, last made first. Collective."""
@@ -168,6 +164,10 @@ class DeviceLevels:
         self._queue = None
         self._own.clear()
         self._levels.clear()
+
+    def _wait_for_launches(self, what: str) -> None:
+        if self._queue is not None:
+            self._queue.wait_for_lane(what)
 
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
@@ -217,14 +217,14 @@ class DeviceLevels:
         if not isinstance(host, MpiCommunicator):
             return SoloCommunicator(host.name, device=True)
         direct = DeviceMpiCommunicator(host, self._staging)
-        direct.watch(self._agreement.require_peers)
+        direct.set_wait_hook(self._agreement.check_peers)
         return direct
 
     def _staged(self, host: Communicator) -> Communicator:
         if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
             return SoloCommunicator(host.name, device=True)
         staged = HostStagedCommunicator(host, self._staging)
-        staged.watch(self._agreement.require_peers)
+        staged.set_wait_hook(self._agreement.check_peers)
         return staged
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
@@ -233,13 +233,13 @@ class DeviceLevels:
         if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
         facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
-        return reason_against_nccl(self._agreement.exchange(facts), groups, self._topology.hostnames)
+        return reason_against_nccl(self._agreement.all_gather_object(facts), groups, self._topology.hostnames)
 
     def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
         """Make the NCCL communicator of this rank's group, all groups at a time. Collective over all ranks."""
         ranks = next(list(ranks) for ranks in groups if self._topology.rank in ranks)
         place = ranks.index(self._topology.rank)
-        offers = self._agreement.exchange(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
+        offers = self._agreement.all_gather_object(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
         _raise_first(_NCCL.format(name), [error for error, _ in offers])
         if len(ranks) == 1:
             self._wait_for_all(_NCCL.format(name), None)
@@ -252,7 +252,7 @@ class DeviceLevels:
             making.give_up()
             raise
         communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
-        communicator.watch(self._agreement.require_peers)
+        communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
             logger.info("NCCL %s: %s on GPUs", name, name_ranks(ranks))
@@ -285,7 +285,7 @@ class DeviceLevels:
             is_over, error = (True, "") if making is None else making.outcome()
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
-            seen = self._agreement.exchange((is_over, error))
+            seen = self._agreement.all_gather_object((is_over, error))
             _raise_first(failure, [its for _, its in seen])
             if all(done for done, _ in seen):
                 return

@@ -67,7 +67,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
     start = time.monotonic()
     warn_at = start + stall if stall else math.inf
 
-    def look() -> bool:
+    def check_peers() -> None:
         nonlocal warn_at
         now = time.monotonic()
         text = f"building a strategy on rank {comm.rank} has waited {now - start:.0f} s, and not all {comm.size} ranks"
@@ -81,11 +81,10 @@ def meet(comm: Intracomm, settings: Settings) -> None:
             warn_at = math.inf
             if comm.rank == 0:
                 logger.warning("mpidist: %s have come to build it", text)
-        return False
 
     for _ in range(2):  # one that comes after others gave up completes the first, not the second
         request = comm.Ibarrier()
-        poll_or_keep(request.Test, look, (request,))
+        poll_or_keep(request.Test, check_peers, (request,))
 
 
 def own_settings() -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, cast, final
 
@@ -15,9 +15,10 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue
-from mpidist.transport.shared_memory import Across, LaneExchange, SharedMemoryCommunicator, Slots, StreamReducer
+from mpidist.transport.shared_memory import Across, FusedReducer, ShardExchange, SharedMemoryCommunicator, Slots
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
@@ -56,7 +57,7 @@ class Levels:
         within_node: The ranks of this rank's node, in rank order.
         across_nodes: The ranks with this rank's place on their nodes, in order of nodes.
         is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
-        streams: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
+        fused: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
         nccl: Which of them are NCCL's.
         queue: Where the work of NCCL's goes; `None` if there are none.
         own_kernels: Those of the levels for device memory; `None` of others.
@@ -66,10 +67,11 @@ class Levels:
     within_node: Communicator
     across_nodes: Communicator
     is_even: bool
-    streams: StreamReducer | None = None
+    fused: FusedReducer | None = None
     nccl: NcclReach = NcclReach.NOWHERE
     queue: DeviceQueue | None = None
     own_kernels: DeviceKernels | None = None
+    _compressed: dict[np.dtype[Any], Levels] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kernels(self) -> DeviceKernels:
@@ -120,15 +122,32 @@ class Levels:
             if reason is not None:
                 levels._do_without(reason, transport)
             return levels
-        on_node = StreamReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
+        on_node = FusedReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
-            streams = _streams_across(slots, across, topology, model, within.traffic)
+            fused = _fused_across(slots, across, topology, model, within.traffic)
         else:
-            streams = StreamReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
-            world = SharedMemoryCommunicator(world, streams) if isinstance(world, MpiCommunicator) else world
-        return cls(world, within, across, topology.is_even, streams)
+            fused = FusedReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
+            world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
+        return cls(world, within, across, topology.is_even, fused)
+
+    def compressed(self, half: np.dtype[Any] | None) -> Levels:
+        """Return the same levels, but for `world` and `across_nodes`, which round to half precision. Local.
+
+        Args:
+            half: float16 or bfloat16; `None` for these levels themselves.
+        """
+        if half is None:
+            return self
+        if half not in self._compressed:
+            world, across = self.world, self.across_nodes
+            if world.size > 1:
+                world = CompressingCommunicator(world, half, self.own_kernels)
+            if across.size > 1:
+                across = CompressingCommunicator(across, half, self.own_kernels)
+            self._compressed[half] = replace(self, world=world, across_nodes=across, _compressed={})
+        return self._compressed[half]
 
     @property
     def direct_bytes(self) -> int:
@@ -159,29 +178,24 @@ class Levels:
         """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
         return _NO_LANE if self.queue is None else self.queue.lane()
 
-    def settle(self) -> None:
-        """Wait for what this rank has launched in the call under way, before the host goes on with it. Local."""
-        if self.queue is not None:
-            self.queue.settle(self.within_node.name)
-
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """Ask `is_over` while a rank waits for others; it may raise."""
+    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
+        """Call `check_peers` while a rank waits for others; it may raise."""
         for level in (self.world, self.within_node, self.across_nodes):
-            level.watch(is_over)
-        if self.streams is not None:
-            self.streams.is_over = is_over
+            level.set_wait_hook(check_peers)
+        if self.fused is not None:
+            self.fused.check_peers = check_peers
 
     def abandon(self) -> None:
         """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
-        if self.streams is not None:
-            self.streams.abandon()
+        if self.fused is not None:
+            self.fused.abandon()
 
     def free(self) -> None:
         """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""
         for level in (self.across_nodes, self.within_node, self.world):
             level.free()
-        if self.streams is not None:
-            self.streams.slots.free()
+        if self.fused is not None:
+            self.fused.slots.free()
 
     def _do_without(self, reason: str, transport: str) -> None:
         """Say that there is no shared memory; refuse to go on where it is insisted on."""
@@ -194,16 +208,16 @@ class Levels:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
 
-def _streams_across(
+def _fused_across(
     slots: Slots, across: Communicator, topology: Topology, model: CostModel, traffic: Traffic
-) -> StreamReducer:
+) -> FusedReducer:
     lanes = min(topology.node_sizes)
     exchange = None
     if topology.local_rank < lanes:
-        exchange = LaneExchange(cast("MpiCommunicator", across))
+        exchange = ShardExchange(cast("MpiCommunicator", across))
     is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
     least = model.least_bytes(topology.node_sizes)
-    return StreamReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
+    return FusedReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
 
 
 def _slots(

@@ -9,6 +9,7 @@ from typing import Final, cast, final
 
 import numpy as np
 
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.failures import (
     PROBES,
     RESET,
@@ -22,7 +23,7 @@ from mpidist.transport.failures import (
 from mpidist.transport.failures import job_abort as on_error
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import never_free, poll, poll_or_keep
+from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
 
@@ -78,7 +79,7 @@ class Membership:
         mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
             request = self.comm.Iallgather(mine, all_of_them)
-            poll_or_keep(request.Test, watch.look, (request, mine, all_of_them))
+            poll_or_keep(request.Test, watch.check_peers, (request, mine, all_of_them))
         self._board.recorder.end()
         return [(first, second) for first, second in all_of_them.tolist()]
 
@@ -86,24 +87,26 @@ class Membership:
         """See `OpenGroup.part`."""
         request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
 
-        def is_over() -> bool:
+        def check_peers() -> None:
             nonlocal has_told
             waited = time.monotonic() - start
             if waited < _LOST_SECONDS:
-                return False
-            is_lost = bool(self._lost().known)
-            if not is_lost and not has_told:
+                return
+            lost = self._lost()
+            if lost.known:
+                raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
+            if waited > _PART_SECONDS:
+                what = "other ranks did not come to their end"
+                raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
+            if not has_told:
                 has_told = True
                 on_error.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
-            return is_lost or waited > _PART_SECONDS
 
-        if poll(request.Test, is_over):
-            return None
-        never_free((request,))
-        lost = self._lost()
-        if lost.known:
-            return f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}"
-        return f"a call failed before, and other ranks did not come to their end within {_PART_SECONDS:g} s"
+        try:
+            poll_or_keep(request.Test, check_peers, (request,))
+        except (PeerFailedError, DeadlineExceededError) as error:
+            return str(error)
+        return None
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""

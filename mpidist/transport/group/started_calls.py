@@ -76,12 +76,12 @@ class Pending:
                 self._end(None, error)
             raise
 
-    def finish(self, is_over: Callable[[], bool], to_launch: bool = False) -> None:
+    def finish(self, check_peers: Callable[[], None], to_launch: bool = False) -> None:
         """Do all of it, or what comes before its launch on a GPU. Waits for the other ranks."""
         self.is_waited_for = self.may_wait = True
         try:
             with np.errstate(all="ignore"):
-                complete(self._until_launched() if to_launch else self._until_done(), is_over)
+                complete(self._until_launched() if to_launch else self._until_done(), check_peers)
         except BaseException as error:
             with suppress(BaseException):
                 self._steps.throw(error)  # if this rank was interrupted, the call tells the others
@@ -191,7 +191,7 @@ class PendingCalls:
         call = self._calls.popleft()
         self._agreement.restart_clock()
         try:
-            call.finish(self._agreement.require_peers, to_launch=True)
+            call.finish(self._agreement.check_peers, to_launch=True)
         finally:
             if not call.is_done:
                 self._launched.append(call)
@@ -199,7 +199,7 @@ class PendingCalls:
     def _finish_first(self, calls: deque[Pending]) -> None:
         call = calls.popleft()
         self._agreement.restart_clock()
-        call.finish(self._agreement.require_peers)
+        call.finish(self._agreement.check_peers)
 
     def _advance(self, may_wait: bool, is_caller: bool) -> None:
         while is_caller and self._launched:

@@ -14,11 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda
-from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, MpiAgreement, NodeRounds, SoloAgreement
+from mpidist.transport.agreement import (
+    CLOSE,
+    END,
+    Agreement,
+    Call,
+    CallRecord,
+    MpiAgreement,
+    NodeRounds,
+    SoloAgreement,
+)
 from mpidist.transport.costs import CostModel
 from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_normally, open_groups
 from mpidist.transport.group.device_levels import DeviceLevels
@@ -191,20 +201,27 @@ class SyncGroup(OpenGroup):
         Raises:
             RuntimeError: If it is one. The others are not told, so it comes before `agree`.
         """
-        self.require_open(call)
-        if self._threads is not None:
+        if self._is_closed or self._is_finalized():
+            self.require_open(call)
+        if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.require_this_thread(call)
 
-    def agree(self, joining: Joining) -> bool:
+    def agree(self, record: CallRecord) -> bool:
         """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
         if self.calls:
             self.calls.finish()
-        return self.agreement.join(joining)
+        return self.agreement.join(record)
 
-    def arrive(self, joining: Joining) -> Arrival:
-        """Join a round of a call that was started, without waiting: `Agreement.arrive`."""
-        self.require_open(joining.call)
-        return self.agreement.arrive(joining)
+    @contextmanager
+    def call(self, record: CallRecord) -> Iterator[bool]:
+        """Make a call with all ranks: the body does this rank's part of the call. Collective.
+
+        Returns:
+            Whether all ranks have the same `placement`.
+        """
+        self.enter(record.name)
+        with self.data_phase():
+            yield self.agree(record)
 
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
@@ -212,7 +229,7 @@ class SyncGroup(OpenGroup):
             self.agreement.break_off(error)
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
+    def data_phase(self) -> Iterator[None]:
         """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over.
 
         Another may have been joined since, where this one's part was left to a GPU.
@@ -286,12 +303,12 @@ class SyncGroup(OpenGroup):
             self._is_closed = True
             open_groups.forget(self, has_failed=False)
             raise
-        self._close(Joining(CLOSE, 0, dict, timeout_seconds, leaves=True))
+        self._close(Call(CLOSE, timeout_seconds=timeout_seconds, leaves=True))
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
         with suppress(DeadlineExceededError):  # other ranks gave up before
-            self._close(Joining(END, 0, dict, 0.0, leaves=True))
+            self._close(Call(END, timeout_seconds=0.0, leaves=True))
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
@@ -307,10 +324,10 @@ class SyncGroup(OpenGroup):
         self._is_closed = True
         self._give_up()
 
-    def _close(self, leaving: Joining) -> None:
+    def _close(self, leaving: CallRecord) -> None:
         if self.calls and self.agreement.broken is None:
             self.calls.finish()
-        self.calls.abandon(leaving.call)
+        self.calls.abandon(leaving.name)
         self._is_closed = True
         try:
             if self.agreement.broken is None:
@@ -378,16 +395,17 @@ class SyncGroup(OpenGroup):
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
-        streams = self.levels.streams
-        rounds = None if streams is None or streams.spans_nodes else NodeRounds(streams.slots.barrier)
+        fused = self.levels.fused
+        is_on_node = fused is not None and not fused.spans_nodes
+        rounds = NodeRounds(fused.slots.barrier) if fused is not None and is_on_node else None
         comm = comm.Dup()
         self._watch = watch = membership.make_watch(comm)
         watch.meanwhile = partial(open_groups.advance_others, self)
         self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
-        self.levels.watch(watch.look)
+        self.levels.set_wait_hook(watch.check_peers)
         self.devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.agreement, allows_threads and (streams is None or streams.spans_nodes))
+        self.calls = PendingCalls(self.agreement, allows_threads and not is_on_node)
         open_groups.add(self)
 
     def _device_levels(self) -> DeviceLevels:

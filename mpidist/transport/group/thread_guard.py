@@ -18,13 +18,16 @@ class ThreadGuard:
 
     The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI
     does not allow calls from several threads at a time, one thread makes the calls of all groups.
+
+    Attributes:
+        ident: The number of the thread that makes the calls.
     """
 
     _of_process: ThreadGuard | None = None
 
     def __init__(self) -> None:
         self._owner = threading.current_thread()
-        self._ident = threading.get_ident()
+        self.ident = threading.get_ident()
         self._may_be_handed_on = True
 
     @classmethod
@@ -47,7 +50,7 @@ class ThreadGuard:
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the calls. Local."""
-        return threading.get_ident() == self._ident
+        return threading.get_ident() == self.ident
 
     def _hand_on(self, call: str) -> None:
         new, level = threading.current_thread(), _level()
@@ -64,7 +67,7 @@ class ThreadGuard:
                 "each thread, in the same order on all ranks"
             )
         self._may_be_handed_on = not self._owner.is_alive()
-        self._owner, self._ident = new, threading.get_ident()
+        self._owner, self.ident = new, threading.get_ident()
 
 
 def _level() -> str:

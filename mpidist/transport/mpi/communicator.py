@@ -198,11 +198,11 @@ class MpiCommunicator(Communicator):
 
     def _wait(self, request: Request, *memory: Any) -> None:
         """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
-        poll_or_keep(request.Test, self._is_over, (request, memory), _busy_seconds(memory))
+        poll_or_keep(request.Test, self._check_peers, (request, memory), _busy_seconds(memory))
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
         test = partial(self._test_all, requests)
-        poll_or_keep(test, self._is_over, (requests, memory), _busy_seconds(memory))
+        poll_or_keep(test, self._check_peers, (requests, memory), _busy_seconds(memory))
 
     def _goes_directly(self, nbytes: int) -> bool:
         """Whether an all-reduce is faster as messages from rank to rank than as MPI's own, when it is polled."""

@@ -72,9 +72,9 @@ class NcclCommunicator(Communicator):
         self._byte = self._codes["u1"]
         self._kernels = DeviceKernels(handle.cuda) if kernels is None else kernels
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        super().watch(is_over)
-        self._queue.watch(is_over)
+    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
+        super().set_wait_hook(check_peers)
+        self._queue.set_wait_hook(check_peers)
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)
@@ -209,7 +209,8 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._kernels.combine(parts, reduction, shard, self._kernels.overflow_of(shard.dtype))
+            overflow = self._kernels.overflow_of(shard.dtype) if reduction.counts_overflow else None
+            self._kernels.combine(parts, reduction, shard, overflow)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize

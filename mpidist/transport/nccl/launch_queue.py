@@ -96,11 +96,11 @@ class DeviceQueue:
         self._turn = 0  # the lane that the next launch begins with
         self._next_check = 0.0
         self._failure: BaseException | None = None
-        self._is_over: Callable[[], bool] = lambda: False
+        self._check_peers: Callable[[], None] = lambda: None
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """Ask `is_over` while the host waits; it raises when there is no sense in waiting further."""
-        self._is_over = is_over
+    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
+        """Call `check_peers` while the host waits: it raises where there is no sense in waiting on."""
+        self._check_peers = check_peers
 
     def add(self, handle: Handle, name: str) -> None:
         """Let a communicator launch here. `name`: which rank of which communicator, for errors."""
@@ -188,7 +188,7 @@ class DeviceQueue:
             self._end.record(self._lanes[1 - its.first].stream)
             self._lanes[its.first].stream.wait_event(self._end)
 
-    def settle(self, what: str) -> None:
+    def wait_for_lane(self, what: str) -> None:
         """Wait on the host until the current lane is done, within `launch`; elsewhere nothing is under way.
 
         For work of the host in the middle of a call, which no stream can be told to wait for.
@@ -324,8 +324,7 @@ class DeviceQueue:
                 continue
             if now >= self._next_check:
                 self._check(what)
-                if self._is_over():
-                    raise PeerFailedError(f"{what} with NCCL was given up: other ranks do not come")
+                self._check_peers()
             meanwhile()
             time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
 

@@ -61,14 +61,19 @@ class NodeBarrier:
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
-    def show(self, first: int, second: int) -> None:
-        """Set two words of 63 bits that go with this rank's next post."""
-        at = 1 + (self.count + 1) % 2 * 4  # two places in turn: slow ranks may still read the one before
-        self._own[at] = first
-        self._own[at + 1] = second
+    def post_words(self, first: int, second: int) -> None:
+        """Say that this rank has arrived, and show two words of 63 bits with it."""
+        count = self.count + 1
+        at = 1 + count % 2 * 4  # two places in turn: slow ranks may still read the one before
+        own = self._own
+        own[at] = first
+        own[at + 1] = second
+        if self._fence is not None:
+            self._fence()
+        self.count = own[0] = count
 
     def shows_the_same(self) -> tuple[bool, bool]:
-        """Whether all ranks showed the same first word, and the same second one, with the barrier passed last."""
+        """Whether all ranks showed the same first word, and the same second one, in the barrier passed last."""
         at = 1 + self.count % 2 * 4
         first, second = self._own[at], self._own[at + 1]
         same_first = same_second = True

@@ -12,9 +12,9 @@ import numpy as np
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi import Intracomm, MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
-from mpidist.transport.shared_memory.schedule import Schedule, scatter_schedule, stream_schedule
-from mpidist.transport.shared_memory.two_shot import Stream, Transfer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule, scatter_schedule
+from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -30,17 +30,17 @@ class SharedMemoryCommunicator(Communicator):
 
     Args:
         mpi: The same ranks over MPI. This object owns it and frees it.
-        streams: How it reduces; it stays its owner's.
+        fused: How this communicator reduces; the reducer stays its owner's.
     """
 
-    def __init__(self, mpi: MpiCommunicator, streams: StreamReducer) -> None:
+    def __init__(self, mpi: MpiCommunicator, fused: FusedReducer) -> None:
         super().__init__(mpi.name, mpi.rank, mpi.size)
         self._mpi = mpi
-        self.streams = streams
+        self.fused = fused
         self.traffic = mpi.traffic
-        self._slots = streams.slots
+        self._slots = fused.slots
         self._scatter = lru_cache(_SCHEDULES)(scatter_schedule)
-        self._whole = lru_cache(_SCHEDULES)(stream_schedule)
+        self._whole = lru_cache(_SCHEDULES)(fused_schedule)
 
     @property
     def comm(self) -> Intracomm:
@@ -52,9 +52,9 @@ class SharedMemoryCommunicator(Communicator):
         """The same ranks over MPI."""
         return self._mpi
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        self._mpi.watch(is_over)
-        self.streams.is_over = is_over
+    def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
+        self._mpi.set_wait_hook(check_peers)
+        self.fused.check_peers = check_peers
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._mpi.pack_buffer(count, dtype)
@@ -62,12 +62,12 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
         if buffer.size:
-            self.streams.all_reduce(buffer, reduction)
+            self.fused.all_reduce(buffer, reduction)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
         schedule = self._whole((buffer.size,), self.size, self._chunk_count(buffer.dtype))
-        self._run(schedule, Stream(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
+        self._run(schedule, FusedArrays(buffer.dtype, [buffer], [buffer] if self.rank == root else []), reduction)
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
@@ -79,27 +79,27 @@ class SharedMemoryCommunicator(Communicator):
         if into is not None:
             targets[self.rank] = into
         self.traffic.add("reduce_scatter", buffer.nbytes - shards[self.rank].nbytes)
-        if self.streams.is_small(buffer.nbytes):
-            parts = self.streams.one_round(buffer.size, buffer.dtype).stage([buffer])
-            self.streams.synchronize()
+        if self.fused.is_small(buffer.nbytes):
+            parts = self.fused.one_shot(buffer.size, buffer.dtype).stage([buffer])
+            self.fused.synchronize()
             start, stop = bounds[self.rank], bounds[self.rank + 1]
             if stop > start:
                 with np.errstate(all="ignore"):
                     reduction.combine([part[start:stop] for part in parts], targets[self.rank])
             return targets[self.rank]
         schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
-        self._run(schedule, Stream(buffer.dtype, shards, shared=[targets]), reduction)
+        self._run(schedule, FusedArrays(buffer.dtype, shards, shared=[targets]), reduction)
         return targets[self.rank]
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = tuple(self._start_all_gather(buffer, bounds))
         schedule = self._scatter(bounds, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.streams.is_over)
+        complete(self._spread(schedule, _shards(buffer, bounds), range(self.size)), self.fused.check_peers)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         self.traffic.add("broadcast", buffer.nbytes)
         schedule = self._whole((buffer.size,), 1, self._chunk_count(buffer.dtype))
-        complete(self._spread(schedule, [buffer], [root], into), self.streams.is_over)
+        complete(self._spread(schedule, [buffer], [root], into), self.fused.check_peers)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         return self._mpi.gather(buffer, root)
@@ -113,9 +113,9 @@ class SharedMemoryCommunicator(Communicator):
     def _chunk_count(self, dtype: np.dtype[Any]) -> int:
         return max(1, self._slots.slot_bytes // dtype.itemsize)
 
-    def _run(self, schedule: Schedule, stream: Stream, reduction: Reduction) -> None:
+    def _run(self, schedule: Schedule, arrays: FusedArrays, reduction: Reduction) -> None:
         if schedule.count:
-            self.streams.run(Transfer(self._slots, None, 0, schedule, stream, reduction))
+            self.fused.run(TwoShot(self._slots, None, 0, schedule, arrays, reduction))
 
     def _spread(
         self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None

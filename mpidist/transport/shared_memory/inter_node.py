@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -16,16 +16,16 @@ from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction, narrow, widen
 from mpidist.transport.waiting import never_free
 
-__all__ = ["Flight", "LaneExchange"]
+__all__ = ["ShardAllReduce", "ShardExchange"]
 
 _TAGS: Final = 16384  # in turn; MPI promises 32,768, and far fewer are under way
 
 
-class Flight(ABC):
+class ShardAllReduce(ABC):
     """One shard under way. It gets on in `progress` alone."""
 
     def __init__(self) -> None:
-        self.has_landed = False
+        self.is_done = False
 
     @abstractmethod
     def progress(self) -> None:
@@ -33,8 +33,8 @@ class Flight(ABC):
 
 
 @final
-class LaneExchange:
-    """All-reduces shards among the ranks of a lane, one on every node, several shards in flight.
+class ShardExchange:
+    """All-reduces shards among the ranks of a lane, one on every node, several shards at a time.
 
     Nothing moves unless `progress` is called.
 
@@ -44,24 +44,27 @@ class LaneExchange:
 
     def __init__(self, across_nodes: MpiCommunicator) -> None:
         self._across = across_nodes
-        self._flights: deque[Flight] = deque()
+        self._under_way: deque[ShardAllReduce] = deque()
         self._started = 0
 
-    def start(self, buffer: Array, reduction: Reduction) -> Flight:
+    def start(self, buffer: Array, reduction: Reduction, half: np.dtype[Any] | None = None) -> ShardAllReduce:
         """Reduce a shard, in the order of nodes.
 
         With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
         sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
-        all-reduce can send. Half as many bytes where `reduction.between_nodes` compresses them.
+        all-reduce can send. Half as many bytes where numbers are rounded to `half`.
 
         Args:
-            buffer: [m], reduced in place. It must not be touched until the flight has landed.
+            buffer: [m], reduced in place. It must not be touched until the shard is done.
             reduction: The elementwise operation.
+            half: Half precision that float32 numbers are rounded to on their way; `None` leaves them as they are.
         """
-        flight = _DirectFlight if reduction.between_nodes is None else _CompressedFlight
-        return self._take_off(flight(self._across, buffer, reduction, self._next_tag()))
+        tag = self._next_tag()
+        if half is None:
+            return self._keep(_DirectAllReduce(self._across, buffer, reduction, tag))
+        return self._keep(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
 
-    def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> Flight:
+    def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
         """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
 
         With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
@@ -71,23 +74,23 @@ class LaneExchange:
             fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
                 the sum in `buffer`.
         """
-        return self._take_off(_ChainFlight(self._across, buffer, fold, self._next_tag()))
+        return self._keep(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
         """Let the shards under way get on. Local."""
-        for flight in self._flights:
-            flight.progress()
-        while self._flights and self._flights[0].has_landed:
-            self._flights.popleft()
+        for shard in self._under_way:
+            shard.progress()
+        while self._under_way and self._under_way[0].is_done:
+            self._under_way.popleft()
 
     def abandon(self) -> None:
         """Leave what is under way to MPI, which may still read and write it. Local."""
-        never_free(tuple(self._flights))
-        self._flights.clear()
+        never_free(tuple(self._under_way))
+        self._under_way.clear()
 
-    def _take_off(self, flight: Flight) -> Flight:
-        self._flights.append(flight)
-        return flight
+    def _keep(self, shard: ShardAllReduce) -> ShardAllReduce:
+        self._under_way.append(shard)
+        return shard
 
     def _next_tag(self) -> int:
         self._started = (self._started + 1) % (_TAGS // 2)
@@ -95,7 +98,7 @@ class LaneExchange:
 
 
 @final
-class _DirectFlight(Flight):
+class _DirectAllReduce(ShardAllReduce):
     """Parts to their owners, sums to everybody."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
@@ -114,8 +117,8 @@ class _DirectFlight(Flight):
     def progress(self) -> None:
         if self._is_adding and self._across.test_all(self._requests):
             self._add()
-        if not self._is_adding and not self.has_landed and self._across.test_all(self._requests):
-            self.has_landed = True
+        if not self._is_adding and not self.is_done and self._across.test_all(self._requests):
+            self.is_done = True
 
     def _add(self) -> None:
         own = self._parts[self._across.rank]
@@ -127,25 +130,26 @@ class _DirectFlight(Flight):
 
 
 @final
-class _CompressedFlight(Flight):
+class _CompressedAllReduce(ShardAllReduce):
     """A shard of float32 that travels in half precision, its owner's part, too: all get the same bits."""
 
-    def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
+    def __init__(
+        self, across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int
+    ) -> None:
         super().__init__()
-        self._buffer, self._half = buffer, np.empty(buffer.size, reduction.between_nodes)
+        self._buffer, self._half = buffer, np.empty(buffer.size, half)
         across.traffic.overflowed += narrow(buffer, self._half)
-        rounded = replace(reduction, between_nodes=None, counts_overflow=True)
-        self._flight = _DirectFlight(across, self._half, rounded, tag)
+        self._rounded = _DirectAllReduce(across, self._half, replace(reduction, counts_overflow=True), tag)
 
     def progress(self) -> None:
-        self._flight.progress()
-        if self._flight.has_landed and not self.has_landed:
+        self._rounded.progress()
+        if self._rounded.is_done and not self.is_done:
             widen(self._half, self._buffer)
-            self.has_landed = True
+            self.is_done = True
 
 
 @final
-class _ChainFlight(Flight):
+class _ChainAllReduce(ShardAllReduce):
     """Partial sums up the nodes, the result back down."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
@@ -164,14 +168,14 @@ class _ChainFlight(Flight):
         across.traffic.add("exchange", hops * buffer.nbytes)
 
     def progress(self) -> None:
-        if self.has_landed or not self._across.test_all(self._requests):
+        if self.is_done or not self._across.test_all(self._requests):
             return
         if not self._is_up:
             self._up()
         elif self._below is not None and not self._is_sent_down:
             self._down()
         else:
-            self.has_landed = True
+            self.is_done = True
 
     def _up(self) -> None:
         self._fold(self._incoming)

@@ -1,4 +1,4 @@
-"""Streams so small that every rank adds everything itself, after one barrier."""
+"""One-shot all-reduce through shared memory: every rank adds everything itself, after one barrier."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.staging_slots import Slots
 
-__all__ = ["OneRound"]
+__all__ = ["OneShot"]
 
 
 @final
-class OneRound:
+class OneShot:
     """All-reduces of one length and dtype within a node, in one barrier. S bytes in, P S bytes read, per rank.
 
     `stage`, then a barrier of the slots, then `add`.
@@ -36,8 +36,9 @@ class OneRound:
         Returns:
             What `add` needs: every rank's part of the slot.
         """
-        parts = self._parts[self._slots.next_number]
-        own = parts[self._slots.rank]
+        slots = self._slots
+        parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]
+        own = parts[slots.rank]
         if len(sources) == 1:
             source = sources[0]
             own[...] = source if source.ndim == 1 else source.reshape(-1)

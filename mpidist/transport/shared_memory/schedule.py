@@ -1,6 +1,6 @@
 """Which elements of which arrays each chunk carries: made once for a list of lengths, and used for every call.
 
-A stream is a list of flat pieces, thought of as one after the other. It is cut into chunks that stay in the cache,
+A list of flat pieces is thought of as one piece after the other. The list is cut into chunks that stay in the cache,
 wherever pieces end, and each chunk into one shard per lane. A lane is a rank that adds.
 """
 
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, final
 
 from mpidist.transport.communicator import shard_bounds
 
-__all__ = ["Chunk", "Move", "Schedule", "chunk_bounds", "scatter_schedule", "stream_schedule"]
+__all__ = ["Chunk", "Move", "Schedule", "chunk_bounds", "scatter_schedule", "fused_schedule"]
 
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
 
@@ -58,7 +58,7 @@ class Chunk:
 @final
 @dataclass(frozen=True)
 class Schedule:
-    """The chunks of a stream.
+    """The chunks of a list of pieces.
 
     Attributes:
         count: Number of elements.
@@ -83,8 +83,8 @@ def chunk_bounds(count: int, lanes: int) -> tuple[int, ...]:
     return tuple(min(count, bound * _ROUND) for bound in shard_bounds(-(-count // _ROUND), lanes))
 
 
-def stream_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Schedule:
-    """Cut a stream into chunks.
+def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Schedule:
+    """Cut a list of pieces into chunks.
 
     Args:
         lengths: Number of elements of each piece.
@@ -107,7 +107,7 @@ def stream_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sch
 def _moves(
     lengths: Sequence[int], ends: Sequence[int], piece: int, begin: int, start: int, stop: int
 ) -> tuple[tuple[Move, ...], int]:
-    """List the moves of elements `start` to `stop` of the stream, and say which piece comes next."""
+    """List the moves of elements `start` to `stop` of the whole list, and say which piece comes next."""
     moves: list[Move] = []
     at = start
     while at < stop:

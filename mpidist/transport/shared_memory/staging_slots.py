@@ -45,14 +45,9 @@ class Slots:
         self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
-    @property
-    def next_number(self) -> int:
-        """The number of the slot of the next barrier."""
-        return (self.barrier.count + 1) % self.num_slots
-
     def next(self, dtype: np.dtype[Any]) -> list[Array]:
         """View the slot of the next barrier: [ranks], each the whole slot of a rank, flat."""
-        return self.all(dtype)[(self.barrier.count + 1) % self.num_slots]
+        return (self._views.get(dtype) or self.all(dtype))[(self.barrier.count + 1) % self.num_slots]
 
     def all(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """View all slots: [slots][ranks]."""

@@ -16,7 +16,7 @@ from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
-__all__ = ["Place", "Run", "SharedArrays", "word_of"]
+__all__ = ["Place", "Run", "SharedArrays", "placement_digest"]
 
 _MASK: Final = (1 << 62) - 1
 
@@ -87,11 +87,14 @@ class SharedArrays:
 
     Args:
         within_node: The ranks of the node.
+
+    Attributes:
+        num_windows: How many windows were made. The same on all ranks, which let go of arrays at other times.
     """
 
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
-        self._num_windows = 0  # that were made; the same on all ranks, which let go of arrays at other times
+        self.num_windows = 0
         self._windows: dict[int, _Window] = {}
         self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
         self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
@@ -130,7 +133,7 @@ class SharedArrays:
         ]
 
     def _know(self, window: SharedWindow, per_node: bool, following: dict[int, int]) -> None:
-        number, key = self._num_windows, id(_root(window.parts[0]))
+        number, key = self.num_windows, id(_root(window.parts[0]))
         windows, bases = self._windows, self._bases
 
         def forget() -> None:
@@ -139,12 +142,7 @@ class SharedArrays:
 
         windows[number] = _Window(window, per_node, following, forget)
         bases[key] = number
-        self._num_windows += 1
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no array was made. The same on all ranks."""
-        return not self._num_windows
+        self.num_windows += 1
 
     def place(self, array: Any) -> Place | None:
         """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
@@ -251,7 +249,7 @@ class SharedArrays:
         return self._windows[place.window].views(place.offset, nbytes, dtype)
 
 
-def word_of(places: Sequence[Place] | None) -> int:
+def placement_digest(places: Sequence[Place] | None) -> int:
     """Return a number that is the same on all ranks if the places are; 0 for none."""
     if places is None:
         return 0

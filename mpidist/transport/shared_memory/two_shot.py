@@ -1,4 +1,4 @@
-"""Streams of arrays through shared memory: copied in, added and copied out chunk by chunk, while they are cached.
+"""Two-shot all-reduce through shared memory: each rank adds a shard, and everybody copies the sums, chunk by chunk.
 
 Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the other lanes' shards of its own arrays
 into its slot, and its own shard never; a barrier; it adds its shard from all ranks' slots, in rank order; on several
@@ -15,24 +15,25 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.inter_node import Flight, LaneExchange
+from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import Chunk, Move, Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
 
-__all__ = ["Stream", "Transfer"]
+__all__ = ["FusedArrays", "TwoShot"]
 
 _BLOCK_BYTES: Final = 128 << 10  # of a shard that is added in place and written to several arrays
 
 
 @final
 @dataclass
-class Stream:
+class FusedArrays:
     """The arrays of one all-reduce. Flat and contiguous, but for the small pieces of a fine schedule.
 
     Attributes:
@@ -40,7 +41,7 @@ class Stream:
         sources: [pieces], what this rank contributes.
         results: [pieces], where the results go: of `result` dtype, also the sources themselves. Empty on a rank
             that wants none.
-        peers: [ranks][pieces], what every rank of the node contributes, if it can be read from here.
+        peers: [ranks][pieces], what every rank of the node contributes, if this rank reaches all of it.
         shared: [places][pieces], where whoever added writes the results, if that is memory that all reach: the
             results of every rank of the node, or the one that the node has.
         result: The dtype of the results, if it is another.
@@ -55,44 +56,46 @@ class Stream:
 
 
 @final
-class Transfer:
-    """One all-reduce of a stream, in steps: `begin`, then all of `steps`.
+class TwoShot:
+    """One all-reduce of arrays, in steps.
 
     Args:
         slots: The node's staging memory.
-        exchange: The lane's way across nodes; `None` on one node.
-        depth: How many shards are under way between nodes at once.
+        exchange: The lane's way across nodes; `None` on one node, and for ranks that do not add.
+        depth: How many shards are under way between nodes at once; 0 on one node.
         schedule: The chunks, with as many shards as there are lanes.
-        stream: The arrays.
+        arrays: The arrays.
         reduction: The elementwise operation.
         divide_by: What the results are divided by.
+        half: Half precision that float32 numbers are rounded to on their way between nodes; `None` for none.
 
     Attributes:
+        arrays: The arrays. Results may be set until `steps` begins.
         overflowed: As `Reduction.combine` counts.
     """
 
     def __init__(
         self,
         slots: Slots,
-        exchange: LaneExchange | None,
+        exchange: ShardExchange | None,
         depth: int,
         schedule: Schedule,
-        stream: Stream,
+        arrays: FusedArrays,
         reduction: Reduction,
         divide_by: int = 1,
+        half: np.dtype[Any] | None = None,
     ) -> None:
         self._slots, self._exchange, self._depth = slots, exchange, depth
         self._chunks = self._results_chunks = schedule.chunks
         self._stages_own = schedule.is_fine
-        self.stream, self._reduction, self._divide_by = stream, reduction, divide_by
+        self.arrays, self._reduction, self._divide_by, self._half = arrays, reduction, divide_by, half
         lanes = len(schedule.chunks[0].shards) if schedule.chunks else 1
-        self._lane = slots.rank if slots.rank < lanes else None
-        self._is_direct = stream.shared is not None and exchange is None
+        self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
         self.overflowed = 0
 
     def begin(self) -> None:
-        """Copy the first chunk in. Local: call it before the barrier that starts the transfer."""
+        """Copy the first chunk in. Local. It can be left at that; else a barrier of the node and `steps` follow."""
         self._stage(self._chunks[0])
 
     def cut_results(self, schedule: Schedule) -> None:
@@ -100,160 +103,135 @@ class Transfer:
         self._results_chunks = schedule.chunks
 
     def steps(self, has_begun: bool) -> Generator[int, None, None]:
-        """Do the work. Yields, while it waits for other ranks, the number of the barrier it waits at.
+        """Do the work. Yields the number of a barrier, while this rank waits for others there.
 
         Args:
-            has_begun: Whether the ranks of the node passed a barrier since `begin`.
+            has_begun: Whether this rank has called `begin`, and the ranks of the node have passed a barrier since.
         """
+        barrier, exchange, chunks = self._slots.barrier, self._exchange, self._chunks
+        on_their_way: list[ShardAllReduce | None] = [None] * len(chunks)
+        has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
         if not has_begun:
-            yield from self._synchronize()
-        chunks = self._chunks
-        num_chunks, depth = len(chunks), self._depth
-        flights: list[Flight | None] = [None] * num_chunks
-        for at in range(num_chunks + depth):
-            if at + 1 < num_chunks:
-                self._stage(chunks[at + 1])
-            if at < num_chunks:
-                flights[at] = self._add(at)
-            done = at - depth
-            if done >= 0:
-                yield from self._land(flights[done])
-                self._settle(done)
-            yield from self._synchronize()
-            if done >= 0:
+            self.begin()
+        for at in range(0 if has_begun else -1, len(chunks) + self._depth):  # at -1 is nothing but a barrier
+            done = at - self._depth
+            if at >= 0:
+                if at + 1 < len(chunks):
+                    self._stage(chunks[at + 1])
+                if at < len(chunks) and self._lane >= 0:
+                    if exchange is not None:
+                        on_their_way[at] = self._start(exchange, chunks[at], self._views[at])
+                    elif self.arrays.shared is None:
+                        self._fold(chunks[at], self._views[at], None)
+                    else:
+                        self._add_in_place(chunks[at], self._views[at])
+                shard = on_their_way[done] if done >= 0 else None
+                while shard is not None and exchange is not None and not shard.is_done:
+                    exchange.progress()
+                    if not shard.is_done:
+                        yield barrier.count
+                if done >= 0 and has_to_finish:
+                    self._finish(done)
+            barrier.post()
+            while not barrier.passed():
+                if exchange is not None:  # another node may wait for what this rank has to send on
+                    exchange.progress()
+                yield barrier.count
+            if done >= 0 and self.arrays.shared is None and self.arrays.results:
                 self._deliver(done)
 
     @property
     def _keeps_dtype(self) -> bool:
-        return self.stream.result is None or self.stream.result == self.stream.dtype
+        return self.arrays.result is None or self.arrays.result == self.arrays.dtype
 
     def _stage(self, chunk: Chunk) -> None:
-        views = self._slots.next(self.stream.dtype)
+        """Copy this rank's part of a chunk into its slot: all shards but its own."""
+        views = self._slots.next(self.arrays.dtype)
         self._views.append(views)
-        if self.stream.peers is not None:
+        if self.arrays.peers is not None:
             return
-        own = views[self._slots.rank]
+        sources, slot = self.arrays.sources, views[self._slots.rank]
         for lane, moves in enumerate(chunk.shards):
-            if lane != self._lane or self._stages_own:
-                self._copy_in(moves, own)
+            if lane == self._lane and not self._stages_own:
+                continue
+            for first, last, start, stop, at, end in moves:
+                if last == first + 1:
+                    slot[at:end] = sources[first].reshape(-1)[start:stop]
+                else:
+                    np.concatenate(sources[first:last], axis=None, out=slot[at:end])
 
-    def _copy_in(self, moves: Sequence[Move], slot: Array) -> None:
-        sources = self.stream.sources
-        for first, last, start, stop, at, end in moves:
-            if last == first + 1:
-                slot[at:end] = sources[first].reshape(-1)[start:stop]
-            else:
-                np.concatenate(sources[first:last], axis=None, out=slot[at:end])
-
-    def _add(self, index: int) -> Flight | None:
-        """Add this rank's shard of a chunk, and send it on its way across nodes."""
-        if self._lane is None:
-            return None
-        chunk, views = self._chunks[index], self._views[index]
-        if self._is_direct:
-            self._add_in_place(chunk, views)
-            return None
-        if self._exchange is None:
-            self._fold(chunk, views, None)
-            return None
+    def _start(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
+        """Add this rank's shard of a chunk, and send the shard on its way between nodes."""
         shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
         if self._reduction.in_rank_order:
-            return self._exchange.start_chain(shard, partial(self._fold, chunk, views))
+            return exchange.start_chain(shard, partial(self._fold, chunk, views))
         self._fold(chunk, views, None)
-        return self._exchange.start(shard, self._reduction.rest)
+        return exchange.start(shard, self._reduction.rest, self._half)
 
     def _fold(self, chunk: Chunk, views: Sequence[Array], before: Array | None) -> None:
         """Add all parts of this rank's shard to what comes before them, into this rank's slot."""
-        assert self._lane is not None
         own = views[self._slots.rank]
         start, stop = chunk.bounds[self._lane], chunk.bounds[self._lane + 1]
-        if self._stages_own and self.stream.peers is None:
+        if self._stages_own and self.arrays.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                self._combine(first + [view[start:stop] for view in views], own[start:stop])
+                parts = first + [view[start:stop] for view in views]
+                self.overflowed += self._reduction.combine(parts, own[start:stop])
             return
         for move in chunk.shards[self._lane]:
-            for piece, first_element, last, at in _pieces(move, self.stream.sources):
+            for piece, first_element, last, at in _pieces(move, self.arrays.sources):
                 end = at + last - first_element
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
                     parts.insert(0, before[at - start : end - start])
-                self._combine(parts, own[at:end])
+                self.overflowed += self._reduction.combine(parts, own[at:end])
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
         """Every rank's elements `first` to `last` of a piece, in rank order."""
-        if self.stream.peers is not None:
-            return [pieces[piece][first:last] for pieces in self.stream.peers]
-        parts = [view[at : at + last - first] for view in views]
-        parts[self._slots.rank] = self.stream.sources[piece].reshape(-1)[first:last]
+        if self.arrays.peers is not None:
+            return [pieces[piece][first:last] for pieces in self.arrays.peers]
+        parts = list(map(itemgetter(slice(at, at + last - first)), views))
+        parts[self._slots.rank] = self.arrays.sources[piece].reshape(-1)[first:last]
         return parts
 
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
-        assert self.stream.shared is not None
-        assert self._lane is not None
-        block = _BLOCK_BYTES // self.stream.dtype.itemsize
-        places = self.stream.shared
+        """Add this rank's shard where all ranks find the results."""
+        places = self.arrays.shared or ()
+        block = _BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
-            for piece, first, last, at in _pieces(move, self.stream.sources):
+            for piece, first, last, at in _pieces(move, self.arrays.sources):
                 for start in range(first, last, block):
                     stop = min(last, start + block)
                     total = places[0][piece][start:stop]
-                    self._combine(self._parts(piece, start, stop, at + start - first, views), total)
+                    parts = self._parts(piece, start, stop, at + start - first, views)
+                    self.overflowed += self._reduction.combine(parts, total)
                     if self._divide_by != 1:
                         total /= self._divide_by
                     for place in places[1:]:
                         place[piece][start:stop] = total
 
-    def _combine(self, parts: Sequence[Array], out: Array) -> None:
-        self.overflowed += self._reduction.combine(parts, out)
-
-    def _land(self, flight: Flight | None) -> Generator[int, None, None]:
-        if flight is None or self._exchange is None:
-            return
-        while not flight.has_landed:
-            self._exchange.progress()
-            if not flight.has_landed:
-                yield self._slots.barrier.count
-
-    def _settle(self, index: int) -> None:
+    def _finish(self, index: int) -> None:
         """Finish this rank's shard, which has been added: divide it, and write it where all can read it."""
-        if self._lane is None or self._is_direct:
+        if self.arrays.shared is not None and self._exchange is None:
             return
         chunk, slot = self._chunks[index], self._views[index][self._slots.rank]
         if self._divide_by != 1 and self._keeps_dtype:
             total = slot[chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
             total /= self._divide_by
-        for place in self.stream.shared or ():
+        for place in self.arrays.shared or ():
             for move in chunk.shards[self._lane]:
                 for piece, first, last, at in _pieces(move, place):
                     place[piece][first:last] = slot[at : at + last - first]
 
     def _deliver(self, index: int) -> None:
         """Copy the sums of a chunk out."""
-        if self.stream.shared is not None or not self.stream.results:
-            return
-        for moves, view in zip(self._results_chunks[index].shards, self._views[index], strict=False):
-            self._copy_out(moves, view)
-
-    def _copy_out(self, moves: Sequence[Move], slot: Array) -> None:
-        results, divide_by = self.stream.results, self._divide_by
+        results, divide_by = self.arrays.results, self._divide_by
         converts = divide_by != 1 and not self._keeps_dtype
-        for move in moves:
-            for piece, first, last, at in _pieces(move, results):
-                part = slot[at : at + last - first]
-                results[piece].reshape(-1)[first:last] = part / divide_by if converts else part
-
-    def _synchronize(self) -> Generator[int, None, None]:
-        if self._exchange is None:
-            return self._slots.synchronize()
-        return self._synchronize_in_flight()
-
-    def _synchronize_in_flight(self) -> Generator[int, None, None]:
-        """Pass a barrier, with shards under way: another node may wait for what this rank has to send on."""
-        assert self._exchange is not None
-        for count in self._slots.synchronize():
-            self._exchange.progress()
-            yield count
+        for moves, slot in zip(self._results_chunks[index].shards, self._views[index], strict=False):
+            for move in moves:
+                for piece, first, last, at in _pieces(move, results):
+                    part = slot[at : at + last - first]
+                    results[piece].reshape(-1)[first:last] = part / divide_by if converts else part
 
 
 def _pieces(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 from mpidist.errors import PeerFailedError
-from mpidist.transport import Joining, SyncGroup, Topology, name_ranks, text_of
+from mpidist.transport.agreement import Call
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.text import name_ranks, text_of
+from mpidist.transport.topology import Topology
 
 __all__ = ["ErrorReport", "raise_reported", "raise_together"]
 
@@ -55,10 +58,9 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
 
     fingerprint = group.agreement.fingerprint("raise_together", what, lambda: {"what": what})
     reports: list[ErrorReport | None] = []
-    with group.moving():
-        group.agree(Joining("raise_together", fingerprint, describe, timeout_seconds, details=what))
-        if group.agreement.any_of(own is not None):
-            reports = group.agreement.exchange(own)
+    with group.call(Call("raise_together", fingerprint, describe, timeout_seconds=timeout_seconds, details=what)):
+        if group.agreement.all_reduce_or(own is not None):
+            reports = group.agreement.all_gather_object(own)
     raise_reported(error, reports, group.topology)
 
 
