@@ -5,7 +5,7 @@ within a node, across nodes, on NumPy or CuPy arrays.
 """
 
 from mpidist import cluster_resolver as cluster_resolver
-from mpidist import contexts as _contexts
+from mpidist import context_stack as _context_stack
 from mpidist import errors as errors
 from mpidist import experimental as experimental
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
@@ -87,5 +87,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_contexts.set_default_factory(_make_default)
+_context_stack.set_default_factory(_make_default)
 _explain_absent_names(__name__)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from mpidist import contexts
+from mpidist import context_stack
 from mpidist.collectives import PendingResult
+from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
 from mpidist.values import open_arguments
-
-if TYPE_CHECKING:
-    from mpidist.strategy import Strategy
 
 __all__ = ["ReplicaContext"]
 
@@ -33,13 +31,15 @@ class ReplicaContext:
         cross_device_ops: The algorithm that combines values, tied to the strategy's ranks.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int, cross_device_ops: CrossDeviceOps) -> None:
+    def __init__(
+        self, strategy: CurrentStrategy, replica_id_in_sync_group: int, cross_device_ops: CrossDeviceOps
+    ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self._cross_device_ops = cross_device_ops
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> CurrentStrategy:
         """The strategy."""
         return self._strategy
 
@@ -56,7 +56,7 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """This replica's device, in a tuple of one: `("/rank:1/cpu:0",)`."""
-        return self._strategy.extended.local_devices
+        return tuple(self._strategy.extended.local_devices)
 
     def all_reduce(
         self,
@@ -194,19 +194,19 @@ class ReplicaContext:
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
-        entry = contexts.Entry(self._strategy, merging=True)
-        return open_arguments(contexts.called(entry, merge_fn, self._strategy, *given, **named))
+        entry = context_stack.Entry(self._strategy, merging=True)
+        return open_arguments(context_stack.called(entry, merge_fn, self._strategy, *given, **named))
 
     def _require_current(self, call: str) -> None:
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is None or entry.replica_context is not self:
             self._require_default(call)
 
     def _require_default(self, call: str) -> None:
         """Refuse a call outside of `run`, but in the default strategy's context, which is current where nothing is."""
-        here = contexts.get_replica_context()
+        here = context_stack.current_replica()
         if here is self:
-            if contexts.current() is None and open_groups.num_open():
+            if context_stack.current() is None and open_groups.num_open():
                 logger.warning(
                     "ReplicaContext.%s was called outside of strategy.run(), where the default strategy, of this "
                     "process alone, is current: nothing was combined with other ranks",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, final
 
-from mpidist import contexts, nest
+from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cross_device_ops import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
@@ -339,15 +339,15 @@ class _Scope(AbstractContextManager[Strategy]):
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entries: list[contexts.Entry] = []
+        self._entries: list[context_stack.Entry] = []
 
     def __enter__(self) -> Strategy:
         self._strategy.extended.require_cross_replica("scope")  # the moment is another than that of `scope()`
-        entry = contexts.Entry(self._strategy)
-        contexts.push(entry)
+        entry = context_stack.Entry(self._strategy)
+        context_stack.push(entry)
         self._entries.append(entry)
         return self._strategy
 
     def __exit__(self, *exc: object) -> None:
-        contexts.pop(self._entries[-1])
+        context_stack.pop(self._entries[-1])
         self._entries.pop()

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
-from mpidist import contexts
+from mpidist import context_stack
 from mpidist.collectives import all_gather, reduce_scatter
+from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext
 from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
 from mpidist.values import local, open_arguments
-
-if TYPE_CHECKING:
-    from mpidist.strategy import Strategy
-    from mpidist.variables import Variable
+from mpidist.variables import Variable
 
 __all__ = ["StrategyExtended"]
 
@@ -55,7 +53,7 @@ class StrategyExtended:
         self._device = device
         self._devices = tuple(devices)
         self._options = options if options is not None else CommunicationOptions()
-        self._strategy: Strategy | None = None
+        self._strategy: CurrentStrategy | None = None
         self._num_variables = 0
         self._num_datasets = 0
 
@@ -105,12 +103,12 @@ class StrategyExtended:
         devices = group.agreement.all_gather_object(f"/rank:{group.topology.rank}{device}")
         return cls(group, bound, device, devices, options, per_node_variables)
 
-    def adopt(self, strategy: Strategy) -> None:
+    def adopt(self, strategy: CurrentStrategy) -> None:
         """Say whose parts these are."""
         self._strategy = strategy
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> CurrentStrategy:
         """The strategy whose parts these are."""
         if self._strategy is None:
             raise RuntimeError("these parts belong to no strategy yet")
@@ -206,8 +204,8 @@ class StrategyExtended:
         """
         self._require_own("update", var)
         self.require_not_mixed("update")
-        entry = contexts.Entry(self.strategy, updating=True)
-        result = contexts.called(entry, fn, var, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+        entry = context_stack.Entry(self.strategy, updating=True)
+        result = context_stack.called(entry, fn, var, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
         return result if group else (result,)
 
     def call_for_each_replica(
@@ -216,8 +214,8 @@ class StrategyExtended:
         """Call a function in replica context: what `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         context = ReplicaContext(self.strategy, self._group.topology.rank, self._cross_device_ops)
-        entry = contexts.Entry(self.strategy, context)
-        return contexts.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+        entry = context_stack.Entry(self.strategy, context)
+        return context_stack.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
@@ -228,7 +226,7 @@ class StrategyExtended:
             RuntimeError: Outside the strategy's scope.
         """
         self._require_own("colocate_vars_with", var)
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
             raise RuntimeError("colocate_vars_with: need to be inside `with strategy.scope():`")
         yield
@@ -355,7 +353,7 @@ class StrategyExtended:
             RuntimeError: If it is one.
         """
         self._group.require_open(call)
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is None:
             return
         self.require_not_mixed(call)
@@ -371,7 +369,7 @@ class StrategyExtended:
         Raises:
             RuntimeError: If it is one.
         """
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is not None and entry.strategy is not self._strategy:
             raise RuntimeError(
                 f"{call}: mixing different strategies; {entry.strategy} is current, and this call is of "

@@ -301,4 +301,4 @@ def test_an_exception_of_a_signal_handler_leaves_nothing_current(strategy: Strat
     for delay in np.random.default_rng(strategy.topology.rank).uniform(2e-5, 2e-4, size=3000).tolist():
         with pytest.raises(RangError):
             forever(delay)
-        assert contexts.innermost() is None
+        assert context_stack.innermost() is None

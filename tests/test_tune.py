@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from mpi_session import clean_environment
 
+from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.transport.costs.cost_file import (
     TuningKey,
     load_cost_model,
     load_tuned,
-    measure_cost_model,
     save_cost_model,
     tuning_path,
 )

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
+from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.transport import (
     CostModel,
     Placement,
@@ -23,7 +24,6 @@ from mpidist.transport import (
     TuningKey,
     load_mpi,
     load_tuned,
-    measure_cost_model,
     name_placement,
     save_cost_model,
     tuning_path,

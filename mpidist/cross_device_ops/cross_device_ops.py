@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, ClassVar, Final, final
 
-from mpidist import contexts, nest
+from mpidist import context_stack, nest
 from mpidist.collectives import (
     NOTHING_KEPT,
     Algorithm,
@@ -349,7 +349,7 @@ class CrossDeviceOps(Algorithm):
     def _tied(self) -> Reductions:
         if self._bound is not None:
             return self._bound
-        entry = contexts.current()
+        entry = context_stack.current()
         if entry is None:
             raise RuntimeError(
                 f"{type(self).__name__} is tied to no ranks: call it inside `with strategy.scope():`, or on what its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from mpidist import nest
 from mpidist.datasets.batches import GlobalBatches, OwnBatches, SharedBatches, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.input_options import InputOptions, InputReplicationMode
-
-if TYPE_CHECKING:
-    from mpidist.strategy_extended import StrategyExtended
+from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["ArraySpec", "DistributedDataset"]
 

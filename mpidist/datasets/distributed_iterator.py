@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist import contexts, nest
+from mpidist import context_stack, nest
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
+from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, raise_reported
-
-if TYPE_CHECKING:
-    from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 
@@ -117,7 +115,7 @@ class DistributedIterator(Iterator[Any]):
         self._is_over = False
 
     def __next__(self) -> Any:
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is not None and entry.replica_context is not None:
             raise ValueError("next() of a distributed data set should be called from outside of strategy.run()")
         if self._is_over:

@@ -8,13 +8,13 @@ from mpidist.transport import cuda as cuda
 from mpidist.transport.agreement import Call as Call
 from mpidist.transport.agreement import CallRecord as CallRecord
 from mpidist.transport.agreement import differing as differing
+from mpidist.transport.communicator import Array as Array
 from mpidist.transport.communicator import Communicator as Communicator
 from mpidist.transport.communicator import shard_bounds as shard_bounds
 from mpidist.transport.costs import CostModel as CostModel
 from mpidist.transport.costs import Placement as Placement
 from mpidist.transport.costs import TuningKey as TuningKey
 from mpidist.transport.costs import load_tuned as load_tuned
-from mpidist.transport.costs import measure_cost_model as measure_cost_model
 from mpidist.transport.costs import name_placement as name_placement
 from mpidist.transport.costs import save_cost_model as save_cost_model
 from mpidist.transport.costs import tuning_path as tuning_path
@@ -55,6 +55,7 @@ from mpidist.transport.shared_memory import InPlace as InPlace
 from mpidist.transport.shared_memory import Place as Place
 from mpidist.transport.shared_memory import Schedule as Schedule
 from mpidist.transport.shared_memory import SharedArrays as SharedArrays
+from mpidist.transport.shared_memory import SharedMemoryCommunicator as SharedMemoryCommunicator
 from mpidist.transport.shared_memory import TwoShot as TwoShot
 from mpidist.transport.shared_memory import placement_digest as placement_digest
 from mpidist.transport.text import count_text as count_text
@@ -69,6 +70,7 @@ from mpidist.transport.waiting import complete as complete
 __all__ = [
     "Call",
     "CallRecord",
+    "Array",
     "Communicator",
     "CostModel",
     "Device",
@@ -89,6 +91,7 @@ __all__ = [
     "Reduction",
     "Schedule",
     "SharedArrays",
+    "SharedMemoryCommunicator",
     "Steps",
     "FusedArrays",
     "FusedReducer",
@@ -112,7 +115,6 @@ __all__ = [
     "is_half",
     "load_mpi",
     "load_tuned",
-    "measure_cost_model",
     "name_placement",
     "name_ranks",
     "nccl_version_text",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
-from mpidist import contexts
+from mpidist import context_stack
+from mpidist.context_stack import CurrentStrategy
 from mpidist.values import local
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
-
-if TYPE_CHECKING:
-    from mpidist.strategy import Strategy
 
 __all__ = ["Assignable"]
 
@@ -27,7 +25,7 @@ class Assignable(ABC):
         _value: This rank's copy.
     """
 
-    _strategy: Strategy
+    _strategy: CurrentStrategy
     _name: str
     _value: Any
 
@@ -87,9 +85,9 @@ class Assignable(ABC):
         return self if read_value else None
 
     @final
-    def _entered(self, call: str) -> contexts.Entry | None:
+    def _entered(self, call: str) -> context_stack.Entry | None:
         """Return what is current, unless that is another strategy, which must not write this variable."""
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if entry is not None and entry.strategy is not self._strategy:
             if self._is_alone():
                 what = f"variable {self._name!r} was made outside of strategy.scope(); make it inside"
@@ -130,4 +128,4 @@ class Assignable(ABC):
 
     @final
     def _is_alone(self) -> bool:
-        return self._strategy is contexts.default_strategy()
+        return self._strategy is context_stack.default_strategy()

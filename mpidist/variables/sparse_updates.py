@@ -11,7 +11,7 @@ from mpidist.values import IndexedSlices
 from mpidist.variables.casting import cast_for
 
 if TYPE_CHECKING:
-    from mpidist.variables import Variable
+    from typing_extensions import Self
 
 __all__ = ["ADDITIVE", "SparseUpdates", "change_rows", "rows_of"]
 
@@ -31,10 +31,10 @@ class SparseUpdates(ABC):
     """What `Variable` takes `IndexedSlices` for."""
 
     @abstractmethod
-    def _scatter(self, call: str, delta: Any) -> Variable:
+    def _scatter(self, call: str, delta: Any) -> None:
         """Change rows, in the way that the call's name says."""
 
-    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Add to some rows, and return the variable. Rows that come several times are added several times.
 
         In `Strategy.run` what the replicas add is aggregated, as in `assign_add`, and the call is collective, unless
@@ -54,37 +54,42 @@ class SparseUpdates(ABC):
             NotImplementedError: If the variable is read together (`ON_READ`).
             RuntimeError: If another strategy is current.
         """
-        return self._scatter("scatter_add", sparse_delta)
+        self._scatter("scatter_add", sparse_delta)
+        return self
 
-    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Subtract from some rows, and return the variable. As `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
+        self._scatter("scatter_sub", sparse_delta)
+        return self
 
-    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Multiply some rows, and return the variable. As `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
+        self._scatter("scatter_mul", sparse_delta)
+        return self
 
-    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Divide some rows, and return the variable; integers are rounded down. As `scatter_add`."""
-        return self._scatter("scatter_div", sparse_delta)
+        self._scatter("scatter_div", sparse_delta)
+        return self
 
-    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Make some rows the maxima of what they are and what is given, and return the variable. As `scatter_add`.
 
         Raises:
             NotImplementedError: Also in `Strategy.run` with aggregation SUM or MEAN, which maxima do not have.
         """
-        return self._scatter("scatter_max", sparse_delta)
+        self._scatter("scatter_max", sparse_delta)
+        return self
 
-    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Make some rows the minima of what they are and what is given, and return the variable. As `scatter_max`."""
-        return self._scatter("scatter_min", sparse_delta)
+        self._scatter("scatter_min", sparse_delta)
+        return self
 
-    def scatter_update(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Set some rows, and return the variable. Of rows for one place the last one stays. As `scatter_max`."""
-        return self._scatter("scatter_update", sparse_delta)
+        self._scatter("scatter_update", sparse_delta)
+        return self
 
 
 def rows_of(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, Any], Any]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from mpidist import contexts
+from mpidist import context_stack
+from mpidist.context_stack import CurrentStrategy
 from mpidist.options import NamedInAnyCase, ReduceOp
 from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues, require_contributions
@@ -20,7 +21,6 @@ from mpidist.variables.casting import is_python_number
 from mpidist.variables.sparse_updates import ADDITIVE, SparseUpdates, change_rows, rows_of
 
 if TYPE_CHECKING:
-    from mpidist.strategy import Strategy
     from mpidist.transport import SyncGroup
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
@@ -88,7 +88,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> None:
-        strategy = contexts.get_strategy()
+        strategy = context_stack.current_strategy()
         error: Exception | None = None
         array: Any = np.empty(0)
         fields: dict[str, str] = {}
@@ -113,7 +113,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         self._value = self._place(value)
         self._view = self.local_value()  # what is read where no copy is needed
         self._trainable = self._default_trainable() if trainable is None else trainable
-        if contexts.current() is None and open_groups.num_open():
+        if context_stack.current() is None and open_groups.num_open():
             logger.warning(
                 "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
                 "alone, so its value is this rank's own, and nothing keeps it like that of other ranks; make it inside",
@@ -135,7 +135,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         return (self.local_value(),)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> CurrentStrategy:
         """The strategy that was current when the variable was made."""
         return self._strategy
 
@@ -216,7 +216,7 @@ class MirroredVariable(Variable):
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Whether all ranks are taken to hold the same: across replicas, and those of its strategy."""
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
 
     def _seen(self) -> Any:
@@ -277,7 +277,7 @@ class MirroredVariable(Variable):
         array = self._cast(value)
         return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
 
-    def _scatter(self, call: str, delta: Any) -> Variable:
+    def _scatter(self, call: str, delta: Any) -> None:
         entry = self._entered(call)
         aggregates = self._aggregation is not VariableAggregation.NONE
         if entry is None or entry.replica_context is None:
@@ -303,7 +303,6 @@ class MirroredVariable(Variable):
             self._strategy.extended.write_per_node(self._name, change, error)
         else:
             change()
-        return self
 
     def _gathered(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
         """Bring the rows of all replicas together, as the aggregation says."""
@@ -331,7 +330,7 @@ class SyncOnReadVariable(Variable):
 
     def _seen(self) -> Any:
         """Return this rank's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
-        entry = contexts.innermost()
+        entry = context_stack.innermost()
         if (entry is not None and (entry.replica_context is not None or entry.updating)) or self._is_alone():
             return self._view
         ops = self._strategy.extended.cross_device_ops
@@ -369,7 +368,7 @@ class SyncOnReadVariable(Variable):
         share = (wide - rest) // wide.dtype.type(count)
         return share + rest if self._strategy.is_chief else share
 
-    def _scatter(self, call: str, delta: Any) -> Variable:
+    def _scatter(self, call: str, delta: Any) -> None:
         raise NotImplementedError(
             f"{call} of variable {self._name!r}, which is read together (ON_READ), cannot be had: read it, change the "
             "array, and assign that"

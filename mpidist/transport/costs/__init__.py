@@ -3,7 +3,6 @@
 from mpidist.transport.costs.cost_file import TuningKey as TuningKey
 from mpidist.transport.costs.cost_file import load_cost_model as load_cost_model
 from mpidist.transport.costs.cost_file import load_tuned as load_tuned
-from mpidist.transport.costs.cost_file import measure_cost_model as measure_cost_model
 from mpidist.transport.costs.cost_file import save_cost_model as save_cost_model
 from mpidist.transport.costs.cost_file import tuning_path as tuning_path
 from mpidist.transport.costs.cost_model import CostModel as CostModel
@@ -16,7 +15,6 @@ __all__ = [
     "TuningKey",
     "load_cost_model",
     "load_tuned",
-    "measure_cost_model",
     "name_placement",
     "save_cost_model",
     "tuning_path",

@@ -1,4 +1,4 @@
-"""The cost model of this machine: measured once, kept in a file, found again.
+"""The file that keeps the cost model of this machine.
 
 The file is named after what its numbers hold for: the placement of the ranks, the MPI library and the processor. Who
 has no file gets no model, and never an error.
@@ -9,53 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
-import statistics
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
-import numpy as np
-
-from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.costs.cost_model import CostModel, Placement
 from mpidist.transport.mpi import load_mpi
-from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
-
-if TYPE_CHECKING:
-    from mpidist.transport.group import Levels
 
 __all__ = [
     "Tuned",
     "TuningKey",
     "load_cost_model",
     "load_tuned",
-    "measure_cost_model",
     "save_cost_model",
     "tuning_path",
 ]
 
-Step: TypeAlias = Callable[[], object]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-_ROUNDS: Final = 9  # of each step; their median counts
-_BLOCK: Final = 256 << 10  # bytes that a rank copies or adds at once; a slot has more
-_SWEEP: Final = tuple(1 << power for power in range(18, 26))  # 256 KiB to 32 MiB
-_MESSAGE: Final = 1 << 20
-_MOST_REPEATS: Final = 100_000
-_SLOWEST: Final = Reduction("max")
 
 
 @final
@@ -162,159 +140,6 @@ def save_cost_model(
     finally:
         new.unlink(missing_ok=True)
     return path
-
-
-def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, tuple[str, ...]]:
-    """Measure what mpidist's own parts cost here. Collective over all ranks; alike on all of them.
-
-    The ranks work at once, as they do in an all-reduce. A time is the median of some rounds, on the slowest rank.
-
-    Args:
-        levels: Of a group with all the ranks that will be used.
-        seconds: About how long it takes.
-
-    Returns:
-        The model, and the names of the numbers in it that were measured. The others cannot be measured here: those of
-        links on one node, for example.
-    """
-    clock = _Clock(levels.world)
-    ranks = round(clock.slowest(levels.within_node.size))  # of the largest node
-    lanes = -round(clock.slowest(-levels.within_node.size))  # the ranks of the smallest
-    steps = _array_steps(levels.within_node)
-    if ranks > 1:
-        steps |= _node_steps(levels)
-    if levels.within_node.size < levels.world.size:
-        steps |= _link_steps(levels, lanes)
-    found = _costs(clock.measure(steps, seconds), ranks, lanes)
-    return CostModel(**found), tuple(found)
-
-
-@final
-class _Clock:
-    """Times that all ranks read alike: a step takes what it takes the slowest of them."""
-
-    def __init__(self, world: Communicator) -> None:
-        self._world = world
-
-    def slowest(self, value: float) -> float:
-        """Return the largest of all ranks' values. Collective."""
-        everyone = np.array([value])
-        self._world.all_reduce(everyone, _SLOWEST)
-        return float(everyone[0])
-
-    def measure(self, steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
-        """Measure steps, which all ranks do equally often. Collective.
-
-        They take turns, so that a disturbance meets a few rounds of each, and not one step alone.
-        """
-        budget = seconds / len(steps) / _ROUNDS
-        first = {name: self.slowest(min(self._round(step, 1) for _ in range(3))) for name, step in steps.items()}
-        repeats = {name: min(max(1, int(budget / first[name])), _MOST_REPEATS) for name in steps}
-        rounds = [{name: self._round(step, repeats[name]) for name, step in steps.items()} for _ in range(_ROUNDS)]
-        return {name: self.slowest(statistics.median(times[name] for times in rounds)) for name in steps}
-
-    def _round(self, step: Step, repeats: int) -> float:
-        self.slowest(0)  # a barrier
-        start = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        return (time.perf_counter() - start) / repeats
-
-
-def _array_steps(node: Communicator) -> dict[str, Step]:
-    """Calls of NumPy, and barriers, copies and sums as a pipeline makes them.
-
-    Each rank copies a block into its slot, which others have read, and takes one out of the slot that the next rank
-    has just written: what counts is the way from one core to another.
-    """
-    barrier, own, others = _staging(node)
-    tiny, total = np.ones(8, np.float32), np.empty(8, np.float32)
-    block, result = np.ones(_BLOCK, np.uint8), np.empty(_BLOCK // 4, np.float32)
-
-    def copy(blocks: Array) -> None:
-        for block in blocks:
-            own[...] = block
-            barrier()
-            block[...] = others
-            barrier()
-
-    def add() -> None:
-        own[...] = block
-        barrier()
-        np.add(block.view(np.float32), others.view(np.float32), out=result)
-        barrier()
-
-    steps: dict[str, Step] = {"call": lambda: np.add(tiny, tiny, out=total), "sync": barrier, "add": add}
-    return steps | {f"copy {size}": partial(copy, np.ones((size // _BLOCK, _BLOCK), np.uint8)) for size in _SWEEP}
-
-
-def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
-    """Return the node's barrier, this rank's staging memory and the next rank's: its own where none is shared."""
-    if not isinstance(node, SharedMemoryCommunicator):
-        memory = np.zeros(_BLOCK, np.uint8)
-        return _rest, memory, memory
-    views = node.fused.slots.all(np.dtype(np.uint8))[0]
-    return node.fused.synchronize, views[node.rank][:_BLOCK], views[(node.rank + 1) % node.size][:_BLOCK]
-
-
-def _node_steps(levels: Levels) -> dict[str, Step]:
-    """MPI's messages from each rank of a node to the next, and a pipelined call of the node."""
-    node, tiny, total = levels.within_node, np.zeros(8, np.float32), Reduction()
-    steps: dict[str, Step] = {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
-    if levels.fused is not None:
-        steps["pipeline"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
-    return steps
-
-
-def _link_steps(levels: Levels, lanes: int) -> dict[str, Step]:
-    """Messages from each node to the next: one alone, and long ones of all lanes at once."""
-    place = levels.within_node.rank
-    return {
-        "link": _messages(levels.across_nodes, 8) if place == 0 else _rest,
-        "link long": _messages(levels.across_nodes, _MESSAGE) if place < lanes else _rest,
-    }
-
-
-def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, float]:
-    """Turn the times of steps into the numbers of a model."""
-    call, sync = times["call"], times["sync"]
-    rates = {size: _rate(2 * size, times[f"copy {size}"], 2 * size / _BLOCK * sync) for size in _SWEEP}
-    fast, slow = rates[_SWEEP[0]], min(rates.values())
-    cached = takewhile(lambda size: rates[size] >= math.sqrt(fast * slow), _SWEEP)
-    costs = {"call_seconds": call}
-    if ranks == 1 or "pipeline" in times:  # else no rank took anything from another one's memory
-        costs |= {
-            "copy_bytes_per_second": fast,
-            "stream_bytes_per_second": slow,
-            "add_bytes_per_second": _rate(_BLOCK, times["add"], 2 * sync + _BLOCK / fast),
-            "cache_bytes": float(max(cached) * ranks),
-        }
-    if "pipeline" in times:
-        parts = 2 * sync + (3 + 2 * ranks) * call
-        costs |= {"sync_seconds": sync, "pipeline_seconds": max(times["pipeline"] - parts, call)}
-    for name, message in (("mpi", _MESSAGE), ("link", lanes * _MESSAGE)):
-        if name in times:
-            rate = _rate(message, times[f"{name} long"], times[name])
-            costs |= {f"{name}_seconds": times[name], f"{name}_bytes_per_second": rate}
-    return costs
-
-
-def _rate(nbytes: float, seconds: float, besides: float) -> float:
-    """Bytes in a second, when a part of the time went elsewhere; half of the time is theirs at least."""
-    return nbytes / max(seconds - besides, seconds / 2)
-
-
-def _messages(ring: Communicator, nbytes: int) -> Step:
-    """Send bytes to the next rank, and receive as many from the one before, at once."""
-    if ring.size == 1:
-        return _rest
-    outgoing, incoming = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
-    after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-    return lambda: ring.exchange(outgoing, after, incoming, before)
-
-
-def _rest() -> None:
-    """Wait for the ranks that measure."""
 
 
 def _parse(text: str, key: TuningKey) -> Tuned:
