@@ -209,7 +209,8 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            self._kernels.combine(parts, reduction, shard, self._kernels.overflow_of(shard.dtype))
+            overflow = self._kernels.overflow_of(shard.dtype) if reduction.counts_overflow else None
+            self._kernels.combine(parts, reduction, shard, overflow)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
