@@ -6,16 +6,19 @@ in the middle of MPI's start, or disturbs the rank.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
+from mpidist.transport.exit_code import status_of, watch_exits
 
-__all__ = ["mark_rank", "require_no_child"]
+__all__ = ["leave_mpi_to_parent", "mark_rank", "require_no_child"]
 
 # Kept in the environment, which children inherit: the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
@@ -31,6 +34,8 @@ _LAUNCHERS: Final = (
 @final
 class _Process:
     is_forked = False  # from a process that had imported this module
+    is_of_rank = False  # forked from a process that had started MPI
+    status = 0  # with which it ends
 
     @classmethod
     def note_fork(cls) -> None:
@@ -43,6 +48,32 @@ os.register_at_fork(after_in_child=_Process.note_fork)
 def mark_rank(environ: MutableMapping[str, str]) -> None:
     """Leave word for child processes that this process is a rank."""
     environ[_MARK] = str(os.getpid())
+
+
+def leave_mpi_to_parent() -> None:
+    """See that this process leaves MPI alone when it ends, if it has just been forked from a rank."""
+    if os.environ.get(_MARK) == str(os.getppid()):
+        _Process.is_of_rank, _Process.status = True, 0
+        watch_exits(_note_exit)
+        sys.excepthook = _note_failure
+
+
+def _note_exit(error: SystemExit) -> None:
+    _Process.status = status_of(error)
+
+
+def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _Process.status = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    sys.__excepthook__(kind, error, trace)
+
+
+@atexit.register  # as early as this module is imported, so that it comes after those of the program
+def _end_without_mpi() -> None:
+    """End a process that was forked from a rank: mpi4py would end MPI in it, which waits for the rank's launcher."""
+    if _Process.is_of_rank:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Process.status)
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:
