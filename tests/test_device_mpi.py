@@ -179,8 +179,7 @@ def test_where_it_is_proven_mpi_reads_device_memory(
         assert isinstance(group.levels_of(True).world, DeviceMpiCommunicator)
         group.close()
     assert standin.staging.order == [], "no copy between device and host"
-    assert standin.staging.num_pinned == 2, "a counter of overflows for each group"
-    assert set(standin.staging.pinned_bytes) <= {512}, "and no slots"
+    assert standin.staging.num_pinned == 0, "no slots, and no counter: the program's own float16 may overflow"
     assert len(nodes) == (comm.rank in leaders), "found once for each node, and kept"
     assert comm.rank or caplog.text.count("by MPI, from where it is") == 2
 

@@ -377,6 +377,24 @@ def test_child_of_a_rank_is_refused_before_it_starts_mpi(job: Job, how: str) -> 
     assert ended.err.count("Guard the script") < 12
 
 
+def test_forked_child_ends_with_its_own_status_and_without_mpi(job: Job) -> None:
+    program = """
+for end in (lambda: None, lambda: sys.exit(7), lambda: exit("words"), lambda: {}["mine"]):
+    child = os.fork()
+    if child == 0:
+        print("child", end="")
+        end()
+        sys.exit()
+    print(f" ended with {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", flush=True)
+strategy.reduce("sum", 1.0)
+"""
+    ended = job(program, ranks=2)
+    assert ended.status == 0, ended.err
+    counts = [ended.out.count(f"ended with {status}\n") for status in (0, 7, 1)]
+    assert (counts, ended.out.count("child")) == ([2, 2, 4], 8)
+    assert ended.err.count("KeyError: 'mine'") == 2, "as without mpidist"
+
+
 def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job: Job, tmp_path: Path) -> None:
     inner = tmp_path / "inner.py"
     inner.write_text("import mpidist\nprint(f'{mpidist.MultiWorkerMirroredStrategy().reduce(\"sum\", 1.0)}')\n")

@@ -13,6 +13,7 @@ from typing import Final
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort as on_error
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
+from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.text import count_text, last_line, text_of
 
@@ -219,6 +220,7 @@ def _leave_to_parent() -> None:
     _unbuilt.clear()
     while _open:
         _open.pop().disown()
+    leave_mpi_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

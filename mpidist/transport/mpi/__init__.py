@@ -1,5 +1,6 @@
 """Messages between ranks: MPI, found, started and used on host memory."""
 
+from mpidist.transport.mpi.child_process import is_forked_from_rank as is_forked_from_rank
 from mpidist.transport.mpi.child_process import mark_rank as mark_rank
 from mpidist.transport.mpi.child_process import require_no_child as require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
@@ -16,6 +17,7 @@ __all__ = [
     "MpiCommunicator",
     "check_launch",
     "command_line",
+    "is_forked_from_rank",
     "load_mpi",
     "mark_rank",
     "require_no_child",

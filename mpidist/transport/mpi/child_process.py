@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
 
-__all__ = ["mark_rank", "require_no_child"]
+__all__ = ["is_forked_from_rank", "mark_rank", "require_no_child"]
 
 # Kept in the environment, which children inherit: the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
@@ -43,6 +43,11 @@ os.register_at_fork(after_in_child=_Process.note_fork)
 def mark_rank(environ: MutableMapping[str, str]) -> None:
     """Leave word for child processes that this process is a rank."""
     environ[_MARK] = str(os.getpid())
+
+
+def is_forked_from_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process has just been forked from one that had started MPI."""
+    return environ.get(_MARK) == str(os.getppid())
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:
