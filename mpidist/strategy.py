@@ -73,7 +73,7 @@ class Strategy(ABC):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that are combined at each step: the number of ranks."""
-        return self._extended.group.topology.size
+        return self._extended.replicas.total
 
     @property
     def num_overflowed(self) -> int:
@@ -194,8 +194,8 @@ class Strategy(ABC):
             What it returned, every leaf a `PerReplica`.
         """
         self._extended.require_cross_replica("experimental_distribute_values_from_function")
-        topology = self.topology
-        value = value_fn(ValueContext(topology.rank, topology.size))
+        replicas = self._extended.replicas
+        value = value_fn(ValueContext(replicas.ids_here[0], replicas.total))
         return nest.map_structure(lambda leaf: PerReplica((local(leaf),)), value)
 
     def experimental_distribute_dataset(
@@ -241,7 +241,7 @@ class Strategy(ABC):
         """
         self._extended.require_cross_replica("distribute_datasets_from_function")
         topology = self.topology
-        context = InputContext(topology.size, topology.rank, topology.size)
+        context = InputContext(topology.size, topology.rank, self._extended.replicas.total)
         with self.raise_together("distribute_datasets_from_function"):
             dataset = dataset_fn(context)
             require_batches(dataset)

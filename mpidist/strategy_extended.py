@@ -16,9 +16,10 @@ from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext
+from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
 from mpidist.values import local, open_arguments
-from mpidist.variables import Variable
+from mpidist.variables import OnEachRank, Variable, VariablePlacement
 
 __all__ = ["StrategyExtended"]
 
@@ -35,7 +36,12 @@ class StrategyExtended:
         device: This rank's device.
         devices: Every rank's device.
         options: The defaults of all calls.
-        per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
+        replicas: Which replicas this rank carries.
+        variable_placement: Where mirrored variables live.
+
+    Attributes:
+        replicas: As above.
+        variable_placement: As above.
     """
 
     def __init__(
@@ -44,10 +50,13 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps,
         device: Device,
         devices: Sequence[str],
-        options: CommunicationOptions | None = None,
-        per_node_variables: bool = False,
+        options: CommunicationOptions | None,
+        *,
+        replicas: Replicas,
+        variable_placement: VariablePlacement,
     ) -> None:
-        self.per_node_variables = per_node_variables
+        self.replicas = replicas
+        self.variable_placement = variable_placement
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._device = device
@@ -65,7 +74,7 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps,
         device: Device,
         options: CommunicationOptions | None = None,
-        per_node_variables: bool = False,
+        variable_placement: VariablePlacement | None = None,
         error: Exception | None = None,
     ) -> StrategyExtended:
         """Tie the parts of a strategy to its ranks. Collective.
@@ -76,7 +85,7 @@ class StrategyExtended:
             cross_device_ops: The algorithm.
             device: This rank's device, which becomes the current one.
             options: The defaults of all calls.
-            per_node_variables: Whether a mirrored variable has one copy for all ranks of a node.
+            variable_placement: Where mirrored variables live; by default on each rank.
             error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
 
         Raises:
@@ -85,7 +94,8 @@ class StrategyExtended:
             UnavailableError: If `options` cannot be followed on this machine.
         """
         bound = cross_device_ops
-        fields = {"strategy": name, "per_node_variables": str(per_node_variables)}
+        placement = OnEachRank() if variable_placement is None else variable_placement
+        fields = {"strategy": name, "per_node_variables": str(placement.is_shared)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
@@ -101,7 +111,8 @@ class StrategyExtended:
             group.close()
             raise
         devices = group.agreement.all_gather_object(f"/rank:{group.topology.rank}{device}")
-        return cls(group, bound, device, devices, options, per_node_variables)
+        replicas = Replicas.one_per_rank(group.topology)
+        return cls(group, bound, device, devices, options, replicas=replicas, variable_placement=placement)
 
     def adopt(self, strategy: CurrentStrategy) -> None:
         """Say whose parts these are."""
@@ -213,7 +224,7 @@ class StrategyExtended:
     ) -> Any:
         """Call a function in replica context: what `Strategy.run` does. Local."""
         self.require_cross_replica("run")
-        context = ReplicaContext(self.strategy, self._group.topology.rank, self._cross_device_ops)
+        context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
         return context_stack.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
 
@@ -268,26 +279,6 @@ class StrategyExtended:
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
         self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
         return list(self._group.shared.empty(native, per_node))
-
-    def copy_per_node(self, value: Any) -> Any:
-        """Copy an array into memory that all ranks of a node share. Collective."""
-        (place,) = self.symmetric_empty([(value.shape, value.dtype)], per_node=True)
-        self._group.shared.write(place, value)
-        return place
-
-    def write_per_node(self, name: str, write: Callable[[], None], error: Exception | None = None) -> None:
-        """Let the first rank of each node write a variable that its ranks share. Collective.
-
-        Args:
-            name: The variable.
-            write: Writes it, when no rank reads the old value any more.
-            error: What is wrong with this rank's arguments: it is raised on all ranks.
-        """
-        call = f"writing of variable {name!r}"
-        fingerprint = self._group.agreement.fingerprint(call, (), dict)
-        record = Call(call, fingerprint, timeout_seconds=self._options.timeout_seconds, error=error)
-        with self._group.call(record):
-            self._group.shared.change(write)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""

@@ -64,9 +64,8 @@ class DistributedDataset:
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function; a data set of global "
                 "batches is cut for the replicas anyway"
             )
-        group = extended.group
-        rank, size = group.topology.rank, group.topology.size
-        return cls(extended, GlobalBatches(dataset, rank, size, group.settings.check), options)
+        replica, check = extended.replicas.ids_here[0], extended.group.settings.check
+        return cls(extended, GlobalBatches(dataset, replica, extended.replicas.total, check), options)
 
     @classmethod
     def from_own_batches(

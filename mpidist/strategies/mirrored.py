@@ -10,6 +10,7 @@ from mpidist.errors import TopologyError
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, name_ranks
+from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MirroredStrategy"]
 
@@ -51,8 +52,8 @@ class MirroredStrategy(Strategy):
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        name = type(self).__name__
-        super().__init__(StrategyExtended.assemble(name, group, ops, device, None, per_node_variables, error))
+        placement = OncePerNode(group, None) if per_node_variables else OnEachRank()
+        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device, None, placement, error))
 
 
 def _require_one_node(group: SyncGroup) -> None:

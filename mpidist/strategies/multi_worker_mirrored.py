@@ -12,6 +12,7 @@ from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, name_ranks
+from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -57,8 +58,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             error = problem
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
+        timeout_seconds = getattr(communication_options, "timeout_seconds", None)  # options may be of a wrong type
+        placement = OncePerNode(group, timeout_seconds) if per_node_variables else OnEachRank()
         name = type(self).__name__
-        extended = StrategyExtended.assemble(name, group, ops, device, communication_options, per_node_variables, error)
+        extended = StrategyExtended.assemble(name, group, ops, device, communication_options, placement, error)
         super().__init__(extended, _checked_resolver(cluster_resolver, group))
 
 

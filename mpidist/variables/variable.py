@@ -244,12 +244,11 @@ class MirroredVariable(Variable):
         self._write(value, ufunc)
 
     def _place(self, value: Any) -> Any:
-        extended = self._strategy.extended
-        self._is_per_node = extended.per_node_variables and not arrays.is_device(value)
-        return extended.copy_per_node(value) if self._is_per_node else value
+        self._placement = self._strategy.extended.variable_placement.for_value(value)
+        return self._placement.store(value)
 
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
-        if not self._is_per_node:
+        if not self._placement.is_shared:
             self._put(self._cast(value), ufunc)
             return
         array, error = self._value, None
@@ -257,10 +256,10 @@ class MirroredVariable(Variable):
             array = self._cast(value)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = problem
-        self._strategy.extended.write_per_node(self._name, partial(self._put, array, ufunc), error)
+        self._placement.write(self._name, partial(self._put, array, ufunc), error)
 
     def _require_own_copy(self) -> None:
-        if self._is_per_node:
+        if self._placement.is_shared:
             what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
             raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
 
@@ -296,18 +295,12 @@ class MirroredVariable(Variable):
             error = problem
         if aggregates:
             indices, values = self._gathered(call, indices, values, error)
-        elif error is not None and not self._is_per_node:
-            raise error
-        change = partial(change_rows, call, self._value, indices, values)
-        if self._is_per_node:
-            self._strategy.extended.write_per_node(self._name, change, error)
-        else:
-            change()
+        self._placement.write(self._name, partial(change_rows, call, self._value, indices, values), error)
 
     def _gathered(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
         """Bring the rows of all replicas together, as the aggregation says."""
         extended, aggregation = self._strategy.extended, self._aggregation
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not self._strategy.is_chief:
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not extended.replicas.has_first:
             indices, values = indices[:0], values[:0]
         call = f"{call} of variable {self._name!r}"
         indices, values = extended.all_gather(call, (indices, values), 0, None, error)
@@ -359,14 +352,14 @@ class SyncOnReadVariable(Variable):
         self._put(self._share(self._cast(value)), None)
 
     def _share(self, total: Any) -> Any:
-        """Return this rank's part of a sum: equal parts, and what is left over of integers on rank 0."""
+        """Return this rank's part of a sum: equal parts, and what is left over of integers with replica 0."""
         count = self._strategy.num_replicas_in_sync
         if total.dtype.kind not in "biu":
             return total / count
         wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
         rest = np.fmod(wide, wide.dtype.type(count))
         share = (wide - rest) // wide.dtype.type(count)
-        return share + rest if self._strategy.is_chief else share
+        return share + rest if self._strategy.extended.replicas.has_first else share
 
     def _scatter(self, call: str, delta: Any) -> None:
         raise NotImplementedError(
