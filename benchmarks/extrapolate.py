@@ -144,7 +144,7 @@ Way = tuple[str, str, Callable[[Any], Any]]
 
 def _ways(strategy: Any, levels: Levels, model: CostModel, size: int, placement: Placement) -> list[Way]:
     """List what is compared: a name, the algorithm whose formula predicts it, and the call, in place."""
-    node, nodes, streams, total = levels.within_node, levels.across_nodes, levels.streams, Reduction()
+    node, nodes, fused, total = levels.within_node, levels.across_nodes, levels.fused, Reduction()
 
     def whole(array: Any) -> Any:
         def step() -> Any:
@@ -167,8 +167,8 @@ def _ways(strategy: Any, levels: Levels, model: CostModel, size: int, placement:
     ways: list[Way] = [("mpidist", model.choose(size, placement), whole), ("leader", "leader", leader)]
     if levels.is_even:
         ways.append(("hierarchical", "hierarchical", hierarchical))
-    if streams is not None:
-        ways.append(("pipeline", "pipeline", lambda array: streams.all_reduce(array, total)))
+    if fused is not None:
+        ways.append(("pipeline", "pipeline", lambda array: fused.all_reduce(array, total)))
     ways.append(("MPI_Allreduce", "mpi", lambda array: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)))
     return [*ways, ("ring", "ring", lambda array: ring_all_reduce(levels.world, array, total))]
 

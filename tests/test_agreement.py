@@ -16,7 +16,7 @@ import mpidist
 from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
-from mpidist.transport.agreement.agreement import Joining, SoloAgreement
+from mpidist.transport.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.fingerprint import fingerprint_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.core
 
-Call = Callable[[Strategy, Any], Any]
+Caller = Callable[[Strategy, Any], Any]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def lazy(fails: bool) -> Any:
 
 
 # Name -> a call, what the last rank passes and what the others pass; what differs, and how the error shows both.
-DIFFERENCES: dict[str, tuple[Call, Any, Any, str, str, str]] = {
+DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
     "reduction": (lambda s, x: s.reduce(x, 1.0), "SUM", "MEAN", "op", "SUM", "MEAN"),
     "length": (lambda s, x: s.reduce("SUM", np.ones(x)), 2, 3, "array 0", "f64[2]", "f64[3]"),  # X9
     "dimensions": (lambda s, x: s.reduce("SUM", np.ones(x)), (), 2, "array 0", "f64[]", "f64[2]"),  # X9
@@ -205,9 +205,9 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
         f"  op: {others}: SUM; rank 1: MEAN\n"
         f"  axis: {others}: -; rank 1: 1"
     )
-    agreement.join(Joining("reduce", 5, dict))
+    agreement.join(Call("reduce", 5, dict))
     with pytest.raises(InvalidArgumentError) as caught:
-        agreement.join(Joining("reduce", int(odd), lambda: fields))
+        agreement.join(Call("reduce", int(odd), lambda: fields))
     assert str(caught.value) == text
     assert caught.value.raised_on_all_ranks
 
@@ -215,13 +215,13 @@ def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intrac
 @pytest.mark.ranks(min=2)
 def test_a_long_table_is_cut(agreement: MpiAgreement, comm: Intracomm) -> None:
     with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
-        agreement.join(Joining("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
+        agreement.join(Call("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
 
 
 def test_an_error_of_all_ranks_stays_what_it_is(agreement: MpiAgreement) -> None:
     with pytest.raises(KeyError, match="mine"):
-        agreement.join(Joining("reduce", 0, dict, error=KeyError("mine")))
-    agreement.join(Joining("reduce", 0, dict))
+        agreement.join(Call("reduce", 0, dict, error=KeyError("mine")))
+    agreement.join(Call("reduce", 0, dict))
 
 
 def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
@@ -233,19 +233,19 @@ def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
 
 
 def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Intracomm) -> None:
-    agreement.join(Joining("flags", 0, dict))
-    assert agreement.any_of(1 << comm.rank) == 2**comm.size - 1
-    items = agreement.exchange({"rank": comm.rank, "text": "x" * 1000 * comm.rank})
+    agreement.join(Call("flags", 0, dict))
+    assert agreement.all_reduce_or(1 << comm.rank) == 2**comm.size - 1
+    items = agreement.all_gather_object({"rank": comm.rank, "text": "x" * 1000 * comm.rank})
     assert [(item["rank"], len(item["text"])) for item in items] == [(r, 1000 * r) for r in range(comm.size)]
 
 
 @pytest.mark.no_mpi
 def test_one_rank_agrees_with_itself() -> None:
     alone = SoloAgreement()
-    alone.join(Joining("reduce", 0, dict))
+    alone.join(Call("reduce", 0, dict))
     with pytest.raises(KeyError):
-        alone.join(Joining("reduce", 0, dict, error=KeyError()))
-    assert (alone.any_of(5), alone.exchange("item"), alone.broken) == (5, ["item"], None)
+        alone.join(Call("reduce", 0, dict, error=KeyError()))
+    assert (alone.all_reduce_or(5), alone.all_gather_object("item"), alone.broken) == (5, ["item"], None)
 
 
 @pytest.mark.ranks(min=2)

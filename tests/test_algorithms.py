@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.core
 
 LEADER_BYTES = 16 << 10  # up to here a leader speaks for its node
-LEAST_BYTES = 64 << 10  # from here on streams go across nodes, in these tests
+LEAST_BYTES = 64 << 10  # from here on fused arrays go across nodes, in these tests
 CHUNK_BYTES = 48 << 10
 OPS = ["SUM", "MEAN", "MIN", "MAX", "PROD"]
 
@@ -163,7 +163,7 @@ def cost(algorithm: str, node_sizes: Sequence[int], node: int, is_leader: bool, 
     return {"world": world, "within_node": within, "across_nodes": across}
 
 
-def streamed_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int) -> dict[str, Any]:
+def fused_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: int) -> dict[str, Any]:
     """Say the same of float32 numbers that go through shared memory, and in chunks across nodes."""
     num_ranks, num_nodes, on_node = topology.size, topology.num_nodes, topology.local_size
     if num_nodes == 1:
@@ -189,9 +189,9 @@ def streamed_cost(algorithm: str, topology: Topology, total: int, chunk_bytes: i
     }
 
 
-def goes_in_streams(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
-    streams, nodes = strategy.extended.group.levels.streams, strategy.topology.node_of_rank
-    if streams is None or nbytes < LEAST_BYTES * (len(set(nodes)) > 1):
+def is_fused(strategy: Strategy, algorithm: str, nbytes: int) -> bool:
+    fused, nodes = strategy.extended.group.levels.fused, strategy.topology.node_of_rank
+    if fused is None or nbytes < LEAST_BYTES * (len(set(nodes)) > 1):
         return False
     in_blocks = list(nodes) == sorted(nodes)
     return algorithm in ("CollectiveAllReduce", "HierarchicalCopyAllReduce") or (
@@ -220,13 +220,13 @@ def test_bytes_and_calls_are_those_of_the_docstring(strategy: Strategy, algorith
     """
     topology, at_limit = strategy.topology, LEADER_BYTES // 4
     around = [] if at_limit % topology.size else [at_limit, at_limit + topology.size]
-    streams = strategy.extended.group.levels.streams
-    assert (streams is not None) == (transport == "shared_memory" and topology.size > 1)
+    fused = strategy.extended.group.levels.fused
+    assert (fused is not None) == (transport == "shared_memory" and topology.size > 1)
     for count in [topology.size, *around, 5000 * topology.size, 15_000 * topology.size]:
         value = np.ones(count, np.float32)
         stated = cost(algorithm, topology.node_sizes, topology.node, topology.is_leader, value.nbytes)
-        if streams is not None and goes_in_streams(strategy, algorithm, value.nbytes):
-            stated = streamed_cost(algorithm, topology, value.nbytes, streams.slots.slot_bytes)
+        if fused is not None and is_fused(strategy, algorithm, value.nbytes):
+            stated = fused_cost(algorithm, topology, value.nbytes, fused.slots.slot_bytes)
         assert moved(strategy, value) == stated
         pieces = [value[:1], value[1:]]
         assert moved(strategy, pieces, bytes_per_pack=10**9) == stated, "two arrays in one pack cost what one costs"

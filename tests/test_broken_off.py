@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from test_results import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.collectives import fused_execution as streaming
+from mpidist.collectives.fused_execution import FusedExecution
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory.barrier import NodeBarrier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -39,20 +39,20 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")
 
-    monkeypatch.setattr(streaming.StreamCalls, "_results", fail)
+    monkeypatch.setattr(FusedExecution, "_new_results", fail)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Ctrl-C come while the rank is in its third barrier from now."""
-    really, calls = Slots.synchronize, []
+    really, calls = NodeBarrier.post, []
 
-    def synchronize(slots: Slots) -> Iterator[int]:
+    def post(barrier: NodeBarrier) -> None:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        yield from really(slots)
+        really(barrier)
 
-    monkeypatch.setattr(Slots, "synchronize", synchronize)
+    monkeypatch.setattr(NodeBarrier, "post", post)
 
 
 @several

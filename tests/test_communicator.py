@@ -15,7 +15,7 @@ from mpidist.transport.communicator import Communicator, SoloCommunicator, shard
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.window import LINE_BYTES
 
@@ -43,7 +43,7 @@ def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Co
         return
     assert isinstance(host, MpiCommunicator)
     slots = Slots(comm, LINE_BYTES if "chunks" in request.param else 4096)
-    shared = SharedMemoryCommunicator(host, StreamReducer(slots, comm.size, 64, host.traffic))
+    shared = SharedMemoryCommunicator(host, FusedReducer(slots, comm.size, 64, host.traffic))
     yield shared
     shared.free()
 

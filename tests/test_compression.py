@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, Callable[[], CrossDeviceOps]] = {
     "nccl": NcclAllReduce,
     "to one device": ReductionToOneDevice,
 }
-COUNTS = [0, 1, 7, 3000, 40_000]  # to a leader, in packs, in streams
+COUNTS = [0, 1, 7, 3000, 40_000]  # to a leader, in packs, fused
 NUMPY = {"SUM": np.sum, "MEAN": np.mean, "MAX": np.max, "MIN": np.min}
 
 each_half = pytest.mark.parametrize("half", ["bf16", "fp16"])

@@ -19,7 +19,7 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement.agreement import Joining
+from mpidist.transport.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.text import name_ranks
 
@@ -299,7 +299,7 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
     memory = [weakref.ref(value) for value in vars(rounds).values() if isinstance(value, np.ndarray)]
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
-            agreement.join(Joining("reduce", 0, dict))
+            agreement.join(Call("reduce", 0, dict))
     comm.Barrier()
     del agreement, rounds
     gc.collect()

@@ -20,7 +20,7 @@ from contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
 from gpus import down, standin, up
 from nccl_standin import StandIn
 
-from mpidist.collectives.plan import wire_and_result_dtypes
+from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, Move, rows_of

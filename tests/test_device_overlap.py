@@ -18,7 +18,10 @@ from everywhere import raises_everywhere
 from gpus import down, gpus, looked_after, opened, up
 from standin_overlap import LateStandIn
 
-from mpidist.collectives.plan import Spec, make_plan
+from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arithmetic import Arithmetic
+from mpidist.collectives.packed_execution import run_on_device
+from mpidist.collectives.plan import messages_of
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -558,10 +561,14 @@ def own_levels(provider: cuda.Cuda, comm: Intracomm) -> tuple[NcclCommunicator, 
 
 
 def work_of(arrays: list[Any], levels: Levels) -> Callable[[], None]:
-    plan = make_plan(ReduceOp.SUM, [Spec((100,), F4, True) for _ in arrays], PACKS, 1, levels.world.size, levels)
+    arithmetic = Arithmetic.of(ReduceOp.SUM, PACKS, levels, by_node=True)
+    messages, num_packs = messages_of(
+        arithmetic, [Spec((100,), F4, True) for _ in arrays], PACKS.bytes_per_pack, 1, levels
+    )
+    assert len(messages) == num_packs == len(arrays) // ARRAYS_OF_A_PACK
 
     def work() -> None:
-        plan.run(arrays, arrays, lambda device: levels, lambda its, buffer, how: its.world.all_reduce(buffer, how))
+        run_on_device(messages, arrays, arrays, levels, lambda its, buffer, how: its.world.all_reduce(buffer, how))
 
     return work
 

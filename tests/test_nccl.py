@@ -185,12 +185,11 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
     first, second = connect(standin.cuda, comm), connect(standin.cuda, comm, "second")
     start = time.monotonic()
 
-    def is_over() -> bool:
+    def check_peers() -> None:
         if time.monotonic() - start > 0.4:
             raise DeadlineExceededError("rank 1 did not come")
-        return False
 
-    first.watch(is_over)
+    first.set_wait_hook(check_peers)
     if comm.rank != 1:
         with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
             first.all_reduce(up(np.ones(5)), Reduction())
@@ -242,7 +241,7 @@ def test_errors_of_nccl_become_ours(standin: StandIn, comm: Intracomm, status: i
 def test_statuses_that_cupy_has_no_word_for(standin: StandIn, comm: Intracomm) -> None:
     for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
         its = connect(standin.cuda, comm)
-        its.watch(lambda: False)
+        its.set_wait_hook(lambda: None)
         standin.nccl.groupEnd, kept = (
             lambda status=status: (_ for _ in ()).throw(KeyError(status)),
             standin.nccl.groupEnd,
@@ -473,10 +472,10 @@ def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
     """Ctrl-C, while this rank waits for others in NCCL."""
     its = connect(standin.cuda, comm)
 
-    def interrupt() -> bool:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
-    its.watch(interrupt)
+    its.set_wait_hook(interrupt)
     if comm.rank == 0:
         with pytest.raises(KeyboardInterrupt):
             its.all_reduce(up(np.ones(5)), Reduction())

@@ -192,7 +192,7 @@ def test_without_shared_memory_ranks_send_messages(
     """On all nodes alike, with one warning, of rank 0; and the results are right."""
     needs_it = placement.count(placement[problem.rank]) > 1  # ranks alone on a node have memory of their own
     with caplog.at_level(logging.WARNING, "mpidist"), Strategy(comm=comm) as strategy:
-        assert (strategy.extended.group.levels.streams is None) == needs_it
+        assert (strategy.extended.group.levels.fused is None) == needs_it
         for count in (1, 1000, 200_000):
             assert (strategy.reduce("SUM", np.full(count, comm.rank)) == sum(range(comm.size))).all()
         assert strategy.gather(np.ones(2), 0).size == 2 * comm.size
@@ -361,8 +361,7 @@ def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fe
         words = [(shown.choice([0, most]), shown.choice([0, most])) for _ in range(comm.size)]
         if shown.random() < 0.5:
             words = [(words[0][0], second) for _, second in words]
-        barrier.show(*words[comm.rank])
-        barrier.post()
+        barrier.post_words(*words[comm.rank])
         wait(barrier)
         if delay.random() < 0.05:
             time.sleep(0.0005)
@@ -373,18 +372,15 @@ def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fe
 @pytest.mark.ranks(2)
 def test_words_of_a_slow_rank_are_not_overwritten(comm: Intracomm) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank)
-    barrier.show(5, 6)
-    barrier.post()
+    barrier.post_words(5, 6)
     wait(barrier)
     comm.Barrier()
     if comm.rank == 0:  # is one barrier ahead, as far as it can get
-        barrier.show(7, 8)
-        barrier.post()
+        barrier.post_words(7, 8)
     comm.Barrier()
     if comm.rank == 1:
         assert barrier.shows_the_same() == (True, True)
-        barrier.show(7, 9)
-        barrier.post()
+        barrier.post_words(7, 9)
     wait(barrier)
     assert barrier.shows_the_same() == (True, False)
     comm.Barrier()

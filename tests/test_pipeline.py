@@ -1,4 +1,4 @@
-"""Streams of arrays through shared memory and across nodes: any arrays, any dtype, many chunks, at any pace.
+"""Fused arrays through shared memory and across nodes: any arrays, any dtype, many chunks, at any pace.
 
 Chunks have 128 bytes, so that a few hundred numbers take all slots in turn, several times.
 """
@@ -19,9 +19,10 @@ from transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.symmetric import SharedArrays
-from mpidist.transport.shared_memory.two_shot import Stream
+from mpidist.transport.shared_memory.two_shot import FusedArrays
+from mpidist.transport.waiting import complete
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -43,8 +44,8 @@ def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def streams(strategy: Strategy) -> StreamReducer:
-    made = strategy.extended.group.levels.streams
+def reducer(strategy: Strategy) -> FusedReducer:
+    made = strategy.extended.group.levels.fused
     assert made is not None
     assert made.slots.slot_bytes == CHUNK_BYTES
     return made
@@ -56,9 +57,9 @@ def shared(strategy: Strategy) -> SharedArrays:
 
 
 def pieces(op: str, rank: int, lengths: Sequence[int], dtype: Any) -> list[Any]:
-    """What a rank contributes: one stream, cut into pieces, each an array of its own."""
-    stream = contribution(op, rank, sum(lengths), dtype)
-    return [part.copy() for part in np.split(stream, np.cumsum(lengths)[:-1])]
+    """What a rank contributes: one list of numbers, cut into pieces, each an array of its own."""
+    numbers = contribution(op, rank, sum(lengths), dtype)
+    return [part.copy() for part in np.split(numbers, np.cumsum(lengths)[:-1])]
 
 
 def expected(op: str, size: int, lengths: Sequence[int], dtype: Any) -> list[Any]:
@@ -82,13 +83,13 @@ def everyones(shared: SharedArrays, arrays: Sequence[Any]) -> list[list[Any]]:
 
 
 class Kind:
-    """Where a stream's arrays lie."""
+    """Where fused arrays lie."""
 
     def __init__(self, sources: str, results: str) -> None:
         self.sources, self.results = sources, results
 
-    def stream(self, shared: SharedArrays, values: list[Any], dtype: Any) -> tuple[Stream, list[Any]]:
-        """Make a stream of values; return also where its results will be. Collective."""
+    def fuse(self, shared: SharedArrays, values: list[Any], dtype: Any) -> tuple[FusedArrays, list[Any]]:
+        """Fuse values; return also where the results will be. Collective."""
         lengths = [value.size for value in values]
         peers = None
         if self.sources == "symmetric":
@@ -96,19 +97,19 @@ class Kind:
             for array, value in zip(mine, values, strict=True):
                 array[...] = value
             values, peers = mine, everyones(shared, mine)
-        stream = Stream(dtype, values, peers=peers)
+        arrays = FusedArrays(dtype, values, peers=peers)
         if self.results == "in place":
             results = values
             if peers is None:
-                stream.results = values
+                arrays.results = values
             else:
-                stream.shared = peers
+                arrays.shared = peers
         elif self.results == "new":
-            stream.results = results = [np.full(length, 99, dtype) for length in lengths]
+            arrays.results = results = [np.full(length, 99, dtype) for length in lengths]
         else:
             results = zeros(shared, lengths, dtype, per_node=self.results == "per node")
-            stream.shared = everyones(shared, results)
-        return stream, results
+            arrays.shared = everyones(shared, results)
+        return arrays, results
 
 
 KINDS = {
@@ -119,7 +120,7 @@ KINDS = {
 
 
 def check(
-    streams: StreamReducer,
+    reducer: FusedReducer,
     shared: SharedArrays,
     comm: Intracomm,
     name: str,
@@ -127,88 +128,88 @@ def check(
     lengths: Sequence[int],
     dtype: Any,
 ) -> None:
-    """Reduce a stream, and see that the results are right and the sources as they were. Collective."""
+    """Reduce fused arrays, and see that the results are right and the sources as they were. Collective."""
     values = pieces(op, comm.rank, lengths, dtype)
-    stream, results = KINDS[name].stream(shared, [value.copy() for value in values], dtype)
+    arrays, results = KINDS[name].fuse(shared, [value.copy() for value in values], dtype)
     comm.Barrier()
-    streams.run(streams.transfer(stream, Reduction(op)))
+    reducer.run(reducer.two_shot(arrays, Reduction(op)))
     assert are_equal(results, expected(op, comm.size, lengths, dtype)), (name, op, lengths, dtype)
     if "in place" not in name:
-        assert are_equal(stream.sources, values), (name, op, lengths, dtype)
+        assert are_equal(arrays.sources, values), (name, op, lengths, dtype)
     comm.Barrier()  # before an array goes that other ranks compare
 
 
 def reduced_in_every_kind(
-    streams: StreamReducer, shared: SharedArrays, comm: Intracomm, value: Any, reduction: Reduction, divide_by: int = 1
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, value: Any, reduction: Reduction, divide_by: int = 1
 ) -> Iterator[tuple[str, Any]]:
     """Reduce one array, for every kind of arrays. Collective."""
     for name, kind in KINDS.items():
-        stream, results = kind.stream(shared, [value.copy()], value.dtype)
+        arrays, results = kind.fuse(shared, [value.copy()], value.dtype)
         comm.Barrier()
-        streams.run(streams.transfer(stream, reduction, divide_by))
+        reducer.run(reducer.two_shot(arrays, reduction, divide_by))
         yield name, results[0]
         comm.Barrier()
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_arrays_is_reduced(
-    streams: StreamReducer, shared: SharedArrays, comm: Intracomm, name: str
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, name: str
 ) -> None:
     for lengths in LENGTHS:
         for op in ("sum", "max"):
-            check(streams, shared, comm, name, op, lengths, np.dtype(np.float32))
+            check(reducer, shared, comm, name, op, lengths, np.dtype(np.float32))
 
 
-def test_every_dtype_and_operation_is_exact(streams: StreamReducer, shared: SharedArrays, comm: Intracomm) -> None:
+def test_every_dtype_and_operation_is_exact(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
     for dtype in DTYPES:
         for op in OPS:
             if dtype.kind != "c" or op in ("sum", "prod"):
-                check(streams, shared, comm, "private to new", op, [70, 3, 0, 9], dtype)
+                check(reducer, shared, comm, "private to new", op, [70, 3, 0, 9], dtype)
         for name in ("private to in place", "symmetric to symmetric"):
-            check(streams, shared, comm, name, "sum", [70, 3, 0, 9], dtype)
+            check(reducer, shared, comm, name, "sum", [70, 3, 0, 9], dtype)
 
 
-def test_nan_is_the_least_and_the_most(streams: StreamReducer, shared: SharedArrays, comm: Intracomm) -> None:
+def test_nan_is_the_least_and_the_most(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
     """On all ranks, wherever it is, and in halves as well."""
     where = np.arange(100)
     for dtype in (*REALS, *HALVES):
         value = np.where(where % (comm.size + 1) == comm.rank, np.nan, where).astype(dtype)
         right = np.where(where % (comm.size + 1) < comm.size, np.nan, where)
         for op in ("min", "max"):
-            for name, result in reduced_in_every_kind(streams, shared, comm, value, Reduction(op)):
+            for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(op)):
                 assert np.array_equal(result.astype(float), right, equal_nan=True), (name, op, dtype)
 
 
-def test_means_are_divided_once(streams: StreamReducer, shared: SharedArrays, comm: Intracomm) -> None:
+def test_means_are_divided_once(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
     """Whoever writes them; in chunks of which other ranks add most."""
     for dtype in (*REALS, *COMPLEX):
         value = contribution("sum", comm.rank, 95, dtype)
         right = reduction_of("sum", comm.size, 95, dtype) / comm.size
-        for name, result in reduced_in_every_kind(streams, shared, comm, value, Reduction(), comm.size):
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(), comm.size):
             assert (result == right).all(), (name, dtype)
 
 
 def test_means_of_halves_are_divided_before_they_are_rounded(
-    streams: StreamReducer, shared: SharedArrays, comm: Intracomm
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm
 ) -> None:
     """65504 is the largest number of float16."""
     for dtype in HALVES:
         value = np.full(90, 60000, dtype)
-        for name, result in reduced_in_every_kind(streams, shared, comm, value, Reduction("sum", comm.size)):
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction("sum", comm.size)):
             assert (result == value).all(), (name, dtype)
 
 
 @pytest.mark.parametrize("lengths", [[90, 5], [2] * 70])
 def test_results_of_another_dtype_are_divided_as_they_are_copied(
-    streams: StreamReducer, comm: Intracomm, lengths: list[int]
+    reducer: FusedReducer, comm: Intracomm, lengths: list[int]
 ) -> None:
     """The mean of integers."""
     for wire in (np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)):
         values = pieces("sum", comm.rank, lengths, wire)
         results = [np.full(length, 99.5) for length in lengths]
-        streams.run(
-            streams.transfer(
-                Stream(wire, values, results, result=results[0].dtype), Reduction("sum"), divide_by=comm.size
+        reducer.run(
+            reducer.two_shot(
+                FusedArrays(wire, values, results, result=results[0].dtype), Reduction("sum"), divide_by=comm.size
             )
         )
         right = [part / comm.size for part in expected("sum", comm.size, lengths, wire)]
@@ -217,37 +218,37 @@ def test_results_of_another_dtype_are_divided_as_they_are_copied(
 
 @pytest.mark.parametrize("sources", ["private", "symmetric"])
 def test_results_may_be_cut_otherwise(
-    streams: StreamReducer, shared: SharedArrays, comm: Intracomm, sources: str
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, sources: str
 ) -> None:
     """Many small arrays in, one array out."""
     dtype, lengths = np.dtype(np.int64), [3, 0, 9, 1] * 15
-    stream, _ = Kind(sources, "new").stream(shared, pieces("sum", comm.rank, lengths, dtype), dtype)
+    arrays, _ = Kind(sources, "new").fuse(shared, pieces("sum", comm.rank, lengths, dtype), dtype)
     comm.Barrier()
-    stream.results = [np.zeros(sum(lengths), dtype)]
-    transfer = streams.transfer(stream, Reduction("sum"))
-    transfer.cut_results(streams.schedule((sum(lengths),), dtype.itemsize))
-    streams.run(transfer)
-    assert are_equal(stream.results, expected("sum", comm.size, [sum(lengths)], dtype))
+    arrays.results = [np.zeros(sum(lengths), dtype)]
+    transfer = reducer.two_shot(arrays, Reduction("sum"))
+    transfer.cut_results(reducer.schedule((sum(lengths),), dtype.itemsize))
+    reducer.run(transfer)
+    assert are_equal(arrays.results, expected("sum", comm.size, [sum(lengths)], dtype))
     comm.Barrier()
 
 
-def test_rank_order_is_kept_to_the_bit(streams: StreamReducer, shared: SharedArrays, comm: Intracomm) -> None:
+def test_rank_order_is_kept_to_the_bit(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
     """Across nodes too, where ranks are placed one node after the other."""
-    if not streams.keeps_rank_order:
+    if not reducer.keeps_rank_order:
         return
     for dtype in (*REALS, COMPLEX[0]):
         rows = np.random.default_rng(3).standard_normal((comm.size, 200)).astype(dtype)
         right = bits(in_rank_order(np.add, rows, dtype, comm.size))
         reduction = Reduction("sum", in_rank_order=True)
-        for name, result in reduced_in_every_kind(streams, shared, comm, rows[comm.rank], reduction, comm.size):
+        for name, result in reduced_in_every_kind(reducer, shared, comm, rows[comm.rank], reduction, comm.size):
             assert bits(result) == right, (name, dtype)
 
 
-def test_all_ranks_hold_the_same_bits(streams: StreamReducer, shared: SharedArrays, comm: Intracomm) -> None:
+def test_all_ranks_hold_the_same_bits(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
     """Of random numbers, which every order of adding rounds otherwise."""
     for dtype in (REALS[0], HALVES[1]):
         value = np.random.default_rng(comm.rank).standard_normal(200).astype(dtype)
-        for name, result in reduced_in_every_kind(streams, shared, comm, value, Reduction()):
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction()):
             assert same_everywhere(comm, result), (name, dtype)
 
 
@@ -281,7 +282,7 @@ def nap(random_: random.Random, often: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_transfers_do_not_overtake_each_other(
-    streams: StreamReducer, shared: SharedArrays, comm: Intracomm, seed: int
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, seed: int
 ) -> None:
     """One after the other with nothing in between, of all kinds and sizes, some ranks slow at any place."""
     same = random.Random(seed)  # on all ranks
@@ -294,15 +295,19 @@ def test_transfers_do_not_overtake_each_other(
         lengths = same.choice([[1], [3, 4], [200], [5] * 40, [64, 0, 64], [33, 1, 1, 1, 90]])
         values = [value + dtype.type(number % 3) for value in pieces("sum", comm.rank, lengths, dtype)]
         right = [value + dtype.type(comm.size * (number % 3)) for value in expected("sum", comm.size, lengths, dtype)]
-        work.append((*kind.stream(shared, values, dtype), right))
+        work.append((*kind.fuse(shared, values, dtype), right))
     comm.Barrier()
-    for stream, _, _ in work:
+    for arrays, _, _ in work:
         doze()
-        transfer = streams.transfer(stream, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
-        transfer.begin()
-        doze()
+        transfer = reducer.two_shot(arrays, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
+        has_begun = mine.random() < 0.5  # before it comes to the first barrier, or as it does
+        if has_begun:
+            transfer.begin()
+            doze()
+            reducer.synchronize()
+            doze()
         with np.errstate(all="ignore"):
-            for _ in transfer.steps(has_begun=False):
+            for _ in transfer.steps(has_begun):
                 doze()
                 time.sleep(0)
     for number, (_, results, right) in enumerate(work):
@@ -310,43 +315,43 @@ def test_transfers_do_not_overtake_each_other(
     comm.Barrier()
 
 
-def test_a_transfer_may_have_begun_before_the_ranks_met(streams: StreamReducer, comm: Intracomm) -> None:
+def test_a_transfer_may_have_begun_before_the_ranks_met(reducer: FusedReducer, comm: Intracomm) -> None:
     """The first chunk is staged; the barrier is somebody else's, as that of the agreement."""
     dtype = np.dtype(np.float64)
     for lengths in LENGTHS:
         for _ in range(3):
             values = pieces("sum", comm.rank, lengths, dtype)
-            transfer = streams.transfer(Stream(dtype, values), Reduction("sum"))
+            transfer = reducer.two_shot(FusedArrays(dtype, values), Reduction("sum"))
             transfer.begin()
-            streams.synchronize()
-            transfer.stream.results = [np.zeros(length) for length in lengths]
-            streams.run(transfer, has_begun=True)
-            assert are_equal(transfer.stream.results, expected("sum", comm.size, lengths, dtype)), lengths
+            reducer.synchronize()
+            transfer.arrays.results = [np.zeros(length) for length in lengths]
+            complete(transfer.steps(has_begun=True), reducer.check_peers)
+            assert are_equal(transfer.arrays.results, expected("sum", comm.size, lengths, dtype)), lengths
 
 
-def test_a_transfer_may_be_left_after_its_beginning(streams: StreamReducer, comm: Intracomm) -> None:
+def test_a_transfer_may_be_left_after_its_beginning(reducer: FusedReducer, comm: Intracomm) -> None:
     """Ranks that learn that they differ begin again; one of them had not begun."""
     dtype = np.dtype(np.float64)
     for odd in range(comm.size):
         values = pieces("sum", comm.rank, [100], dtype)
         if comm.rank != odd:
-            streams.transfer(Stream(dtype, [np.full(100, -1.0)]), Reduction("sum")).begin()
-        streams.synchronize()
+            reducer.two_shot(FusedArrays(dtype, [np.full(100, -1.0)]), Reduction("sum")).begin()
+        reducer.synchronize()
         results = [np.zeros(100)]
-        streams.run(streams.transfer(Stream(dtype, values, results), Reduction("sum")))
+        reducer.run(reducer.two_shot(FusedArrays(dtype, values, results), Reduction("sum")))
         assert are_equal(results, expected("sum", comm.size, [100], dtype))
 
 
-def test_small_and_large_streams_take_turns(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one round share the slots with the others."""
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_round_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
     mine = random.Random(comm.rank)
     with Strategy(comm=comm) as strategy:
-        streams = strategy.extended.group.levels.streams
-        assert streams is not None
+        reducer = strategy.extended.group.levels.fused
+        assert reducer is not None
         for count in [1, 16, 17, 100, 3, 3, 3, 200, 16, 5] * 5:
             nap(mine, 0.1)
             buffer = contribution("sum", comm.rank, count, REALS[1])
-            assert streams.is_small(buffer.nbytes) == (count <= 16)
-            streams.all_reduce(buffer, Reduction("sum"))
+            assert reducer.is_small(buffer.nbytes) == (count <= 16)
+            reducer.all_reduce(buffer, Reduction("sum"))
             assert (buffer == reduction_of("sum", comm.size, count, REALS[1])).all()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist import CommunicationOptions, ReduceOp
-from mpidist.collectives.packs import group_by_size
-from mpidist.collectives.plan import Plan, Spec, StreamPlan, make_plan, wire_and_result_dtypes
+from mpidist import ReduceOp
+from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
+from mpidist.collectives.plan import FusedList, Message, fused_lists, group_by_size, messages_of
+from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.levels import Levels
-from mpidist.transport.shared_memory.fused_reducer import StreamReducer
+from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
 from mpidist.transport.shared_memory.staging_slots import Slots
 
 pytestmark = pytest.mark.no_mpi
@@ -33,7 +36,6 @@ class Sizes:
 
     direct_bytes: int = 1 << 20
     pack_bytes: int = 4 << 20
-    streams: StreamReducer | None = None
 
     def message_bytes(self, device: bool) -> tuple[int, int]:
         return self.direct_bytes, self.pack_bytes
@@ -49,18 +51,27 @@ def plan_of(
     num_packs: int = 1,
     num_ranks: int = 4,
     sizes: Any = None,
-    **options: Any,
-) -> Plan:
-    return make_plan(op, arrays, CommunicationOptions(**options), num_packs, num_ranks, sizes or Sizes())
+    bytes_per_pack: int = 0,
+    reproducible: bool = False,
+    half: np.dtype[Any] | None = None,
+    rounds_everywhere: bool = True,
+) -> tuple[tuple[Message, ...], int]:
+    """The messages of a call, and the number of packs."""
+    arithmetic = Arithmetic(op, num_ranks, reproducible, half, half is not None and rounds_everywhere)
+    return messages_of(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
 
 
-def elements(plan: Plan) -> list[list[tuple[int, int, int]]]:
+def sent(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> tuple[Message, ...]:
+    return plan_of(arrays, op, **how)[0]
+
+
+def elements(messages: Sequence[Message]) -> list[list[tuple[int, int, int]]]:
     """The messages, each as (array, start, stop)."""
-    return [[(piece.index, piece.start, piece.stop) for piece in chunk.pieces] for chunk in plan.chunks]
+    return [[(piece.index, piece.start, piece.stop) for piece in message.pieces] for message in messages]
 
 
-def counts(plan: Plan) -> list[int]:
-    return [chunk.count for chunk in plan.chunks]
+def counts(messages: Sequence[Message]) -> list[int]:
+    return [message.count for message in messages]
 
 
 # Sizes in bytes, limit, packs in bytes.
@@ -98,53 +109,47 @@ def test_negative_limits_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [Sizes(1, 8), Sizes(16, 16), Sizes(40, 24), Sizes()])
 def test_every_element_travels_once(bytes_per_pack: int, num_packs: int, sizes: Sizes) -> None:
     values = specs(3, 0, (2, 5), (), 17, (0, 4), 1) + specs(9, (), 6, dtype=I64) + specs(5, dtype=BF16)
-    plan = plan_of(values, num_packs=num_packs, sizes=sizes, bytes_per_pack=bytes_per_pack)
     seen = [np.zeros(spec.num_elements, int) for spec in values]
-    for chunk in plan.chunks:
-        assert chunk.count > 0
-        assert chunk.nbytes == chunk.count * chunk.wire.itemsize
-        for piece in chunk.pieces:
-            assert values[piece.index].dtype == chunk.wire
+    for message in sent(values, num_packs=num_packs, sizes=sizes, bytes_per_pack=bytes_per_pack):
+        assert message.count > 0
+        assert message.nbytes == message.count * message.wire.itemsize
+        for piece in message.pieces:
+            assert values[piece.index].dtype == message.wire
             seen[piece.index][piece.start : piece.stop] += 1
     assert all((times == 1).all() for times in seen)
-    assert plan.specs == tuple(values)
 
 
 def test_last_arrays_go_first() -> None:
     """Reference 1.3.2: the last layers' gradients are ready first."""
-    plan = plan_of(specs(1, 2, 3), num_packs=0)
-    assert elements(plan) == [[(2, 0, 3)], [(1, 0, 2)], [(0, 0, 1)]]
+    assert elements(sent(specs(1, 2, 3), num_packs=0)) == [[(2, 0, 3)], [(1, 0, 2)], [(0, 0, 1)]]
 
 
 def test_reversal_comes_before_packing() -> None:
     """Reference 1.3.2: the first pack must not be the small one that is left over."""
-    plan = plan_of(specs(1, 1, 1), bytes_per_pack=4)
-    assert elements(plan) == [[(2, 0, 1), (1, 0, 1)], [(0, 0, 1)]]
+    assert elements(sent(specs(1, 1, 1), bytes_per_pack=4)) == [[(2, 0, 1), (1, 0, 1)], [(0, 0, 1)]]
 
 
 def test_arrays_of_one_dtype_travel_together() -> None:
     """X15: whatever the limit; TF concatenates unlike dtypes and fails."""
     values = specs(1) + specs(1, dtype=I64) + specs(1) + specs(1, dtype=I64)
-    for bytes_per_pack, messages in ((0, 2), (1, 4), (10**9, 2)):
-        plan = plan_of(values, bytes_per_pack=bytes_per_pack)
-        assert len(plan.chunks) == plan.num_packs == messages
-        assert {chunk.wire for chunk in plan.chunks} == {F32, I64}
+    for bytes_per_pack, expected in ((0, 2), (1, 4), (10**9, 2)):
+        messages, num_packs = plan_of(values, bytes_per_pack=bytes_per_pack)
+        assert len(messages) == num_packs == expected
+        assert {message.wire for message in messages} == {F32, I64}
 
 
 def test_small_device_arrays_share_a_buffer_across_large_ones() -> None:
     """On the host they go in the order that they are in."""
     values, sizes = specs(3, 500, 4, 600, 5), Sizes(direct_bytes=400, pack_bytes=1 << 20)
-    on_host = plan_of(values, sizes=sizes)
-    on_device = plan_of([spec._replace(device=True) for spec in values], sizes=sizes)
+    on_host = sent(values, sizes=sizes)
+    on_device = sent([spec._replace(device=True) for spec in values], sizes=sizes)
     assert elements(on_host) == [[(4, 0, 5)], [(3, 0, 600)], [(2, 0, 4)], [(1, 0, 500)], [(0, 0, 3)]]
     assert elements(on_device) == [[(3, 0, 600)], [(1, 0, 500)], [(4, 0, 5), (2, 0, 4), (0, 0, 3)]]
 
 
 def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
-    plan = plan_of(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
-    assert counts(plan) == [5]
-    assert plan.chunks[0].wire == np.int32
-    assert plan.results == (np.dtype(np.float32), np.dtype(np.float32))
+    (message,) = sent(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
+    assert (message.count, message.wire, message.direct) == (5, np.int32, False)
 
 
 @pytest.mark.parametrize(
@@ -164,40 +169,44 @@ def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
 )
 def test_num_packs_cuts_the_concatenation(shapes: list[int], num_packs: int, expected: list[int]) -> None:
     """X22, X23: pieces of total // num_packs, the last with the remainder; 0 does not pack."""
-    assert counts(plan_of(specs(*shapes), num_packs=num_packs)) == expected
+    assert counts(sent(specs(*shapes), num_packs=num_packs)) == expected
 
 
 def test_packs_cut_arrays_in_order() -> None:
     """X23."""
-    plan = plan_of(specs(4, 5), num_packs=2)
-    assert elements(plan) == [[(1, 0, 4)], [(1, 4, 5), (0, 0, 4)]]
+    assert elements(sent(specs(4, 5), num_packs=2)) == [[(1, 0, 4)], [(1, 4, 5), (0, 0, 4)]]
 
 
 def test_bytes_per_pack_wins_over_num_packs_and_cuts_no_array() -> None:
-    assert elements(plan_of(specs(9, 1), num_packs=3, bytes_per_pack=1)) == [[(1, 0, 1)], [(0, 0, 9)]]
+    assert elements(sent(specs(9, 1), num_packs=3, bytes_per_pack=1)) == [[(1, 0, 1)], [(0, 0, 9)]]
 
 
 def test_bytes_per_pack_makes_one_message_of_a_pack() -> None:
     """However large: the user has said how much one message carries."""
-    plan = plan_of(specs(1000, 1000), sizes=Sizes(16, 16), bytes_per_pack=10**9)
-    assert counts(plan) == [2000]
-    assert plan.num_packs == 1
+    messages, num_packs = plan_of(specs(1000, 1000), sizes=Sizes(16, 16), bytes_per_pack=10**9)
+    assert counts(messages) == [2000]
+    assert num_packs == 1
 
 
 def test_large_arrays_are_not_copied_into_a_pack() -> None:
     sizes = Sizes(direct_bytes=40, pack_bytes=400)
-    plan = plan_of(specs(9, 10, 11, 2, 3), sizes=sizes)
-    assert [(chunk.direct, chunk.count) for chunk in plan.chunks] == [(False, 5), (True, 11), (True, 10), (False, 9)]
+    messages = sent(specs(9, 10, 11, 2, 3), sizes=sizes)
+    assert [(message.direct, message.count) for message in messages] == [
+        (False, 5),
+        (True, 11),
+        (True, 10),
+        (False, 9),
+    ]
 
 
 def test_a_lone_array_is_not_copied_into_a_pack() -> None:
-    assert [chunk.direct for chunk in plan_of(specs(1)).chunks] == [True]
+    assert [message.direct for message in sent(specs(1))] == [True]
 
 
 def test_packs_are_cut_where_the_pack_buffer_is_full() -> None:
-    plan = plan_of(specs(7, 6), sizes=Sizes(direct_bytes=40, pack_bytes=20))
-    assert elements(plan) == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)], [(0, 4, 7)]]
-    assert not any(chunk.direct for chunk in plan.chunks)
+    messages = sent(specs(7, 6), sizes=Sizes(direct_bytes=40, pack_bytes=20))
+    assert elements(messages) == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)], [(0, 4, 7)]]
+    assert not any(message.direct for message in messages)
 
 
 def test_means_of_integers_are_not_reduced_in_place() -> None:
@@ -207,48 +216,47 @@ def test_means_of_integers_are_not_reduced_in_place() -> None:
         (Spec((100,), I64, False), True),
         (Spec((9,), I64, True), False),
     ):
-        plan = plan_of([spec], MEAN, sizes=Sizes(8, 400))
-        assert {chunk.direct for chunk in plan.chunks} == {direct}, spec
+        messages = sent([spec], MEAN, sizes=Sizes(8, 400))
+        assert {message.direct for message in messages} == {direct}, spec
 
 
 def test_one_rank_copies_nothing_into_packs() -> None:
-    plan = plan_of(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo())
-    assert all(chunk.direct for chunk in plan.chunks)
+    assert all(message.direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
 
 
 def test_arrays_without_elements_are_not_sent() -> None:
     """X49."""
-    assert plan_of(specs(0, (0, 5), (3, 0))).chunks == ()
+    assert sent(specs(0, (0, 5), (3, 0))) == ()
 
 
 def test_no_arrays_make_no_messages() -> None:
     """X1."""
     for op in OPS:
-        assert plan_of([], op).chunks == ()
+        assert sent([], op) == ()
 
 
 def test_means_are_divided_once() -> None:
-    for chunk in plan_of(specs(1, 2), MEAN, num_packs=0, num_ranks=5).chunks:
-        assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == ("sum", 1, 5)
+    for message in sent(specs(1, 2), MEAN, num_packs=0, num_ranks=5):
+        assert (message.reduction.op, message.reduction.divisor, message.divide_by) == ("sum", 1, 5)
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=str)
 def test_means_of_half_precision_are_divided_before_they_are_rounded(dtype: np.dtype[Any]) -> None:
-    (chunk,) = plan_of(specs(3, dtype=dtype), MEAN, num_ranks=5).chunks
-    assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == ("sum", 5, 1)
+    (message,) = sent(specs(3, dtype=dtype), MEAN, num_ranks=5)
+    assert (message.reduction.op, message.reduction.divisor, message.divide_by) == ("sum", 5, 1)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
 def test_other_reductions_divide_by_nothing(op: ReduceOp) -> None:
     for dtype in (F32, BF16, I8):
-        (chunk,) = plan_of(specs(3, dtype=dtype), op).chunks
-        assert (chunk.reduction.op, chunk.reduction.divisor, chunk.divide_by) == (op.name.lower(), 1, 1)
+        (message,) = sent(specs(3, dtype=dtype), op)
+        assert (message.reduction.op, message.reduction.divisor, message.divide_by) == (op.name.lower(), 1, 1)
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_reproducible_asks_for_rank_order(reproducible: bool) -> None:
-    (chunk,) = plan_of(specs(3), reproducible=reproducible).chunks
-    assert chunk.reduction.in_rank_order is reproducible
+    (message,) = sent(specs(3), reproducible=reproducible)
+    assert message.reduction.in_rank_order is reproducible
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
@@ -307,78 +315,157 @@ def test_specs_are_short_to_read(spec: Spec, text: str) -> None:
     assert repr(spec) == text
 
 
-def with_streams() -> Sizes:
-    return Sizes(streams=StreamReducer(Slots(None, 1 << 20), 1, 0, Traffic()))
+@pytest.mark.parametrize("half", [np.dtype(np.float16), BF16], ids=str)
+def test_float32_travels_in_half_precision_where_every_rank_rounds(half: np.dtype[Any]) -> None:
+    """In packs of its own: what is rounded for the way is not what the program has in half precision."""
+    values = specs(3) + specs(4, dtype=half) + specs(5, dtype=np.dtype(np.float64)) + specs(6)
+    for op in (SUM, MEAN):
+        messages = sent(values, op, half=half)
+        assert [(message.wire, message.is_compressed) for message in messages] == [
+            (half, True),
+            (np.float64, False),
+            (half, False),
+        ]
+        assert [[piece.index for piece in message.pieces] for message in messages] == [[3, 0], [2], [1]]
+        assert [message.reduction.counts_overflow for message in messages] == [True, False, False]
+        assert not messages[0].direct
+        assert messages[0].divide_by == 1, "a mean is divided before it is rounded"
+        assert messages[0].reduction.divisor == (4 if op is MEAN else 1)
+    assert {message.wire for message in sent(values, half=half, rounds_everywhere=False)} == {
+        F32,
+        half,
+        np.dtype(np.float64),
+    }
 
 
-def streamed(arrays: Sequence[Spec], op: ReduceOp = SUM, **options: Any) -> dict[np.dtype[Any], StreamPlan]:
-    """The streams of a plan, by the dtype in which they travel."""
-    streams = plan_of(arrays, op, sizes=with_streams(), **options).streams
-    assert streams is not None
-    return {its.wire: its for its in streams}
+# Lists for a transport of fused arrays.
 
 
-def test_streams_hold_every_array_once_last_first_by_dtype() -> None:
+def reducer_of(least_bytes: int | None = None) -> FusedReducer:
+    """One on one node, or, if messages between nodes are worth it from some bytes on, on several."""
+    across = None if least_bytes is None else Across(None, least_bytes, True)
+    return FusedReducer(Slots(None, 1 << 20), 1, 0, Traffic(), across)
+
+
+def fused(
+    arrays: Sequence[Spec],
+    op: ReduceOp = SUM,
+    num_ranks: int = 4,
+    reproducible: bool = False,
+    half: np.dtype[Any] | None = None,
+    rounds_everywhere: bool = False,
+    least_bytes: int | None = None,
+) -> tuple[FusedList, ...] | None:
+    arithmetic = Arithmetic(op, num_ranks, reproducible, half, rounds_everywhere)
+    return fused_lists(arithmetic, arrays, reducer_of(least_bytes))
+
+
+def by_wire(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> dict[np.dtype[Any], FusedList]:
+    """The lists of a call, by the dtype in which they travel."""
+    lists = fused(arrays, op, **how)
+    assert lists is not None
+    return {its.wire: its for its in lists}
+
+
+def test_lists_hold_every_array_once_last_first_by_dtype() -> None:
     arrays = [*specs(3, (2, 2)), *specs(5, dtype=I64), *specs(0, 7)]
-    streams = plan_of(arrays, sizes=with_streams()).streams
-    assert streams is not None
-    assert [(its.wire, its.indices, its.lengths) for its in streams] == [(F32, (4, 1, 0), (7, 4, 3)), (I64, (2,), (5,))]
+    assert [(its.wire, its.indices, its.lengths) for its in fused(arrays) or ()] == [
+        (F32, (4, 1, 0), (7, 4, 3)),
+        (I64, (2,), (5,)),
+    ]
 
 
-def test_streams_of_a_mean_say_what_travels_and_what_comes_back() -> None:
-    streams = plan_of(specs(3, dtype=I8), MEAN, sizes=with_streams()).streams
-    assert streams is not None
-    assert (streams[0].wire, streams[0].result, streams[0].divide_by) == (np.int32, np.float32, 4)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_packs": 0}, {"num_packs": 7}, {"bytes_per_pack": 1}], ids=str)
-def test_packs_do_not_cut_streams(options: Any) -> None:
-    """Chunks do, in another way."""
+def test_a_list_has_its_whole_length() -> None:
     values = specs(3, 0, (2, 5), (), 17, (0, 4)) + specs(9, (), 6, dtype=I64) + specs(5, 0, dtype=BF16)
-    streams = streamed(values, **options)
-    assert {wire: its.indices for wire, its in streams.items()} == {F32: (4, 3, 2, 0), I64: (8, 7, 6), BF16: (9,)}
-    assert {wire: its.lengths for wire, its in streams.items()} == {F32: (17, 1, 10, 3), I64: (6, 1, 9), BF16: (5,)}
-    for wire, its in streams.items():
-        assert (its.result, its.divide_by) == (wire, 1)
+    lists = by_wire(values)
+    assert {wire: its.indices for wire, its in lists.items()} == {F32: (4, 3, 2, 0), I64: (8, 7, 6), BF16: (9,)}
+    assert {wire: its.lengths for wire, its in lists.items()} == {F32: (17, 1, 10, 3), I64: (6, 1, 9), BF16: (5,)}
+    for wire, its in lists.items():
+        assert (its.result, its.divide_by, its.half) == (wire, 1, None)
         assert its.count == its.schedule.count == sum(its.lengths)
         assert its.nbytes == its.count * wire.itemsize
 
 
-def test_arrays_without_elements_make_no_stream() -> None:
+def test_lists_of_a_mean_say_what_travels_and_what_comes_back() -> None:
+    (integers,) = fused(specs(3, dtype=I8), MEAN) or ()
+    assert (integers.wire, integers.result, integers.divide_by) == (np.int32, np.float32, 4)
+    assert not integers.keeps_dtype
+    assert by_wire(specs(3), MEAN)[F32].keeps_dtype
+
+
+def test_arrays_without_elements_make_no_list() -> None:
     """X1, X49."""
     for op in OPS:
-        assert streamed([], op) == {}
-        assert streamed(specs(0, (0, 5), (3, 0)), op) == {}
+        assert fused([], op) == ()
+        assert fused(specs(0, (0, 5), (3, 0)), op) == ()
 
 
-def test_streams_of_one_shape_are_known() -> None:
+def test_lists_of_one_shape_are_known() -> None:
     """Empty arrays are not in them, and do not count."""
-    assert streamed(specs((2, 3), (2, 3), 0))[F32].is_uniform
-    assert not streamed(specs((2, 3), (3, 2)))[F32].is_uniform
+    assert by_wire(specs((2, 3), (2, 3), 0))[F32].is_uniform
+    assert not by_wire(specs((2, 3), (3, 2)))[F32].is_uniform
+    assert not by_wire(specs((), ()))[F32].is_uniform
 
 
-def test_streams_of_means_are_divided_once() -> None:
+def test_lists_of_means_are_divided_once() -> None:
     """Of integers in the wider dtype that they travel in; of halves before they are rounded."""
     values = specs(1) + specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)) + specs(4, dtype=BF16)
-    streams = streamed(values, MEAN, num_ranks=5)
-    integers, halves = streams[np.dtype(np.int32)], streams[BF16]
+    lists = by_wire(values, MEAN, num_ranks=5)
+    integers, halves = lists[np.dtype(np.int32)], lists[BF16]
     assert (integers.result, integers.indices) == (np.float32, (2, 1))
-    for its in (streams[F32], integers):
+    for its in (lists[F32], integers):
         assert (its.reduction.op, its.reduction.divisor, its.divide_by) == ("sum", 1, 5)
     assert (halves.reduction.op, halves.reduction.divisor, halves.divide_by) == ("sum", 5, 1)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op is not MEAN])
-def test_streams_of_other_reductions_are_divided_by_nothing(op: ReduceOp) -> None:
+def test_lists_of_other_reductions_are_divided_by_nothing(op: ReduceOp) -> None:
     for dtype in (F32, BF16, I8):
-        its = streamed(specs(3, dtype=dtype), op, reproducible=True)[dtype]
+        its = by_wire(specs(3, dtype=dtype), op, reproducible=True)[dtype]
         assert (its.reduction.op, its.reduction.divisor, its.divide_by) == (op.name.lower(), 1, 1)
         assert its.reduction.in_rank_order
 
 
-def test_device_arrays_do_not_go_in_streams() -> None:
-    assert plan_of([Spec((3,), F32, True), *specs(3)], sizes=with_streams()).streams is None
+def test_device_arrays_are_not_fused() -> None:
+    assert fused([Spec((3,), F32, True), *specs(3)]) is None
 
 
-def test_without_shared_memory_there_are_no_streams() -> None:
-    assert plan_of(specs(3)).streams is None
+def test_what_every_rank_rounds_is_not_fused() -> None:
+    """Other arrays of such a call neither; but without float32 there is nothing to round."""
+    values = specs(3, dtype=I64)
+    assert fused([*values, *specs(3)], half=BF16, rounds_everywhere=True) is None
+    assert fused(values, half=BF16, rounds_everywhere=True) is not None
+
+
+def test_lists_are_rounded_between_nodes_alone() -> None:
+    """Float32 is, and nothing else."""
+    values = specs(3) + specs(3, dtype=np.dtype(np.float64)) + specs(3, dtype=BF16)
+    assert {wire: its.half for wire, its in by_wire(values, half=BF16, least_bytes=0).items()} == {
+        F32: BF16,
+        np.dtype(np.float64): None,
+        BF16: None,
+    }
+    assert {its.half for its in by_wire(values, half=BF16).values()} == {None}
+
+
+def test_partial_sums_of_halves_do_not_cross_nodes_in_rank_order() -> None:
+    """They would be rounded on the way."""
+    halves = specs(3) + specs(3, dtype=BF16)
+    assert fused(halves, reproducible=True, least_bytes=0) is None
+    assert fused(halves, reproducible=True) is not None
+    assert fused(halves, least_bytes=0) is not None
+    assert fused(specs(3), reproducible=True, least_bytes=0) is not None
+
+
+def test_too_few_bytes_for_messages_between_nodes_are_not_fused() -> None:
+    """All lists of a call count."""
+    values = specs(3) + specs(1, dtype=I64)
+    assert fused(values, least_bytes=20) is not None
+    assert fused(values, least_bytes=21) is None
+
+
+def test_without_shared_memory_nothing_is_fused() -> None:
+    for algorithm in (CollectiveAllReduce(), HierarchicalCopyAllReduce()):
+        assert algorithm.fused_reducer_for(CommunicationOptions(), Levels.solo()) is None
+        shared = replace(Levels.solo(), fused=reducer_of())
+        assert algorithm.fused_reducer_for(CommunicationOptions(), shared) is shared.fused

@@ -241,13 +241,16 @@ def test_each_shape_of_call_is_logged_once_on_rank_0(strategy: Strategy, caplog:
     options = CommunicationOptions(1)
     lines = records_of(caplog, lambda: all_reduce(strategy, "SUM", value, options=options))
     algorithm = type(strategy.extended.cross_device_ops).__name__
-    wanted = f"r0 | all_reduce: SUM of 3 arrays, 3 packs in 3 messages, 56 B, {count_text(size, 'rank')}, {algorithm}"
+    is_fused = strategy.extended.group.levels.fused is not None
+    form = "fused" if is_fused else "3 packs in 3 messages"
+    wanted = f"r0 | all_reduce: SUM of 3 arrays, {form}, 56 B, {count_text(size, 'rank')}, {algorithm}"
     assert lines == ([wanted] if is_chief else [])
     assert not records_of(caplog, lambda: all_reduce(strategy, "SUM", value, options=options))
     for other in (lambda: all_reduce(strategy, "MAX", value), lambda: all_reduce(strategy, "SUM", value[1:])):
         assert len(records_of(caplog, other)) == is_chief
     lines = records_of(caplog, lambda: all_reduce(strategy, "SUM", value, options=CommunicationOptions(10**9)))
-    assert not lines or "2 packs in 2 messages, 56 B" in lines[0]
+    form = "fused" if is_fused else "2 packs in 2 messages"
+    assert not lines or f"{form}, 56 B" in lines[0]
     pairs = [(value[0], 0), (value[1], 0), (value[2], "all")]
     lines = records_of(caplog, lambda: strategy.extended.batch_reduce_to("SUM", pairs))
     assert len(lines) == (1 if size == 1 else 2) * is_chief

@@ -1,4 +1,4 @@
-"""How streams are cut into chunks, and chunks into shards: every element once, and where it is said to be."""
+"""How lists of arrays are cut into chunks, and chunks into shards: every element once, and where it is said to be."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpidist.transport.shared_memory.schedule import (
     Move,
     Schedule,
     chunk_bounds,
+    fused_schedule,
     scatter_schedule,
-    stream_schedule,
 )
 
 pytestmark = pytest.mark.no_mpi
@@ -62,8 +62,8 @@ def check_shards(schedule: Schedule, lanes: int, lengths: Sequence[int]) -> None
 @example([4, 4, 4, 2], 1, 10)  # a run that the end of a chunk cuts
 @example([1], 4, 1)
 @example([1000], 4, 700)
-def test_every_element_is_in_one_place_of_the_stream(lengths: list[int], lanes: int, chunk_count: int) -> None:
-    schedule = stream_schedule(lengths, lanes, chunk_count)
+def test_every_element_is_in_one_place_of_the_list(lengths: list[int], lanes: int, chunk_count: int) -> None:
+    schedule = fused_schedule(lengths, lanes, chunk_count)
     check_shards(schedule, lanes, lengths)
     total = sum(lengths)
     assert (schedule.count, schedule.num_pieces) == (total, len(lengths))
@@ -85,7 +85,7 @@ def test_every_element_is_in_one_place_of_the_stream(lengths: list[int], lanes: 
 @given(lengths_of, lanes_of, chunk_of)
 def test_whole_pieces_that_follow_each_other_are_one_move(lengths: list[int], lanes: int, chunk_count: int) -> None:
     """So that thousands of small arrays are not thousands of copies."""
-    for chunk in stream_schedule(lengths, lanes, chunk_count).chunks:
+    for chunk in fused_schedule(lengths, lanes, chunk_count).chunks:
         for moves in chunk.shards:
             for one, other in pairwise(moves):
                 assert not (is_whole(one, lengths) and is_whole(other, lengths))
@@ -112,14 +112,14 @@ def test_shards_of_a_chunk_are_fair_and_begin_at_whole_lines(count: int, lanes: 
 
 @given(st.lists(st.integers(0, 3 * FINE_COUNT), max_size=4))
 def test_small_pieces_make_a_schedule_fine(lengths: list[int]) -> None:
-    assert stream_schedule(lengths, 2, 1000).is_fine == (sum(lengths) < FINE_COUNT * len(lengths))
+    assert fused_schedule(lengths, 2, 1000).is_fine == (sum(lengths) < FINE_COUNT * len(lengths))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1), lanes_of)
 def test_a_chunk_may_hold_all(lengths: list[int], lanes: int) -> None:
     """That is how arrays are cut which are added where they lie."""
     total = sum(lengths)
-    chunks = stream_schedule(lengths, lanes, max(1, total)).chunks
+    chunks = fused_schedule(lengths, lanes, max(1, total)).chunks
     assert [chunk.count for chunk in chunks] == [total] * (total > 0)
 
 

@@ -41,7 +41,7 @@ def test_the_environment_chooses(comm: Intracomm, transport: str, placement: tup
             assert type(levels.world) is (of_node if comm.size > 1 else SoloCommunicator)
         else:
             assert type(levels.world) is MpiCommunicator
-        assert (levels.streams is not None) == shares
+        assert (levels.fused is not None) == shares
         assert strategy.extended.group.agreement.is_node_barrier == (shares and topology.num_nodes == 1)
 
 

@@ -21,7 +21,7 @@ from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import NodeBoard
 from mpidist.transport.failures.watchdog import Watch
 from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.text import name_ranks
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ def slow_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank fall asleep before a barrier of shared memory."""
-    really = Slots.synchronize
+    really = NodeBarrier.post
 
-    def synchronize(slots: Slots) -> Any:
+    def post(barrier: NodeBarrier) -> None:
         time.sleep(1)
-        return really(slots)
+        really(barrier)
 
-    monkeypatch.setattr(Slots, "synchronize", synchronize)
+    monkeypatch.setattr(NodeBarrier, "post", post)
 
 
 @several
@@ -213,10 +213,10 @@ def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -
     if comm.rank == 0:
         watch.begin(1, "reduce", "", None)
         for _ in range(50):
-            assert watch.look() is False
+            watch.check_peers()
         watch.begin(2, "reduce", "", None)
         with pytest.raises(DeadlineExceededError, match=r"reduce \(call 2\) on rank 0 cannot complete: .* given up"):
-            watch.look()
+            watch.check_peers()
     comm.Barrier()
 
 
@@ -267,13 +267,13 @@ def test_who_wonders_while_notes_are_counted_writes_none(
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
-        really = MpiAgreement.exchange
+        really = MpiAgreement.all_gather_object
 
         def late(agreement: MpiAgreement, item: object) -> list[object]:
             time.sleep(0.3)
             return really(agreement, item)
 
-        monkeypatch.setattr(MpiAgreement, "exchange", late)
+        monkeypatch.setattr(MpiAgreement, "all_gather_object", late)
         time.sleep(0.2)
     assert strategy.reduce("SUM", 1.0) == comm.size
     end(strategy)

@@ -55,8 +55,8 @@ def set_sizes(
 
     Args:
         monkeypatch: Puts everything back.
-        chunk_bytes: Size of a chunk of a stream.
-        least_bytes: Size from which on streams are used across nodes.
+        chunk_bytes: Size of a chunk of fused arrays.
+        least_bytes: Size from which on arrays are fused across nodes.
         one_round_bytes: Size up to which all ranks of one node add everything themselves.
         depth: Number of shards under way between nodes.
         fine_count: Number of elements of an average piece from which on pieces are added where they lie.

@@ -63,7 +63,7 @@ class Chunked:
             up = () if self._target is None else ((places[slot], int(self._target.data.ptr) + start, nbytes),)
             return (Phase(look, down=down, up=up),)
 
-        self._staging.run("a measurement", count, phases, lambda: False, (self._source, self._target))
+        self._staging.run("a measurement", count, phases, lambda: None, (self._source, self._target))
 
     def check(self, bench: Bench) -> None:
         """See whether the bytes are right."""

@@ -29,7 +29,7 @@ def ways_to_wait(bench: Bench) -> dict[str, tuple[Timed, Timed]]:
     def staged(length: float) -> None:
         bench.hold(length)
         event.record()
-        staging.wait(event, "a measurement", lambda: False)
+        staging.wait(event, "a measurement", lambda: None)
 
     def staged_asking(length: float) -> None:
         bench.hold(length)

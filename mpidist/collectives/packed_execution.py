@@ -29,7 +29,7 @@ from mpidist.transport import (
     widen,
 )
 
-__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks"]
+__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks", "run_on_device"]
 
 
 @final
@@ -155,7 +155,7 @@ class PackedExecution(Execution):
             on_device = [message for message in part.messages if message.device]
             if on_device:
                 levels = self._levels_of(True).compressed(part.half)
-                _run_on_device(on_device, arrays, targets, levels, part.reduce)
+                run_on_device(on_device, arrays, targets, levels, part.reduce)
             for message in part.messages:
                 if message.device:
                     continue
@@ -245,7 +245,7 @@ def _run_packed(
         at += piece.count
 
 
-def _run_on_device(
+def run_on_device(
     messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
 ) -> None:
     """Send the messages of device memory.

@@ -75,7 +75,8 @@ class Reductions:
             self._open(call)
         try:
             group.agreement.arrive(call)
-            results = call.plan.execution.finish(call, group.agreement.conclude(call))
+            has_same_placement = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
+            results = call.plan.execution.finish(call, has_same_placement)
             group.agreement.end()
             if call.options.compression is not Compression.NONE:
                 self._overflows.look(call.name, group.topology.rank, group.overflowed)
