@@ -95,8 +95,8 @@ class _Report:
 
     @classmethod
     def here(cls, topology: Topology) -> _Report:
-        its = cuda.current()
-        support = its.support
+        provider = cuda.current()
+        support = provider.support
         hostname = topology.hostnames[topology.rank]
         software = (
             ("mpidist", f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}"),
@@ -104,9 +104,9 @@ class _Report:
             ("launcher", _launcher(os.environ)),
             ("CuPy", support.cupy_version or "none"),
         )
-        facts = GpuFacts.here(its, os.environ, hostname)
+        facts = GpuFacts.here(provider, os.environ, hostname)
         nccl = facts.reason or nccl_version_text(support.nccl_version)
-        return cls(software, _gpus(its), nccl, _device_mpi(its, hostname), facts)
+        return cls(software, _gpus(provider), nccl, _device_mpi(provider, hostname), facts)
 
 
 def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
@@ -122,11 +122,11 @@ def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
 
 
 def _rows(group: SyncGroup, reports: Sequence[_Report], ranks: Sequence[int]) -> list[tuple[str, list[str]]]:
-    its = [reports[rank] for rank in ranks]
-    rows = [(title, [report.software[at][1] for report in its]) for at, (title, _) in enumerate(its[0].software)]
-    rows.append(("GPUs", [report.gpus for report in its]))
-    rows.append(("NCCL", [report.nccl for report in its]))
-    rows.append(("MPI on GPU memory", [report.device_mpi for report in its]))
+    chosen = [reports[rank] for rank in ranks]
+    rows = [(title, [report.software[at][1] for report in chosen]) for at, (title, _) in enumerate(chosen[0].software)]
+    rows.append(("GPUs", [report.gpus for report in chosen]))
+    rows.append(("NCCL", [report.nccl for report in chosen]))
+    rows.append(("MPI on GPU memory", [report.device_mpi for report in chosen]))
     return rows
 
 
@@ -135,7 +135,7 @@ def _by_rank(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
     if len(set(texts)) == 1:
         return [texts[0]]
     return [
-        f"{name_ranks([rank for rank, its in zip(ranks, texts, strict=True) if its == text])}: {text}"
+        f"{name_ranks([rank for rank, of_rank in zip(ranks, texts, strict=True) if of_rank == text])}: {text}"
         for text in dict.fromkeys(texts)
     ]
 
@@ -147,12 +147,12 @@ def _launcher(environ: Mapping[str, str]) -> str:
     return ", ".join(found) or "none: this process was started alone"
 
 
-def _gpus(its: cuda.Cuda) -> str:
-    count = its.support.num_devices
+def _gpus(provider: cuda.Cuda) -> str:
+    count = provider.support.num_devices
     if not count:
-        return f"none; {its.support.reason}"
-    names = [_gpu_name(its.cupy.cuda.runtime, index) for index in range(count)]
-    drivers = its.support.driver_version
+        return f"none; {provider.support.reason}"
+    names = [_gpu_name(provider.cupy.cuda.runtime, index) for index in range(count)]
+    drivers = provider.support.driver_version
     return f"{count} ({', '.join(dict.fromkeys(names))}), driver for CUDA {drivers // 1000}.{drivers // 10 % 100}"
 
 
@@ -164,14 +164,14 @@ def _gpu_name(runtime: Any, index: int) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _device_mpi(its: cuda.Cuda, hostname: str) -> str:
+def _device_mpi(provider: cuda.Cuda, hostname: str) -> str:
     hint = device_mpi_support.hint()
     if not hint.works:
         return f"no: {hint.reason}; device memory goes through the host"
-    answer = device_mpi_support.load(ProbeKey.here(its, hostname))
+    answer = device_mpi_support.load(ProbeKey.here(provider, hostname))
     if answer is None:
         return f"perhaps: {hint.reason}; a probe decides when a job needs to know"
-    kept = ProbeKey.here(its, hostname).path(os.environ)
+    kept = ProbeKey.here(provider, hostname).path(os.environ)
     return f"{'yes' if answer.works else 'no'}: {answer.reason} (kept in {kept})"
 
 

@@ -82,14 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
         text = "\n".join([*choice, *_report(job, verdicts, arguments.calls)])
     with suppress(BrokenPipeError):  # of a pager that was left
         print(text, flush=True)
-    return int(any(its.parted for its in verdicts))
+    return int(any(verdict.parted for verdict in verdicts))
 
 
 def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list[str]:
     lines = _head(job)
     for verdict in verdicts:
         lines += ["", *_wrap(_title(verdict.strategy), "")]
-        places = [place_text(its) for its in verdict.standings]
+        places = [place_text(standing) for standing in verdict.standings]
         for text in some_of(places[:-1], _MOST_PLACES - 1, "more places"):
             lines += _wrap(text, "  ")
         lines += _wrap(places[-1], "  ")
@@ -103,7 +103,7 @@ def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list
 
 
 def _head(job: JobFlight) -> list[str]:
-    times = [its.written for its in job.files.values()]
+    times = [file.written for file in job.files.values()]
     span = max(times) - min(times)
     missing = _num_missing(job)
     line = f"{job.folder}: {_counted(len(job.files), 'file')}"
@@ -111,7 +111,7 @@ def _head(job: JobFlight) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
     lines = _wrap(f"{line}; written {when}" + f", within {seconds_text(span)}" * (len(times) > 1), "")
     if span > _LONG_SECONDS:
-        old = [rank for rank, its in job.files.items() if max(times) - its.written > _LONG_SECONDS]
+        old = [rank for rank, file in job.files.items() if max(times) - file.written > _LONG_SECONDS]
         lines += _wrap(
             f"Not from one event? {name_ranks(old)} wrote more than {seconds_text(_LONG_SECONDS)} before the last.", ""
         )
@@ -119,13 +119,13 @@ def _head(job: JobFlight) -> list[str]:
 
 
 def _num_missing(job: JobFlight) -> int:
-    return max(max((its.size for its in job.strategies), default=0) - len(job.files), 0)
+    return max(max((strategy.size for strategy in job.strategies), default=0) - len(job.files), 0)
 
 
 def _title(strategy: StrategyFlight) -> str:
     title = f"Strategy {strategy.group}, {_counted(strategy.size, 'rank')}"
-    world = {rank: its.world_rank for rank, its in strategy.ranks.items()}
-    if any(rank != its for rank, its in world.items()):
+    world = {rank: flight.world_rank for rank, flight in strategy.ranks.items()}
+    if any(rank != of_job for rank, of_job in world.items()):
         title += (
             f"; {name_ranks(world)} here {'is' if len(world) == 1 else 'are'} {name_ranks(world.values())} of the job"
         )
@@ -136,8 +136,8 @@ def _reasons(job: JobFlight) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, file in job.files.items():
         ranks.setdefault(re.sub(r" on rank \d+", "", file.reason), []).append(rank)
-    often = sorted(ranks.items(), key=lambda its: (-len(its[1]), its[1]))
-    texts = [f"{name_ranks(its)}: {reason or 'not said'}" for reason, its in often]
+    often = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
+    texts = [f"{name_ranks(of_reason)}: {reason or 'not said'}" for reason, of_reason in often]
     lines = ["Why the files were written:"]
     for text in some_of(texts, _MOST_REASONS, "other reasons"):
         lines += _wrap(text, "  ")
@@ -146,15 +146,21 @@ def _reasons(job: JobFlight) -> list[str]:
 
 def _table(strategy: StrategyFlight, num_calls: int) -> list[str]:
     meetings = last_meetings(strategy, num_calls)
-    reached = {rank: max((its.sequence for its in flight.calls), default=0) for rank, flight in strategy.ranks.items()}
+    reached = {
+        rank: max((call.sequence for call in flight.calls), default=0) for rank, flight in strategy.ranks.items()
+    }
     lines = [f"{'call':>9}  {'first came':<12}  {'last came':<21}  {'data':>8}  what"]
-    for its in meetings:
-        came = min(call.begun for call in its.calls.values())
-        last = f"rank {its.last} +{seconds_text(its.late_seconds)}" if its.late_seconds > _TOGETHER_SECONDS else "-"
-        data = "-" if its.data_seconds is None else seconds_text(its.data_seconds)
-        row = f"{its.sequence:>9}  {_clock(came)}  {last:<21}  {data:>8}  "
-        absent = [rank for rank, sequence in reached.items() if sequence < its.sequence]
-        lines += _wrap(_what(its) + (f" [not yet: {name_ranks(absent)}]" if absent else ""), row, 60)
+    for meeting in meetings:
+        came = min(call.begun for call in meeting.calls.values())
+        last = (
+            f"rank {meeting.last} +{seconds_text(meeting.late_seconds)}"
+            if meeting.late_seconds > _TOGETHER_SECONDS
+            else "-"
+        )
+        data = "-" if meeting.data_seconds is None else seconds_text(meeting.data_seconds)
+        row = f"{meeting.sequence:>9}  {_clock(came)}  {last:<21}  {data:>8}  "
+        absent = [rank for rank, sequence in reached.items() if sequence < meeting.sequence]
+        lines += _wrap(_what(meeting) + (f" [not yet: {name_ranks(absent)}]" if absent else ""), row, 60)
     return lines or ["no calls"]
 
 
@@ -175,7 +181,7 @@ def _calls_of(job: JobFlight, rank: int) -> list[str]:
     when = time.strftime("%Y-%m-%d", time.localtime(file.written))
     lines = _wrap(f"Rank {rank} on {file.host}, written {when} {_clock(file.written)}{writer}: {file.reason}", "")
     for strategy in job.strategies:
-        for flight in (its for its in strategy.ranks.values() if its.world_rank == rank):
+        for flight in [found for found in strategy.ranks.values() if found.world_rank == rank]:
             lines += ["", f"Strategy {strategy.group}, rank {flight.rank} of {strategy.size}, {flight.process}"]
             lines.append(f"{'call':>9}  {'came':<12}  {'waited':>10}  {'data':>10}  {'state':<7}  what")
             for call in flight.calls:
@@ -193,10 +199,10 @@ def _row(call: Call) -> str:
 def _merged(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int, rank: int | None) -> dict[str, Any]:
     return {
         "folder": str(job.folder),
-        "parted": any(its.parted for its in verdicts),
+        "parted": any(verdict.parted for verdict in verdicts),
         "num_missing": _num_missing(job),
         "files": [file._asdict() for file in job.files.values()],
-        "strategies": [_merged_strategy(its, num_calls, rank) for its in verdicts],
+        "strategies": [_merged_strategy(verdict, num_calls, rank) for verdict in verdicts],
     }
 
 
@@ -207,10 +213,10 @@ def _merged_strategy(verdict: Verdict, num_calls: int, world_rank: int | None) -
         "group": strategy.group,
         "size": strategy.size,
         "missing": strategy.missing,
-        "world_ranks": {rank: its.world_rank for rank, its in strategy.ranks.items()},
+        "world_ranks": {rank: flight.world_rank for rank, flight in strategy.ranks.items()},
         "parted": verdict.parted,
         "verdict": verdict.lines,
-        "places": [_merged_place(its) for its in verdict.standings],
+        "places": [_merged_place(standing) for standing in verdict.standings],
         "difference": None,
     }
     if difference is not None:
@@ -219,11 +225,12 @@ def _merged_strategy(verdict: Verdict, num_calls: int, world_rank: int | None) -
     if num_calls:
         meetings = last_meetings(strategy, num_calls)
         told["calls"] = [
-            {**its._asdict(), "calls": {rank: call._asdict() for rank, call in its.calls.items()}} for its in meetings
+            {**meeting._asdict(), "calls": {rank: call._asdict() for rank, call in meeting.calls.items()}}
+            for meeting in meetings
         ]
     if world_rank is not None:
-        of_rank = [its for its in strategy.ranks.values() if its.world_rank == world_rank]
-        told["calls_of_rank"] = [call._asdict() for its in of_rank for call in its.calls]
+        of_rank = [flight for flight in strategy.ranks.values() if flight.world_rank == world_rank]
+        told["calls_of_rank"] = [call._asdict() for flight in of_rank for call in flight.calls]
     return told
 
 

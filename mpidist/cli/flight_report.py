@@ -193,16 +193,18 @@ def load_job(folder: Path) -> JobFlight:
                 file, flights = _read(path, texts)
                 files[file.world_rank] = file
                 for group, size, flight in flights:
-                    its = strategies.setdefault(group, StrategyFlight(group, size, {}))
-                    _require(its.size == size, f"{group} has {size} ranks, but {its.size} in other files")
-                    _require(flight.rank not in its.ranks, f"rank {flight.rank} of {group} is in another file, too")
-                    its.ranks[flight.rank] = flight
+                    strategy = strategies.setdefault(group, StrategyFlight(group, size, {}))
+                    _require(strategy.size == size, f"{group} has {size} ranks, but {strategy.size} in other files")
+                    _require(
+                        flight.rank not in strategy.ranks, f"rank {flight.rank} of {group} is in another file, too"
+                    )
+                    strategy.ranks[flight.rank] = flight
             except (OSError, ValueError, RecursionError) as error:
                 raise FlightFileError(f"{path} cannot be understood: {error}") from error
     finally:
         if was_enabled:
             gc.enable()
-    return JobFlight(folder, files, sorted(strategies.values(), key=lambda its: (-its.size, its.group)))
+    return JobFlight(folder, files, sorted(strategies.values(), key=lambda strategy: (-strategy.size, strategy.group)))
 
 
 def standings_of(strategy: StrategyFlight) -> list[Standing]:
@@ -214,14 +216,14 @@ def standings_of(strategy: StrategyFlight) -> list[Standing]:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank, flight in sorted(strategy.ranks.items()):
         last = lasts[rank]
-        its = () if last is None else (last.call, last.sequence in settled or last.details, last.state)
-        groups.setdefault((_position(flight.calls, resumed), flight.process, *its), []).append(rank)
+        state = () if last is None else (last.call, last.sequence in settled or last.details, last.state)
+        groups.setdefault((_position(flight.calls, resumed), flight.process, *state), []).append(rank)
     standings = []
     for (position, process, *_), ranks in groups.items():
         flights = [strategy.ranks[rank] for rank in ranks]
-        spans = [max(0.0, its.written - its.calls[-1].changed) for its in flights if its.calls] or [0.0]
+        spans = [max(0.0, flight.written - flight.calls[-1].changed) for flight in flights if flight.calls] or [0.0]
         standings.append(Standing(ranks, position, lasts[ranks[0]], process, (min(spans), max(spans))))
-    return sorted(standings, key=lambda its: (its.position, its.ranks))
+    return sorted(standings, key=lambda standing: (standing.position, standing.ranks))
 
 
 def seconds_behind(strategy: StrategyFlight, standing: Standing, ahead: Sequence[int]) -> float:
@@ -261,8 +263,8 @@ def find_difference(strategy: StrategyFlight) -> Difference | None:
         for call in flight.calls if mixed else ():
             if call.sequence in mixed and call.is_numbered and call[1:3] != _NO_NAME:
                 calls[call.sequence][rank] = call
-    for sequence, its in calls.items():
-        if sides := _sides(its):
+    for sequence, of_ranks in calls.items():
+        if sides := _sides(of_ranks):
             return Difference(sequence, sides)
     return None
 
@@ -273,7 +275,7 @@ def find_latecomers(strategy: StrategyFlight) -> tuple[list[int], float]:
     Returns:
         The ranks, and how many seconds after the first rank the last of them came.
     """
-    lasts = {rank: its.calls[-1] for rank, its in strategy.ranks.items() if its.calls}
+    lasts = {rank: flight.calls[-1] for rank, flight in strategy.ranks.items() if flight.calls}
     if len({call.sequence for call in lasts.values()}) != 1 or any(call.agreed for call in lasts.values()):
         return [], 0.0
     ends = [call.ended for call in lasts.values() if call.state == "failed"]
@@ -284,7 +286,9 @@ def find_latecomers(strategy: StrategyFlight) -> tuple[list[int], float]:
 
 def last_meetings(strategy: StrategyFlight, count: int) -> list[Meeting]:
     """Describe the last calls of a strategy, oldest first, as all its ranks recorded them."""
-    numbers = {its.sequence for flight in strategy.ranks.values() for its in flight.calls[-count:] if its.is_numbered}
+    numbers = {
+        call.sequence for flight in strategy.ranks.values() for call in flight.calls[-count:] if call.is_numbered
+    }
     chosen = sorted(numbers)[-count:]
     calls: dict[int, dict[int, Call]] = {sequence: {} for sequence in chosen}
     for rank, flight in sorted(strategy.ranks.items()):
@@ -293,7 +297,7 @@ def last_meetings(strategy: StrategyFlight, count: int) -> list[Meeting]:
                 break
             if call.sequence in calls:
                 calls[call.sequence][rank] = call
-    return [_meeting(sequence, its) for sequence, its in calls.items()]
+    return [_meeting(sequence, of_ranks) for sequence, of_ranks in calls.items()]
 
 
 def _meeting(sequence: int, calls: dict[int, Call]) -> Meeting:

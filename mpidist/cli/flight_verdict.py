@@ -55,7 +55,7 @@ def _judge(strategy: StrategyFlight, open_calls: Mapping[int, str]) -> Verdict:
     standings = standings_of(strategy)
     lines = []
     for process, meaning in _PROCESSES.items():
-        if ranks := [rank for its in standings if its.process == process for rank in its.ranks]:
+        if ranks := [rank for standing in standings if standing.process == process for rank in standing.ranks]:
             lines.append(f"{_are(ranks)} {meaning}")
     if missing := strategy.missing:
         lines.append(f"no file tells of {name_ranks(missing)}: gone, or stuck with nobody on the node to write one")
@@ -67,7 +67,9 @@ def _judge(strategy: StrategyFlight, open_calls: Mapping[int, str]) -> Verdict:
     late, seconds = find_latecomers(strategy)
     if late and difference is None:
         lines.append(f"{name_ranks(late)} came when others had given up, {seconds_text(seconds)} after the first rank")
-    failed = [rank for its in standings if its.last and its.last.state == "failed" for rank in its.ranks]
+    failed = [
+        rank for standing in standings if standing.last and standing.last.state == "failed" for rank in standing.ranks
+    ]
     if failed and not lines and len(failed) < len(strategy.ranks):
         lines.append(f"{name_ranks(failed)} failed, the others did not")
     return Verdict(strategy, standings, bool(lines), lines or [_together(strategy.size, standings)])
@@ -116,26 +118,26 @@ def some_of(texts: Sequence[str], most: int, others: str) -> list[str]:
 
 
 def _behind(strategy: StrategyFlight, standings: Sequence[Standing], open_calls: Mapping[int, str]) -> list[str]:
-    leaders = [its for its in standings if its.position == standings[-1].position]
-    ahead = [rank for its in leaders for rank in its.ranks]
+    leaders = [standing for standing in standings if standing.position == standings[-1].position]
+    ahead = [rank for standing in leaders for rank in standing.ranks]
     furthest = leaders[-1].last
     if furthest is None:
         return []
     lines = []
-    for its in standings[: -len(leaders)]:
-        is_same_call = int(its.position) == int(leaders[-1].position)
-        has_failed = its.last is not None and its.last.state == "failed"
-        seconds = seconds_behind(strategy, its, ahead)
-        is_lost = its.process in _PROCESSES or (has_failed and not is_same_call)
+    for standing in standings[: -len(leaders)]:
+        is_same_call = int(standing.position) == int(leaders[-1].position)
+        has_failed = standing.last is not None and standing.last.state == "failed"
+        seconds = seconds_behind(strategy, standing, ahead)
+        is_lost = standing.process in _PROCESSES or (has_failed and not is_same_call)
         if not is_lost and (has_failed or seconds <= _TOLERANCE_SECONDS):
             continue
         when = f" {seconds_text(seconds)} ago" if seconds > 0 else ""
         where = "within" if is_same_call else "as far as"
-        line = f"{_are(its.ranks)} behind: {name_ranks(ahead)} went on{when}, {where} {name_call(furthest)}"
-        is_out = its.process not in _PROCESSES and (its.last is None or its.last.state == "done")
-        elsewhere = {open_calls.get(strategy.ranks[rank].world_rank, "") for rank in its.ranks}
+        line = f"{_are(standing.ranks)} behind: {name_ranks(ahead)} went on{when}, {where} {name_call(furthest)}"
+        is_out = standing.process not in _PROCESSES and (standing.last is None or standing.last.state == "done")
+        elsewhere = {open_calls.get(strategy.ranks[rank].world_rank, "") for rank in standing.ranks}
         if is_out and "" not in elsewhere:
-            line += f". {'It is' if len(its.ranks) == 1 else 'They are'} in {' or '.join(sorted(elsewhere)[:3])}"
+            line += f". {'It is' if len(standing.ranks) == 1 else 'They are'} in {' or '.join(sorted(elsewhere)[:3])}"
         elif is_out and len(ahead) * 2 < len(strategy.ranks):
             line += ". Is that a call which only some ranks make?"
         lines.append(line)
@@ -153,7 +155,7 @@ def _together(size: int, standings: Sequence[Standing]) -> str:
             f"nobody parted: the ranks are between {least}, and {name_call(last)}; when its file was written, "
             f"none was behind for more than {seconds_text(_TOLERANCE_SECONDS)}"
         )
-    states = {its.last.state for its in standings if its.last}
+    states = {standing.last.state for standing in standings if standing.last}
     verb = {"done": "finished", "failed": "failed in"}.get(states.pop(), "are in") if len(states) == 1 else "are in"
     return f"nobody parted: {ranks} {verb if size > 1 else verb.replace('are', 'is')} {name_call(last)}"
 
