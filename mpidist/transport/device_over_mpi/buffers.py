@@ -125,7 +125,7 @@ def cut_shards(bounds: Sequence[int], num_chunks: int) -> list[list[Piece]]:
         for start, stop in pairwise(bounds)
         if num_chunks
     ]
-    return [[(its[chunk], its[chunk + 1]) for its in cuts] for chunk in range(num_chunks)]
+    return [[(bounds[chunk], bounds[chunk + 1]) for bounds in cuts] for chunk in range(num_chunks)]
 
 
 def room_of(chunks: Sequence[Sequence[Piece]], width: int) -> int:

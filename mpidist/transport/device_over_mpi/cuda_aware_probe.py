@@ -76,9 +76,9 @@ class ProbeKey:
     @classmethod
     def here(cls, cuda: Cuda, hostname: str) -> ProbeKey:
         """Make that of this process."""
-        its = cuda.support
+        support = cuda.support
         version = load_mpi().Get_library_version().rstrip("\0").strip()
-        return cls(version, its.driver_version, its.runtime_version, its.cupy_version, hostname)
+        return cls(version, support.driver_version, support.runtime_version, support.cupy_version, hostname)
 
     def path(self, environ: Mapping[str, str]) -> Path:
         """Say where its answer is kept: in `mpidist` in `XDG_CACHE_HOME`, or in `~/.cache`."""
@@ -232,7 +232,7 @@ def _answers(agreement: Agreement, probe: Probe | None, answer: Answer | None) -
             agreement.restart_clock()  # all ranks have come; what takes its time now is the probe
             answer = probe.outcome() if probe is not None and answer is None else answer
             seen: list[Answer | None] = agreement.all_gather_object(answer)
-            answers = [its for its in seen if its is not None]
+            answers = [answer for answer in seen if answer is not None]
             if len(answers) == len(seen):
                 return answers
             time.sleep(_NAP)
@@ -243,7 +243,7 @@ def _answers(agreement: Agreement, probe: Probe | None, answer: Answer | None) -
 
 
 def _first_refusal(answers: Sequence[Answer], topology: Topology) -> Answer | None:
-    ranks = [rank for rank, its in enumerate(answers) if not its.works]
+    ranks = [rank for rank, answer in enumerate(answers) if not answer.works]
     if not ranks:
         return None
     who = f"{name_ranks(ranks)} ({topology.hostnames[ranks[0]]})"

@@ -86,12 +86,12 @@ class DeviceMessages:
         count = buffer.size
         chunks = cut_evenly(count, 1, self._staging.sizes.num_chunks(buffer.nbytes * (self._size - 1)))
         if rows is None:
-            self._run("gather", buffer, chunks, lambda its: Phase(self._sending(its.parts, [root]), its.all_copies()))
+            self._run("gather", buffer, chunks, lambda at: Phase(self._sending(at.parts, [root]), at.all_copies()))
             return
         flat = rows.reshape(-1)
         at_root = [[(row * count + start, row * count + stop) for row in self._others] for [(start, stop)] in chunks]
         self._run(
-            "gather", flat, at_root, lambda its: Phase(self._receiving(its.parts, self._others), (), its.all_copies())
+            "gather", flat, at_root, lambda at: Phase(self._receiving(at.parts, self._others), (), at.all_copies())
         )
 
     def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:

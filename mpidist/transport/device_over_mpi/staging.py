@@ -153,7 +153,7 @@ class Staging:
         cuda = self.cupy.cuda
         down, up, join = (cuda.Stream(non_blocking=True) for _ in range(3))
         events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
-        return _Streams(down, up, join, cuda.Event(disable_timing=True), tuple(_Events(*its) for its in events))
+        return _Streams(down, up, join, cuda.Event(disable_timing=True), tuple(_Events(*of_slot) for of_slot in events))
 
     def _pinned(self, nbytes: int) -> Array:
         cuda = self.cupy.cuda
@@ -213,7 +213,7 @@ class _Pass:
         self, staging: Staging, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]
     ) -> None:
         self._staging, self._what, self._count, self._check_peers = staging, what, count, check_peers
-        self._its = staging._streams
+        self._streams = staging._streams
         self._phases_of = phases_of
         self._depth = min(count, staging.sizes.depth)
         self._phases: list[Sequence[Phase]] = [()] * self._depth
@@ -222,10 +222,10 @@ class _Pass:
         self._to_host, self._to_device = int(runtime.memcpyDeviceToHost), int(runtime.memcpyHostToDevice)
 
     def run(self) -> None:
-        its = self._its
-        its.ready.record(self._staging.cupy.cuda.get_current_stream())
-        for stream in (its.down, its.up, its.join):
-            stream.wait_event(its.ready)
+        streams = self._streams
+        streams.ready.record(self._staging.cupy.cuda.get_current_stream())
+        for stream in (streams.down, streams.up, streams.join):
+            stream.wait_event(streams.ready)
         for chunk in range(self._depth):
             self._start(chunk)
         for turn in range(self._count + 1):
@@ -233,43 +233,43 @@ class _Pass:
                 self._advance(turn, 0)
             if turn:
                 self._advance(turn - 1, 1)
-        for events in its.events[: self._depth]:
+        for events in streams.events[: self._depth]:
             self._staging.wait(events.free, self._what, self._check_peers)
 
     def _start(self, chunk: int) -> None:
         slot = chunk % self._depth
         self._phases[slot] = self._phases_of(chunk, slot)
-        self._lower(self._phases[slot][0], self._its.down, slot)
+        self._lower(self._phases[slot][0], self._streams.down, slot)
 
     def _advance(self, chunk: int, number: int) -> None:
-        its, slot = self._its, chunk % self._depth
-        phases, events = self._phases[slot], its.events[slot]
+        streams, slot = self._streams, chunk % self._depth
+        phases, events = self._phases[slot], streams.events[slot]
         if number >= len(phases):
             return
         phase = phases[number]
         self._staging.wait(events.came, self._what, self._check_peers)
         phase.move()
         for host, device, nbytes in phase.up:
-            self._copy(device, host, nbytes, self._to_device, its.up.ptr)
+            self._copy(device, host, nbytes, self._to_device, streams.up.ptr)
         goes_on = number + 1 < len(phases)
         if goes_on or phase.join is not None:
-            events.rose.record(its.up)
-            its.join.wait_event(events.rose)
+            events.rose.record(streams.up)
+            streams.join.wait_event(events.rose)
         if phase.join is not None:
-            with on_stream(self._staging.cupy, its.join):
+            with on_stream(self._staging.cupy, streams.join):
                 phase.join()
         if goes_on:
-            self._lower(phases[number + 1], its.join, slot)
+            self._lower(phases[number + 1], streams.join, slot)
             return
-        events.free.record(its.up if phase.join is None else its.join)
+        events.free.record(streams.up if phase.join is None else streams.join)
         if chunk + self._depth < self._count:
-            its.down.wait_event(events.free)
+            streams.down.wait_event(events.free)
             self._start(chunk + self._depth)
 
     def _lower(self, phase: Phase, stream: Any, slot: int) -> None:
         for host, device, nbytes in phase.down:
             self._copy(host, device, nbytes, self._to_host, stream.ptr)
-        self._its.events[slot].came.record(stream)
+        self._streams.events[slot].came.record(stream)
 
 
 def aligned(nbytes: int) -> int:

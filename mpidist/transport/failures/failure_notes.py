@@ -87,7 +87,7 @@ class Notes:
             sent: [ranks], what each rank has `sent`; none of them sends any more.
             check_peers: As in `waiting.poll`.
         """
-        wanted = [its[self._comm.rank] for its in sent]
+        wanted = [counts[self._comm.rank] for counts in sent]
 
         def has_all() -> bool:
             self.read()

@@ -96,8 +96,8 @@ def _has_just_written(path: Path, rank: int) -> bool:
 
 def _group(flight: GroupFlight, wall: float) -> dict[str, Any]:
     calls = [
-        [its.sequence, its.call, its.details, its.state, *(round(_wall(at, wall), 6) for at in its[3:])]
-        for its in flight.entries
+        [entry.sequence, entry.call, entry.details, entry.state, *(round(_wall(at, wall), 6) for at in entry[3:])]
+        for entry in flight.entries
     ]
     return {
         "group": flight.group,

@@ -206,8 +206,8 @@ def keep_flights(reason: str) -> str:
             flights.setdefault(rank, []).append(flight)
     own = load_mpi().COMM_WORLD.Get_rank()
     try:
-        for rank, its in flights.items():
-            write_flight(folders[0], rank, reason.splitlines()[0], its, own)
+        for rank, of_rank in flights.items():
+            write_flight(folders[0], rank, reason.splitlines()[0], of_rank, own)
         return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"

@@ -344,5 +344,5 @@ class Watch:
 
     def _speaks(self) -> bool:
         """Whether this rank is the first of those of its node that wait."""
-        joined = [its.rank for its in self._board.statuses().values() if its.has_joined(self._sequence)]
+        joined = [status.rank for status in self._board.statuses().values() if status.has_joined(self._sequence)]
         return not joined or self._rank == min(joined)

@@ -145,7 +145,7 @@ class DeviceTables:
         for _ in range(2 * len(self._tables)):
             key = next(iter(self._tables))
             table = self._tables.pop(key)
-            if table.is_kept or table.was_used or any(table is its for its in beside):
+            if table.is_kept or table.was_used or any(table is other for other in beside):
                 table.was_used = False
                 self._tables[key] = table
                 continue

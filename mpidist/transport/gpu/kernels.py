@@ -55,13 +55,13 @@ class _Known:
     def __init__(self, rows: Table, addresses: Sequence[Table]) -> None:
         self.rows = rows
         self.addresses = tuple(addresses)
-        self.generations = [its.generation for its in (rows, *addresses)]
+        self.generations = [table.generation for table in (rows, *addresses)]
         self.refs: list[Any] = []
 
     @property
     def is_there(self) -> bool:
         """Whether all tables still are what they were."""
-        return self.generations == [self.rows.generation, *(its.generation for its in self.addresses)]
+        return self.generations == [self.rows.generation, *(table.generation for table in self.addresses)]
 
 
 @final
@@ -250,7 +250,7 @@ class DeviceKernels:
         stream, tables = self._cuda.cupy.cuda.get_current_stream(), self._tables
         is_capturing = stream.is_capturing()
         table = tables.use(known.rows, stream, is_capturing)
-        addresses = [tables.use(its, stream, is_capturing) for its in known.addresses]
+        addresses = [tables.use(table, stream, is_capturing) for table in known.addresses]
         arguments = (
             table, rows.num_rows, 0 if read else addresses[0], read, 0 if written else addresses[-1], written,
             divide_by, _counter(overflow),

@@ -286,7 +286,7 @@ class DeviceLevels:
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
             seen = self._agreement.all_gather_object((is_over, error))
-            _raise_first(failure, [its for _, its in seen])
+            _raise_first(failure, [report for _, report in seen])
             if all(done for done, _ in seen):
                 return
             time.sleep(nap)

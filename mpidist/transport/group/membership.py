@@ -114,7 +114,7 @@ class Membership:
         own = board.status(board.rank)
         at = 0 if own.last is None else own.last.sequence
         statuses = board.statuses()
-        joined = [rank for rank, its in statuses.items() if its.has_joined(at)]
+        joined = [rank for rank, status in statuses.items() if status.has_joined(at)]
         speaks = board.rank == min(joined, default=board.rank)
         behind = Lateness.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
         return {
@@ -134,5 +134,5 @@ class Membership:
 
     def _lost(self) -> Lateness:
         """The ranks of this node that can do nothing more."""
-        lost = {rank: its for rank, its in self._board.statuses().items() if not its.is_able}
+        lost = {rank: status for rank, status in self._board.statuses().items() if not status.is_able}
         return Lateness(lost, (), self._topology.hostnames)

@@ -94,10 +94,10 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
         UnavailableError: If NCCL is set up in a way that cannot work.
         TopologyError: If ranks of a group have other versions.
     """
-    lacking = [rank for rank, its in enumerate(facts) if its.reason]
+    lacking = [rank for rank, fact in enumerate(facts) if fact.reason]
     if lacking:
         return f"{name_ranks(lacking)} ({hosts[lacking[0]]}): {facts[lacking[0]].reason}"
-    blocked = [rank for rank, its in enumerate(facts) if its.is_non_blocking]
+    blocked = [rank for rank, fact in enumerate(facts) if fact.is_non_blocking]
     if blocked:
         raise UnavailableError(
             f"NCCL_COMM_BLOCKING=0 is set on {name_ranks(blocked)}, and CuPy can only use NCCL's communicators that "
@@ -121,9 +121,9 @@ def _cuda_version_text(number: int) -> str:
 
 
 _VERSIONS: Final[dict[str, Callable[[GpuFacts], str]]] = {
-    "NCCL": lambda its: nccl_version_text(its.nccl_version),
-    "CUDA runtime": lambda its: _cuda_version_text(its.runtime_version),
-    "CUDA driver": lambda its: _cuda_version_text(its.driver_version),
+    "NCCL": lambda fact: nccl_version_text(fact.nccl_version),
+    "CUDA runtime": lambda fact: _cuda_version_text(fact.runtime_version),
+    "CUDA driver": lambda fact: _cuda_version_text(fact.driver_version),
 }
 
 
@@ -140,8 +140,8 @@ def _require_one(
     if len(having) == 1:
         return
     table = [
-        f"{version}: {name_ranks(its)} ({', '.join(dict.fromkeys(hosts[rank] for rank in its))})"
-        for version, its in having.items()
+        f"{version}: {name_ranks(ranks_with)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks_with))})"
+        for version, ranks_with in having.items()
     ]
     raise TopologyError(
         f"ranks that use NCCL together must have one version of {what}. Install the same everywhere, or set "
@@ -156,4 +156,4 @@ def _shared_gpu(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> list[int]:
     users: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
         users[facts[rank].host, facts[rank].gpu].append(rank)
-    return next((its for its in users.values() if len(its) > 1), [])
+    return next((ranks for ranks in users.values() if len(ranks) > 1), [])

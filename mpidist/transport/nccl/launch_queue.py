@@ -147,13 +147,15 @@ class DeviceQueue:
         self._require_usable(what)
         if after is None:
             self._fork.record(current)
-        self._under_way = its = _Launching(self._fork if after is None else after, self._turn, is_captured, memory)
+        self._under_way = launching = _Launching(
+            self._fork if after is None else after, self._turn, is_captured, memory
+        )
         try:
             try:
-                self._use(its.first)
+                self._use(launching.first)
                 result = work()
                 self.join()
-                base = self._lanes[its.first].stream
+                base = self._lanes[launching.first].stream
                 event = None if is_captured else self._events.record(base)
             finally:
                 current.use()  # not `with`: CuPy's would forget a stream that was made current by `use`
@@ -163,40 +165,40 @@ class DeviceQueue:
             else:
                 self._events.give_back(after)
         except BaseException as error:
-            self.give_up(error, its.memory)
+            self.give_up(error, launching.memory)
             raise
         finally:
-            self._under_way, self._turn = None, 1 - its.first
-        launched = Launched(what, result, event, its.memory)
+            self._under_way, self._turn = None, 1 - launching.first
+        launched = Launched(what, result, event, launching.memory)
         if event is not None:
             self._flying.append(launched)
         return launched
 
     def lane(self) -> AbstractContextManager[None]:
         """Take the next lane, for a pack that needs nothing of the one before it; nothing outside of `launch`."""
-        its = self._under_way
-        if its is None:
+        launching = self._under_way
+        if launching is None:
             return _NO_LANE
-        lane = (its.first + its.num_turns) % 2
-        its.num_turns += 1
-        return _NO_LANE if lane == its.lane else self._other_lane(its, lane)
+        lane = (launching.first + launching.num_turns) % 2
+        launching.num_turns += 1
+        return _NO_LANE if lane == launching.lane else self._other_lane(launching, lane)
 
     def join(self) -> None:
         """Let the lane that a launch began on wait for the other one. Nothing outside of `launch`."""
-        its = self._under_way
-        if its is not None and len(its.used) > 1:
-            self._end.record(self._lanes[1 - its.first].stream)
-            self._lanes[its.first].stream.wait_event(self._end)
+        launching = self._under_way
+        if launching is not None and len(launching.used) > 1:
+            self._end.record(self._lanes[1 - launching.first].stream)
+            self._lanes[launching.first].stream.wait_event(self._end)
 
     def wait_for_lane(self, what: str) -> None:
         """Wait on the host until the current lane is done, within `launch`; elsewhere nothing is under way.
 
         For work of the host in the middle of a call, which no stream can be told to wait for.
         """
-        its = self._under_way
-        if its is None:
+        launching = self._under_way
+        if launching is None:
             return
-        if its.is_captured:
+        if launching.is_captured:
             raise RuntimeError(f"{what} cannot be captured in a CUDA graph: it goes through the host")
         event = self._events.record()
         self._poll(event, what)
@@ -213,9 +215,9 @@ class DeviceQueue:
             memory: The arrays that it reads and writes.
             launch: Gives the work to NCCL: with CuPy's communicator, and the address of the stream.
         """
-        nccl, current, its = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
+        nccl, current, launching = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
         self._require_usable(what)
-        if its is None and current.is_capturing():
+        if launching is None and current.is_capturing():
             raise RuntimeError(f"{what} waits on the host, and cannot while a CUDA graph is captured")
         try:
             with translated(nccl, f"{what} with NCCL on {self._names[handle]}"):
@@ -226,8 +228,8 @@ class DeviceQueue:
                     launch(handle.comm, self.stream.ptr)
                 finally:
                     nccl.groupEnd()
-            if its is not None:
-                its.memory.append(memory)
+            if launching is not None:
+                launching.memory.append(memory)
                 self._done.record(self.stream)
                 current.wait_event(self._done)
                 return
@@ -294,25 +296,25 @@ class DeviceQueue:
         if memory is not None:
             never_free((self, memory))
 
-    def _other_lane(self, its: _Launching, lane: int) -> AbstractContextManager[None]:
+    def _other_lane(self, launching: _Launching, lane: int) -> AbstractContextManager[None]:
         @contextmanager
         def on_lane() -> Iterator[None]:
             self._use(lane)
             try:
                 yield
             finally:
-                its.lane = its.first
-                self._lanes[its.first].stream.use()
+                launching.lane = launching.first
+                self._lanes[launching.first].stream.use()
 
         return on_lane()
 
     def _use(self, lane: int) -> None:
-        its, stream = self._under_way, self._lanes[lane].stream
-        assert its is not None
-        if lane not in its.used:
-            its.used.add(lane)
-            stream.wait_event(its.fork)
-        its.lane = lane
+        launching, stream = self._under_way, self._lanes[lane].stream
+        assert launching is not None
+        if lane not in launching.used:
+            launching.used.add(lane)
+            stream.wait_event(launching.fork)
+        launching.lane = lane
         stream.use()
 
     def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
