@@ -410,7 +410,8 @@ def test_soak(comm: Intracomm, transport: str) -> None:
         print(what)
         assert same_everywhere(comm, np.array(soak.bits)), f"{what}: ranks have other bits, or other errors"
         text = f"{what}: {before} became {after}, {maps_before} mappings {maps_after}"
-        assert (after.files, after.mapped) == (before.files, before.mapped), text
+        assert after.files <= before.files, text
+        assert after.mapped <= before.mapped, text  # fewer, if an array was let go meanwhile
         assert after.resident - before.resident < NOISE_BYTES, text
         assert maps_after - maps_before < 100, text
         assert highest_after - highest_before < 8, f"{what}: communicators {highest_before} to {highest_after}"
