@@ -31,10 +31,10 @@ from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.options import Compression as Compression
 from mpidist.options import ReduceOp as ReduceOp
 from mpidist.replica_context import ReplicaContext as ReplicaContext
-from mpidist.strategies.default import make_default as _make_default
-from mpidist.strategies.mirrored import MirroredStrategy as MirroredStrategy
-from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-from mpidist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategies import MirroredStrategy as MirroredStrategy
+from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategies import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategies import make_default as _make_default
 from mpidist.strategy import Strategy as Strategy
 from mpidist.strategy_extended import StrategyExtended as StrategyExtended
 from mpidist.values import DistributedValues as DistributedValues

@@ -18,7 +18,8 @@ DIES_BEFORE_ITS_LAUNCH = """
 sys.path.insert(0, os.environ["TESTS"])
 from mpi4py import MPI
 from standin_overlap import LateStandIn
-from mpidist.transport import cuda, nccl_handles
+from mpidist.transport import cuda
+from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 world = LateStandIn(MPI.COMM_WORLD)

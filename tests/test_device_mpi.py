@@ -17,7 +17,7 @@ from nccl_standin import StandIn
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce
 from mpidist.transport import cuda
-from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi import cuda_aware_probe
 from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
 from mpidist.transport.device_over_mpi.cuda_aware_child import RIGHT, is_right
 from mpidist.transport.device_over_mpi.cuda_aware_probe import (
@@ -109,11 +109,11 @@ def test_launchers_are_left_out_of_its_environment_and_settings_are_kept() -> No
 @pytest.mark.no_mpi
 def test_an_answer_is_kept_for_the_same_libraries_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    monkeypatch.setattr(device_mpi_support, "_known", {})
+    monkeypatch.setattr(cuda_aware_probe, "_known", {})
     assert load(KEY, environ) is None
     answer = Answer(False, "a probe was ended by SIGSEGV")
     save(KEY, answer, environ)
-    monkeypatch.setattr(device_mpi_support, "_known", {})
+    monkeypatch.setattr(cuda_aware_probe, "_known", {})
     assert load(KEY, environ) == answer
     for other in (replace(KEY, mpi="MPICH 6"), replace(KEY, driver_version=1), replace(KEY, hostname="n2")):
         assert load(other, environ) is None
@@ -127,7 +127,7 @@ def test_an_answer_is_kept_for_the_same_libraries_and_host(tmp_path: Path, monke
 def test_where_nothing_can_be_written_an_answer_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     environ = {"XDG_CACHE_HOME": str(tmp_path / "file")}
-    monkeypatch.setattr(device_mpi_support, "_known", {})
+    monkeypatch.setattr(cuda_aware_probe, "_known", {})
     save(KEY, Answer(True, "yes"), environ)
     assert load(KEY, environ) == Answer(True, "yes")
 
@@ -148,15 +148,15 @@ def nodes(monkeypatch: pytest.MonkeyPatch, comm: Intracomm, tmp_path: Path) -> l
     """Two pretended nodes, answers that nobody has kept, and a count of the probes of this rank."""
     monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
     monkeypatch.setenv("XDG_CACHE_HOME", comm.bcast(str(tmp_path)))
-    monkeypatch.setattr(device_mpi_support, "_known", {})
-    monkeypatch.setattr(device_mpi_support, "hint", lambda: Answer(True, "of a test"))
+    monkeypatch.setattr(cuda_aware_probe, "_known", {})
+    monkeypatch.setattr(cuda_aware_probe, "hint", lambda: Answer(True, "of a test"))
     probes: list[int] = []
 
     def command(device: int) -> list[str]:
         probes.append(device)
         return [sys.executable, "-c", f"print('{RIGHT}')"]
 
-    monkeypatch.setattr(device_mpi_support, "child_command", command)
+    monkeypatch.setattr(cuda_aware_probe, "child_command", command)
     return probes
 
 
@@ -200,12 +200,12 @@ def test_one_rank_that_cannot_is_enough_for_all_to_go_through_the_host(
         reason = "MPIDIST_DEVICE_MPI=0 asks to do without"
     elif what == "hint":
         last = comm.rank == comm.size - 1
-        monkeypatch.setattr(device_mpi_support, "hint", lambda: Answer(not last, "its MPI says no"))
+        monkeypatch.setattr(cuda_aware_probe, "hint", lambda: Answer(not last, "its MPI says no"))
         reason = f"rank {comm.size - 1} ("
     else:
         crashes = comm.rank == -(-comm.size // 2)
         code = CRASH if crashes else f"print('{RIGHT}')"
-        monkeypatch.setattr(device_mpi_support, "child_command", lambda device: [sys.executable, "-c", code])
+        monkeypatch.setattr(cuda_aware_probe, "child_command", lambda device: [sys.executable, "-c", code])
         reason = "a probe was ended by SIGSEGV"
     group = SyncGroup.from_mpi(comm)
     reduced(group, comm)
@@ -221,7 +221,7 @@ def test_the_setting_asks_the_probe_whatever_mpi_says(
     standin: StandIn, comm: Intracomm, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPIDIST_DEVICE_MPI", "1")
-    monkeypatch.setattr(device_mpi_support, "hint", lambda: Answer(False, "it says no"))
+    monkeypatch.setattr(cuda_aware_probe, "hint", lambda: Answer(False, "it says no"))
     group = SyncGroup.from_mpi(comm)
     reduced(group, comm)
     assert isinstance(group.levels_of(True).world, DeviceMpiCommunicator)
@@ -233,7 +233,7 @@ def test_the_setting_asks_the_probe_whatever_mpi_says(
 def test_a_probe_that_cannot_start_is_an_answer(
     standin: StandIn, comm: Intracomm, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_mpi_support, "child_command", lambda device: ["/nowhere/python"])
+    monkeypatch.setattr(cuda_aware_probe, "child_command", lambda device: ["/nowhere/python"])
     group = SyncGroup.from_mpi(comm)
     reduced(group, comm)
     assert isinstance(group.levels_of(True).world, HostStagedCommunicator)
@@ -246,7 +246,7 @@ def test_a_slow_probe_costs_no_deadline(
 ) -> None:
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "1")
     code = f"import time; time.sleep(2); print('{RIGHT}')"
-    monkeypatch.setattr(device_mpi_support, "child_command", lambda device: [sys.executable, "-c", code])
+    monkeypatch.setattr(cuda_aware_probe, "child_command", lambda device: [sys.executable, "-c", code])
     group = SyncGroup.from_mpi(comm)
     reduced(group, comm)
     assert isinstance(group.levels_of(True).world, DeviceMpiCommunicator)
@@ -300,7 +300,7 @@ def test_a_real_probe_says_what_the_library_is(comm: Intracomm) -> None:
     reasons = comm.allgather(cuda.current().support.reason)
     if any(reasons):
         pytest.skip(f"needs a GPU: {next(filter(None, reasons))}")
-    probe = Probe(device_mpi_support.child_command(0))
+    probe = Probe(cuda_aware_probe.child_command(0))
     while (answer := probe.outcome()) is None:
         time.sleep(0.05)
     assert answer.works == hint().works, answer.reason

@@ -17,7 +17,7 @@ from mpidist.cli import doctor
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi import cuda_aware_probe
 from mpidist.transport.device_over_mpi.cuda_aware_probe import Answer, ProbeKey
 
 if TYPE_CHECKING:
@@ -102,12 +102,12 @@ def test_it_knows_what_a_probe_found(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", comm.bcast(str(tmp_path)))
-    monkeypatch.setattr(device_mpi_support, "_known", {})
-    monkeypatch.setattr(device_mpi_support, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
+    monkeypatch.setattr(cuda_aware_probe, "_known", {})
+    monkeypatch.setattr(cuda_aware_probe, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
     world = StandIn(comm)
     with cuda.provided_by(world.cuda):
         assert "perhaps: MPIX_Query_cuda_support says yes; a probe decides" in said(capfd, comm)
-        device_mpi_support.save(ProbeKey.here(world.cuda, socket.gethostname()), Answer(False, "it crashed"))
+        cuda_aware_probe.save(ProbeKey.here(world.cuda, socket.gethostname()), Answer(False, "it crashed"))
         comm.Barrier()
         assert "MPI on GPU memory:  no: it crashed (kept in " in said(capfd, comm)
     world.close()

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import random
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from mpi_session.launch import Launcher
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import UnavailableError
-from mpidist.transport.shared_memory import window as node_memory
+from mpidist.transport.shared_memory import barrier as barrier_module
+from mpidist.transport.shared_memory import window as window_module
 from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
@@ -120,7 +122,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def no_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setattr(node_memory, "_DIRECTORY", "/dev/shm/no/such/folder")
+    monkeypatch.setattr(window_module, "_DIRECTORY", "/dev/shm/no/such/folder")
 
 
 def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -174,8 +176,8 @@ def test_too_little_memory_is_every_ranks_error(
     comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only one rank has none; and nothing is left of it."""
-    monkeypatch.setattr(node_memory.secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
-    path = comm.bcast(f"/dev/shm/mpidist-{node_memory.secrets.token_hex(8)}")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
+    path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
     before, files = mapped(), num_files()
     with raises_everywhere(comm, UnavailableError, problem.pattern):
         SharedWindow(comm, 1000)
@@ -284,7 +286,7 @@ def test_symmetric_arrays_need_no_open_files(comm: Intracomm) -> None:
 @pytest.fixture(params=["ordered processor", "fence of MPI"])
 def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sync | None]:
     """What `Fence` does on this processor, and on one that needs it."""
-    monkeypatch.setattr(node_memory, "_ORDERED", request.param == "ordered processor")
+    monkeypatch.setattr(barrier_module, "_ORDERED", request.param == "ordered processor")
     made = Fence()
     assert (made.sync is None) == (request.param == "ordered processor")
     yield made.sync

@@ -23,6 +23,7 @@ __all__ = [
     "axes_of",
     "axes_text",
     "axis_of",
+    "native_dtype",
     "require_values",
     "result_arrays",
     "whole_axes",

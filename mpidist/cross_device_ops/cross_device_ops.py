@@ -28,18 +28,14 @@ from mpidist.collectives import (
     require_usable,
     take_apart,
 )
+from mpidist.cross_device_ops.of_world import all_reduce_of_world, reduce_to_root, ring_of_world
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
-from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGroup, ends_normally, ring_all_reduce
+from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGroup, ends_normally
 
-__all__ = ["CrossDeviceOps", "reduce_to_root"]
+__all__ = ["CrossDeviceOps"]
 
 ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
 _DEFAULTS: Final = CommunicationOptions()
-
-
-def reduce_to_root(levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
-    """Leave the reduction of all ranks' buffers in the root's, the transport's own way. S bytes a rank."""
-    levels.world.reduce(buffer, reduction, root)
 
 
 class CrossDeviceOps(Algorithm):
@@ -393,24 +389,12 @@ class CrossDeviceOps(Algorithm):
     def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
         """See `Algorithm`."""
         if options.reproducible and self._is_replaceable:
-            return _all_reduce_in_rank_order
+            return all_reduce_of_world
         if options.implementation is CommunicationImplementation.RING:
-            return _ring_all_reduce
+            return ring_of_world
         return self._all_reduce
 
     @final
     def reduce_to(self, root: int) -> Reduce:
         """See `Algorithm`."""
-
-        def reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-            self._reduce_to_root(levels, buffer, reduction, root)
-
-        return reduce
-
-
-def _all_reduce_in_rank_order(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    levels.world.all_reduce(buffer, reduction)
-
-
-def _ring_all_reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    ring_all_reduce(levels.world, buffer, reduction)
+        return lambda levels, buffer, reduction: self._reduce_to_root(levels, buffer, reduction, root)

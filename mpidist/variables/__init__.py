@@ -8,3 +8,11 @@ from mpidist.variables.variable import SyncOnReadVariable as SyncOnReadVariable
 from mpidist.variables.variable import Variable as Variable
 from mpidist.variables.variable import VariableAggregation as VariableAggregation
 from mpidist.variables.variable import VariableSynchronization as VariableSynchronization
+
+__all__ = [
+    "MirroredVariable",
+    "SyncOnReadVariable",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+]

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Hashable
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -28,8 +27,8 @@ __all__ = [
     "agreed_cost_model",
     "agreed_settings",
     "agreed_token",
+    "communicators",
     "discover",
-    "load_mpi_of_rank",
     "meet",
     "own_settings",
 ]
@@ -37,18 +36,29 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 
-def load_mpi_of_rank() -> ModuleType:
+def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
     """Start MPI, if nobody has, in a process that a launcher started for it, or that is alone.
 
+    Args:
+        comm: The ranks of a group; `None` for all ranks of the job.
+
+    Returns:
+        The ranks of the group, and all ranks of the job.
+
     Raises:
+        TypeError: If `comm` is no intra-communicator of mpi4py.
         UnavailableError: If there is no MPI.
         TopologyError: If this process is a child of a rank, or one of many worlds of one rank.
     """
     require_no_child(os.environ)
     mpi = load_mpi()
     mark_rank(os.environ)
-    check_launch(os.environ, mpi.COMM_WORLD.Get_size(), mpi.Get_library_version(), command_line())
-    return mpi
+    world: Intracomm = mpi.COMM_WORLD
+    check_launch(os.environ, world.Get_size(), mpi.Get_library_version(), command_line())
+    comm = world if comm is None else comm
+    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
+    return comm, world
 
 
 def meet(comm: Intracomm, settings: Settings) -> None:

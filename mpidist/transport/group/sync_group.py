@@ -19,16 +19,7 @@ from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda
-from mpidist.transport.agreement import (
-    CLOSE,
-    END,
-    Agreement,
-    Call,
-    CallRecord,
-    MpiAgreement,
-    NodeRounds,
-    SoloAgreement,
-)
+from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
 from mpidist.transport.costs import CostModel
 from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_normally, open_groups
 from mpidist.transport.group.device_levels import DeviceLevels
@@ -36,8 +27,8 @@ from mpidist.transport.group.discovery import (
     agreed_cost_model,
     agreed_settings,
     agreed_token,
+    communicators,
     discover,
-    load_mpi_of_rank,
     meet,
     own_settings,
 )
@@ -115,21 +106,18 @@ class SyncGroup(OpenGroup):
             max_chunk_bytes: Larger arrays are sent in several calls.
 
         Raises:
+            TypeError: If `comm` is something else.
             UnavailableError: If there is no MPI.
             TopologyError: If the ranks do not know of each other, or cannot work together, or this is a rank's child.
             ValueError: If an `MPIDIST_` variable cannot be understood.
         """
-        mpi = load_mpi_of_rank()
-        if comm is None:
-            comm = mpi.COMM_WORLD
-        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-            raise TypeError(f"comm must be an intra-communicator of mpi4py, got {comm!r}")
+        comm, world = communicators(comm)
         settings = own_settings()
-        open_groups.prepare_end(mpi.COMM_WORLD, settings.abort_on_error)
+        open_groups.prepare_end(world, settings.abort_on_error)
         meet(comm, settings)
         try:
-            return cls._of_all(comm.Dup(), mpi.COMM_WORLD, max_chunk_bytes)
-        except mpi.Exception as error:  # on all ranks, where there is no communicator left
+            return cls._of_all(comm.Dup(), world, max_chunk_bytes)
+        except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
             raise open_groups.too_many(error) from error
 
     @classmethod
@@ -396,8 +384,7 @@ class SyncGroup(OpenGroup):
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         fused = self.levels.fused
-        is_on_node = fused is not None and not fused.spans_nodes
-        rounds = NodeRounds(fused.slots.barrier) if fused is not None and is_on_node else None
+        rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
         comm = comm.Dup()
         self._watch = watch = membership.make_watch(comm)
         watch.meanwhile = partial(open_groups.advance_others, self)
@@ -405,7 +392,7 @@ class SyncGroup(OpenGroup):
         self.levels.set_wait_hook(watch.check_peers)
         self.devices = self._device_levels()
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.agreement, allows_threads and not is_on_node)
+        self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
         open_groups.add(self)
 
     def _device_levels(self) -> DeviceLevels:
