@@ -12,7 +12,7 @@ import pytest
 from alarms import RangError, alarm
 
 import mpidist
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, contexts
+from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, context_stack
 
 State = tuple[Any, Any, bool, bool]
 

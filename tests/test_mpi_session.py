@@ -330,3 +330,15 @@ def test_clean_environment_makes_no_rank(monkeypatch):
     assert not [name for name in kept if name.startswith(("PMI", "OMPI", "HYD", "MPI_"))]
     assert kept["MPI4PY_MPIABI"] == "mpich"
     assert kept["PATH"] == os.environ["PATH"]
+
+
+def test_sample_runs_each_case_of_a_long_table_at_one_number_of_ranks(tmp_path):
+    table = "@pytest.mark.parametrize('x', range(40))\n"
+    write(tmp_path, f"{table}def test_x(x): pass\n@pytest.mark.whole\n{table}def test_y(x): pass\ndef test_z(): pass\n")
+    text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", "-v").text
+    cases = re.findall(r"::test_x\[(\d+)\] .*PASSED", text)
+    assert sorted(map(int, cases)) == list(range(40))
+    first = re.findall(r"::test_x\[(\d+)\] \[1 rank\] PASSED", text)
+    assert len(first) == 10
+    assert text.count("::test_y[") == 160
+    assert text.count("::test_z ") == 4

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -12,7 +13,10 @@ MARKS = (
     "no_mpi: needs no MPI; runs at the first number of ranks of the run only",
     "gpu: runs on real GPUs, and is skipped where there are none",
     "core: the subset that is run with every MPI library",
+    "whole: all cases of this test run, also with --sample",
 )
+_CASES = 3  # of a test with parameters, at each number of ranks; of long tables more: each case at one number of ranks
+_MOST_STEPS = 4
 ACCEPTED_SKIPS = ("needs a GPU", "needs a mount namespace")
 
 
@@ -21,6 +25,27 @@ def selected(item: pytest.Item, size: int, all_sizes: Sequence[int]) -> bool:
     if item.get_closest_marker("no_mpi"):
         return size == all_sizes[0]
     return all(_allows(mark, size, item.nodeid) for mark in item.iter_markers("ranks"))
+
+
+def sample(items: Iterable[pytest.Item], size: int) -> set[str]:
+    """Choose some cases of each test with parameters, for one number of ranks: other cases for the next number.
+
+    Of a test with more cases than a few, every second to fourth is chosen, in an order that looks random and is the
+    same everywhere and always. At four numbers of ranks in a row every case is run at one of them.
+
+    Returns:
+        The node ids of those chosen; all cases of a test that is marked `whole`.
+    """
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        test = item.nodeid if item.get_closest_marker("whole") else item.nodeid.partition("[")[0]
+        cases.setdefault(test, []).append(item.nodeid)
+    chosen: set[str] = set()
+    for nodeids in cases.values():
+        step = min(_MOST_STEPS, -(-len(nodeids) // _CASES))
+        mixed = sorted(nodeids, key=lambda nodeid: zlib.crc32(nodeid.encode()))
+        chosen.update(mixed[size % step :: step])
+    return chosen
 
 
 def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:
