@@ -20,12 +20,11 @@ from typing import Any, Final, final
 import numpy
 
 import mpidist
+from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import (
     GpuFacts,
-    ProbeKey,
     SyncGroup,
-    Topology,
     cuda,
     first_line,
     load_mpi,
@@ -34,7 +33,6 @@ from mpidist.transport import (
     nccl_version_text,
     reason_against_nccl,
 )
-from mpidist.transport import cuda_aware_probe as device_mpi_support
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         topology = group.topology
         comm = load_mpi().COMM_WORLD
-        reports = comm.allgather(_Report.here(topology))
+        reports = comm.allgather(_Report.here(group))
         if topology.rank == 0:
             print("\n".join(_lines(group, reports)), flush=True)
         return 0
@@ -83,7 +81,7 @@ class _Report:
         software: Versions, by name.
         gpus: The GPUs that it may use; or why there are none.
         nccl: The version of NCCL; or why it cannot be used.
-        device_mpi: Whether MPI may have device memory, and why.
+        device_mpi: Whether MPI may have device memory, and why; the first rank of a node finds out.
         facts: What it would tell the others of its GPU.
     """
 
@@ -94,8 +92,8 @@ class _Report:
     facts: GpuFacts
 
     @classmethod
-    def here(cls, topology: Topology) -> _Report:
-        provider = cuda.current()
+    def here(cls, group: SyncGroup) -> _Report:
+        topology, provider = group.topology, cuda.current()
         support = provider.support
         hostname = topology.hostnames[topology.rank]
         software = (
@@ -106,7 +104,8 @@ class _Report:
         )
         facts = GpuFacts.here(provider, os.environ, hostname)
         nccl = facts.reason or nccl_version_text(support.nccl_version)
-        return cls(software, _gpus(provider), nccl, _device_mpi(provider, hostname), facts)
+        device_mpi = _device_mpi(provider, group.settings.device_mpi) if topology.is_leader else ""
+        return cls(software, _gpus(provider), nccl, device_mpi, facts)
 
 
 def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
@@ -126,7 +125,7 @@ def _rows(group: SyncGroup, reports: Sequence[_Report], ranks: Sequence[int]) ->
     rows = [(title, [report.software[at][1] for report in chosen]) for at, (title, _) in enumerate(chosen[0].software)]
     rows.append(("GPUs", [report.gpus for report in chosen]))
     rows.append(("NCCL", [report.nccl for report in chosen]))
-    rows.append(("MPI on GPU memory", [report.device_mpi for report in chosen]))
+    rows.append(("MPI on GPU memory", [chosen[0].device_mpi] * len(chosen)))
     return rows
 
 
@@ -164,15 +163,22 @@ def _gpu_name(runtime: Any, index: int) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _device_mpi(provider: cuda.Cuda, hostname: str) -> str:
-    hint = device_mpi_support.hint()
-    if not hint.works:
-        return f"no: {hint.reason}; device memory goes through the host"
-    answer = device_mpi_support.load(ProbeKey.here(provider, hostname))
-    if answer is None:
-        return f"perhaps: {hint.reason}; a probe decides when a job needs to know"
-    kept = ProbeKey.here(provider, hostname).path(os.environ)
-    return f"{'yes' if answer.works else 'no'}: {answer.reason} (kept in {kept})"
+def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
+    """Say whether MPI may have device memory. Starts a child process, where MPI says yes."""
+    answer = hint()
+    if answer.works and provider.support.num_devices:
+        answer = prove(child_command(int(provider.cupy.cuda.runtime.getDevice())))
+    elif answer.works:
+        return f"perhaps: {answer.reason}, but there is no GPU to try"
+    if not answer.works:
+        return f"no: {answer.reason}; " + (
+            "unset MPIDIST_DEVICE_MPI" if is_allowed else "device memory goes through the host"
+        )
+    return f"yes: {answer.reason}; " + (
+        "used, as MPIDIST_DEVICE_MPI=1 says so"
+        if is_allowed
+        else "MPIDIST_DEVICE_MPI=1 on all ranks uses that between nodes"
+    )
 
 
 def _host_memory(group: SyncGroup) -> str:

@@ -19,8 +19,7 @@ from mpidist.transport.costs import name_placement as name_placement
 from mpidist.transport.costs import save_cost_model as save_cost_model
 from mpidist.transport.costs import tuning_path as tuning_path
 from mpidist.transport.cuda import nccl_version_text as nccl_version_text
-from mpidist.transport.device_over_mpi import ProbeKey as ProbeKey
-from mpidist.transport.device_over_mpi import cuda_aware_probe as cuda_aware_probe
+from mpidist.transport.device_over_mpi import takes_device_memory as takes_device_memory
 from mpidist.transport.devices import Device as Device
 from mpidist.transport.devices import choose_device as choose_device
 from mpidist.transport.failures import FILE_VERSION as FILE_VERSION
@@ -87,7 +86,6 @@ __all__ = [
     "Pending",
     "Place",
     "Placement",
-    "ProbeKey",
     "Reduction",
     "Schedule",
     "SharedArrays",
@@ -107,7 +105,6 @@ __all__ = [
     "narrow",
     "count_text",
     "cuda",
-    "cuda_aware_probe",
     "differing",
     "ends_normally",
     "fingerprint_of",
@@ -131,4 +128,5 @@ __all__ = [
     "tuning_path",
     "value_text",
     "placement_digest",
+    "takes_device_memory",
 ]

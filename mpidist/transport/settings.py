@@ -37,8 +37,7 @@ class Settings:
         nccl: Whether NCCL may carry device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory goes through the host; 0 for the best by formula.
-        device_mpi: Whether MPI may be given device memory, where a probe proves that it can take it: `True` asks the
-            probe even if MPI itself says no, `None` only if MPI does not.
+        device_mpi: Whether MPI is given device memory between nodes: the user's word that the MPI library can take it.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -50,7 +49,7 @@ class Settings:
     stall_seconds: float = 60.0
     nccl: bool = True
     staging_bytes: int = 0
-    device_mpi: bool | None = None
+    device_mpi: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -68,7 +67,7 @@ class Settings:
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
             staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES),
-            device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"auto": None, "1": True, "0": False}, default=None),
+            device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

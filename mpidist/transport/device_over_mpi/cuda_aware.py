@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, Final, final
 
 from mpidist.transport.device_over_mpi.buffers import DirectPassage
 from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.mpi import MpiCommunicator, load_mpi
 
-__all__ = ["DeviceMpiCommunicator"]
+__all__ = ["DeviceMpiCommunicator", "takes_device_memory"]
+
+_SIZES: Final = (8, 100_000, 4 << 20)  # bytes: libraries send them in different ways
+
+
+def takes_device_memory(cupy: Any) -> bool:
+    """Let MPI send arrays of the current device to this rank itself, and compare. MPI that cannot may crash. Local."""
+    mpi = load_mpi()
+    comm, view = mpi.COMM_SELF, mpi.buffer.fromaddress
+    for nbytes in _SIZES:
+        sent = cupy.arange(nbytes, dtype=cupy.uint8)
+        received = cupy.zeros(nbytes, dtype=cupy.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+        into = comm.Irecv([view(int(received.data.ptr), nbytes), mpi.BYTE], 0)
+        comm.Isend([view(int(sent.data.ptr), nbytes), mpi.BYTE], 0).Wait()
+        into.Wait()
+        if not bool((sent == received).all()):
+            return False
+    return True
 
 
 @final
@@ -17,7 +35,7 @@ class DeviceMpiCommunicator(MessagedCommunicator):
     """Ranks of an MPI communicator that carries bytes of device memory; GPUs add, in rank order.
 
     Only messages from rank to rank: MPI's own reductions of device memory go through the host, or crash. As many bytes
-    as `HostStagedCommunicator` between nodes, from where they are. `device_mpi_support` must have proven that MPI can.
+    as `HostStagedCommunicator` between nodes, from where they are. The user must have said that MPI can.
 
     MPI knows no streams, so a call waits for what the caller's current stream holds before the first message, and
     returns when its work is done. NCCL's calls return when they are done as well: never are both under way, which

@@ -15,8 +15,13 @@ from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_over_mpi import DeviceMpiCommunicator, HostStagedCommunicator, Staging, StagingSizes
-from mpidist.transport.device_over_mpi import cuda_aware_probe as device_mpi_support
+from mpidist.transport.device_over_mpi import (
+    DeviceMpiCommunicator,
+    HostStagedCommunicator,
+    Staging,
+    StagingSizes,
+    takes_device_memory,
+)
 from mpidist.transport.gpu import Compiling, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
@@ -35,6 +40,10 @@ _FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a 
 _LAST_NAP: Final = 0.05
 _NCCL: Final = (
     "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+)
+_DEVICE_MPI: Final = (
+    "MPI cannot take device memory, which MPIDIST_DEVICE_MPI=1 says that MPI can; unset it, and device memory goes "
+    "through the host"
 )
 _KERNELS: Final = (
     "the GPU's kernels could not be compiled; CuPy needs NVRTC for that: `pip install mpidist[cuda12]` or `[cuda13]` "
@@ -204,13 +213,12 @@ class DeviceLevels:
         return Levels(world, within, across, host.is_even, None, NcclReach.NODE, self._queue, self._kernels)
 
     def _between_nodes(self) -> tuple[Communicator, Communicator]:
-        """Let MPI read device memory itself, where that is proven; else go through the host. Collective."""
-        answer = device_mpi_support.agree(self._agreement, self._topology, self._cuda, self._settings.device_mpi)
-        if self._topology.rank == 0:
-            way = "by MPI, from where it is" if answer.works else "through the host"
-            logger.info("device memory goes between nodes %s: %s", way, answer.reason)
-        if not answer.works:
+        """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Collective."""
+        if not self._settings.device_mpi:
             return self.staged.world, self.staged.across_nodes
+        is_right = takes_device_memory(self._cuda.cupy)
+        seen = self._agreement.all_gather_object("" if is_right else "device memory that was sent came back changed")
+        _raise_first(_DEVICE_MPI, seen)
         return self._direct(self._host.world), self._direct(self._host.across_nodes)
 
     def _direct(self, host: Communicator) -> Communicator:

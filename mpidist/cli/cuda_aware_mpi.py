@@ -1,0 +1,112 @@
+"""Can MPI take device memory? What MPI says of itself, and what a child process proves.
+
+MPI that cannot take device memory reads it as host memory, and crashes: so it is never tried in this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, final
+
+from mpidist.cli.cuda_aware_child import RIGHT
+from mpidist.transport import load_mpi
+
+__all__ = ["Answer", "child_command", "child_environment", "hint", "prove"]
+
+PROOF_SECONDS: Final = 60.0
+_TAIL: Final = 2000  # characters of what a child wrote
+# A child with any of them would join the job of its parent, or wait for it. Settings of the MPI library stay.
+_LAUNCHERS: Final = (
+    "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
+    "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
+    "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "OMPI_MCA_prte", "OMPI_MCA_initial", "_MPIDIST_",
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """Whether MPI takes device memory, and how that is known."""
+
+    works: bool
+    reason: str
+
+
+def hint() -> Answer:
+    """Ask MPI itself, in the two ways that there are. A yes is no proof; no answer is a no."""
+    mpi = load_mpi()
+    said = []
+    query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    if query is None:
+        said.append("it has no MPIX_Query_cuda_support")
+    elif query() == 1:
+        return Answer(True, "MPIX_Query_cuda_support says yes")
+    else:
+        said.append("MPIX_Query_cuda_support says no")
+    info = mpi.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    if kinds is not None and any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")):
+        return Answer(True, f"mpi_memory_alloc_kinds is {kinds}")
+    said.append("it names no kinds of memory" if kinds is None else f"mpi_memory_alloc_kinds is {kinds}")
+    return Answer(False, f"this MPI library is not built for CUDA: {', and '.join(said)}")
+
+
+def child_command(device: int) -> list[str]:
+    """Return the command that proves that MPI takes the memory of a device."""
+    return [sys.executable, "-m", "mpidist.cli.cuda_aware_child", str(device)]
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a program starts MPI alone."""
+    kept = {name: text for name, text in environ.items() if not name.startswith(_LAUNCHERS)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
+    """Let a child process give MPI device memory, and wait for it. What becomes of the child is the answer.
+
+    Args:
+        command: Prints `RIGHT` and exits with 0 if MPI can.
+        seconds: How long the child may take.
+    """
+    try:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=child_environment(os.environ),
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(False, f"a child process could not be started: {error.strerror}")
+    try:
+        output, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return Answer(False, f"a child process did not end within {seconds:g} s")
+    lines = output.decode(errors="replace")[-_TAIL:].strip().splitlines()
+    last = lines[-1] if lines else "nothing"
+    if child.returncode < 0:
+        return Answer(False, f"a child process was ended by {_signal_name(-child.returncode)}")
+    if child.returncode:
+        return Answer(False, f"a child process failed with exit status {child.returncode}: {last}")
+    if last != RIGHT:
+        return Answer(False, f"a child process got wrong numbers; it said {last}")
+    return Answer(True, "a child process sent device memory and got the right numbers")
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
