@@ -70,10 +70,12 @@ class Agreement(ABC):
 
     Attributes:
         sequence: The number of the call that was joined last.
+        ranks: The ranks, as they are numbered in the whole job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: frozenset[int] = frozenset()) -> None:
         self.sequence = 0
+        self.ranks = ranks
         self._fingerprints: dict[Hashable, int] = {}
 
     @abstractmethod

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:  # known to type checkers alone: the classes exist once MPI was started
     Intracomm = Request = object
 
-__all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "command_line", "load_mpi"]
+__all__ = ["MAX_CHUNK_BYTES", "Intracomm", "MpiCommunicator", "Request", "command_line", "load_mpi", "ranks_in_world"]
 
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
@@ -64,6 +64,15 @@ def load_mpi() -> ModuleType:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     return MPI
+
+
+def ranks_in_world(comm: Intracomm) -> frozenset[int]:
+    """Return the ranks of a communicator, as they are numbered in the whole job. Local."""
+    own, world = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
+    ranks = frozenset(own.Translate_ranks(list(range(own.size)), world))
+    own.Free()
+    world.Free()
+    return ranks
 
 
 def command_line() -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, is_shared_by, mark_shared
 from mpidist.transport.agreement import Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.disagreement import differing, have_same_kind_of_error, peer_left
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.notes import BROKE_OFF
 from mpidist.transport.rounds import MpiRounds, Rounds
 from mpidist.transport.texts import text_of
@@ -44,7 +44,7 @@ class MpiAgreement(Agreement):
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._watch = watch
@@ -66,7 +66,7 @@ class MpiAgreement(Agreement):
             raise self._again(watch.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        watch.begin(self.sequence, call, details, timeout)
+        watch.begin(self.sequence, call, details, timeout, leaves)
         if not self._has_round_for_all and not leaves:
             if error is not None:  # the other ranks may move data at once: only a note can reach them
                 self.break_off(error)
@@ -117,7 +117,7 @@ class MpiAgreement(Agreement):
             self._explain(arrival)
         if error is not None:
             self._watch.recorder.fail()
-            vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+            mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
         return same_placement
@@ -128,8 +128,8 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
-        is_everybodys = vars(error).get("raised_on_all_ranks", False)  # so all ranks go on alike
-        if self.broken is None and error is not self._refused and not is_everybodys:
+        goes_on_alike = error is self._refused or is_shared_by(error, self.ranks)
+        if self.broken is None and not goes_on_alike:
             self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watch.broken = RuntimeError(
                 f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
@@ -198,7 +198,7 @@ class MpiAgreement(Agreement):
         fields = {"call": arrival.call, "timeout": "set" if arrival.timeout else "none"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
-        elif not arrival.leaves:
+        else:
             fields.update(arrival.describe())
         told = self.exchange((arrival.leaves, fields))
         everyone = [fields for _, fields in told]
@@ -211,9 +211,10 @@ class MpiAgreement(Agreement):
             return
         self._watch.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):
-            vars(error)["raised_on_all_ranks"] = True  # in the words of each rank: printing one will do
+            mark_shared(error, self.ranks)  # in the words of each rank: printing one will do
             raise error
         self._refused = problem = differing(everyone, self.sequence)
+        mark_shared(problem, self.ranks)
         raise problem
 
     def _again(self, first: Exception) -> Exception:

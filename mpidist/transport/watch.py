@@ -34,6 +34,7 @@ _ENDS: Final = {
     LEFT: "left because of an exception",
     BROKE_OFF: "broke off in the middle of a call, with an error",
 }
+_NEW: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
 
 
 @final
@@ -85,9 +86,10 @@ class Watch:
         self._gone: tuple[int, ...] = ()
         self._met = math.inf
         self._answers = True
+        self._is_last = False  # whether the strategy is closed with this call
         self._resetting: dict[int, int] = {}  # the last calls of ranks that are in reset()
 
-    def begin(self, sequence: int, call: str, details: str, timeout: float | None) -> None:
+    def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
         """Note that this rank comes to a call. Local.
 
         Args:
@@ -95,8 +97,10 @@ class Watch:
             call: Its name.
             details: What the flight recorder shall say of it.
             timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
+            is_last: Whether this rank closes the group with it.
         """
         self._sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
+        self._is_last = is_last
         self._next_look, self._met = 0.0, math.inf
         self.recorder.begin(sequence, call, details)
 
@@ -126,6 +130,22 @@ class Watch:
         for _ in range(probes):
             if self._heard or self._notes.have_come():
                 self._hear(is_waiting)
+
+    def require_nobody_left(self, call: str, probes: int = 1) -> None:
+        """Raise if another rank makes no call of the group any more, so that it does not come to reset either. Local.
+
+        Raises:
+            PeerFailedError: If a rank has left because of an exception, or its program has failed.
+        """
+        for _ in range(probes):
+            self._read()
+        for tag in (ENDED, LEFT):
+            ranks = [rank for rank, note in self._heard.items() if note.tag == tag]
+            if ranks:
+                texts = "; ".join(dict.fromkeys(self._heard[rank].text for rank in ranks))
+                raise PeerFailedError(
+                    f"{call} on rank {self._rank} cannot complete: {name_ranks(ranks)} {_ENDS[tag]}: {texts}. {_NEW}"
+                )
 
     def look(self) -> bool:
         """Raise if there is no sense in waiting further. Local.
@@ -282,7 +302,8 @@ class Watch:
     ) -> NoReturn:
         self.recorder.fail()
         summary = f"{self._name} on rank {self._rank} {reason}"
-        head = f"{summary}. {self._remedy}"
+        is_for_good = self._is_last or any(note.tag == LEFT for note in self._heard.values())
+        head = f"{summary}. {_NEW if is_for_good else self._remedy}"
         self.broken, lines = kind(head), late.lines()
         kept = self._on_failure(head)
         if kept:
