@@ -220,9 +220,9 @@ class Watch:
         self._gone = gone
         for rank, last in self._resetting.items():
             if last < self._sequence:
-                self.tell(GAVE_UP, "", is_lost=True)
-                reason = f"cannot complete: rank {rank} called reset() instead, after call {last}"
-                self._fail(PeerFailedError, reason, Lateness({}, (), self._hostnames), None)
+                reason = f"rank {rank} called reset() instead, after call {last}"
+                self.tell(GAVE_UP, reason, is_lost=True)
+                self._fail(PeerFailedError, f"cannot complete: {reason}", Lateness({}, (), self._hostnames), None)
         if is_gone or (self._timeout and waited >= self._timeout):
             self.require_no_notes(PROBES, is_waiting=True)  # before this rank says what another has said
             self._give_up()
@@ -259,7 +259,7 @@ class Watch:
                 texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
                 self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False, may_go_on=tag == LEFT)
         ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
-        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call"
+        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call{self._why_given_up()}"
         self._follow(reason, min(ranks), is_waiting)
 
     def _read(self) -> None:
@@ -274,14 +274,20 @@ class Watch:
             else:
                 self._stalled[rank] = note
 
+    def _why_given_up(self) -> str:
+        """Say what the others know of the rank that they waited for, if it is more than that it did not come."""
+        texts = dict.fromkeys(note.text for note in self._heard.values() if note.tag in (GAVE_UP, FOLLOWS))
+        return "".join(f": {text}" for text in texts if text)
+
     def _follow(self, reason: str, first: int, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
         """Fail because others have. `may_go_on`: whether the first of them may catch its exception."""
-        self.tell(FOLLOWS, "")
+        is_lost = any(note.is_lost for note in self._heard.values())
+        # What this rank heard, ranks of other nodes may hear from it alone.
+        self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
         late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
         if late.ranks:
             reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
-        is_lost = bool(late.gone) or any(note.is_lost for note in self._heard.values())
-        kind = PeerFailedError if is_lost else DeadlineExceededError
+        kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
         self._fail(kind, f"cannot complete: {reason}", late, first, may_go_on)
 
     def _give_up(self) -> NoReturn:
