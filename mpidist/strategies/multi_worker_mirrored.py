@@ -7,7 +7,7 @@ from typing import NoReturn, final
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
-from mpidist.errors import TopologyError
+from mpidist.errors import TopologyError, mark_shared
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
@@ -98,5 +98,5 @@ def _checked_resolver(given: ClusterResolver | None, group: SyncGroup) -> Cluste
 def _refuse(group: SyncGroup, text: str) -> NoReturn:
     group.close()
     refusal = TopologyError(text)
-    vars(refusal)["raised_on_all_ranks"] = True  # printing it once will do
+    mark_shared(refusal, group.agreement.ranks)
     raise refusal

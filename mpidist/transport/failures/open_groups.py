@@ -156,13 +156,13 @@ def is_thread_of_a_group() -> bool:
 
 def too_many(error: Exception) -> UnavailableError:
     """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
-    problem = UnavailableError(
+    failed = count_text(len(_failed), "strategy", "strategies")
+    left = f", and {failed} that a failure ended give theirs back at the end of the program" if _failed else ""
+    return UnavailableError(
         f"MPI could not make the communicators of another strategy ({last_line(error)}): "
-        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open; close those that are done with, "
-        "by `with` or strategy.close()"
+        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open{left}; close "
+        "those that are done with, by `with` or strategy.close(); make one strategy, and use it again and again"
     )
-    vars(problem)["raised_on_all_ranks"] = True
-    return problem
 
 
 def advance_others(group: OpenGroup) -> None:

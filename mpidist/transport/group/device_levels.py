@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, final
 
-from mpidist.errors import TopologyError, UnavailableError
+from mpidist.errors import TopologyError, UnavailableError, mark_shared
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
@@ -118,7 +118,7 @@ class DeviceLevels:
             try:
                 self._levels[everywhere] = self._make(everywhere)
             except (UnavailableError, TopologyError) as error:
-                vars(error)["raised_on_all_ranks"] = True  # every rank knows what all have told
+                mark_shared(error, self._agreement.ranks)  # every rank knows what all have told
                 raise
         return self._levels[everywhere]
 

@@ -201,9 +201,7 @@ class Levels:
         """Say that there is no shared memory; refuse to go on where it is insisted on."""
         if transport == "shared_memory":
             self.free()
-            problem = UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
-            vars(problem)["raised_on_all_ranks"] = True
-            raise problem
+            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
         if self.world.rank == 0:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 

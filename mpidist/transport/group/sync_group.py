@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import final
 
-from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
+from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError, is_shared_by, mark_shared
 from mpidist.transport import cuda
 from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
 from mpidist.transport.costs import CostModel
@@ -36,7 +36,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import SharedArrays
 from mpidist.transport.text import text_of
@@ -78,7 +78,7 @@ class SyncGroup(OpenGroup):
         self._threads = None if membership is None else ThreadGuard.of_group()
         self._max_chunk_bytes = max_chunk_bytes
         self._is_closed = False
-        self._built_under = sys.exc_info()[1]  # handled by the program, which builds a strategy meanwhile
+        self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_of_parent = False  # whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
@@ -118,7 +118,9 @@ class SyncGroup(OpenGroup):
         try:
             return cls._of_all(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
-            raise open_groups.too_many(error) from error
+            problem = open_groups.too_many(error)
+            mark_shared(problem, ranks_in_world(comm))
+            raise problem from error
 
     @classmethod
     def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
@@ -127,7 +129,7 @@ class SyncGroup(OpenGroup):
             settings = agreed_settings(comm)
             topology = discover(comm, settings.pretend_nodes, world)
         except (ValueError, TopologyError) as error:
-            vars(error)["raised_on_all_ranks"] = True
+            mark_shared(error, ranks_in_world(comm))
             comm.Free()
             raise
         settings.apply_log_level()
@@ -136,7 +138,8 @@ class SyncGroup(OpenGroup):
         membership = Membership(comm, topology, world, token, settings.stall_seconds)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
-        except UnavailableError:
+        except UnavailableError as error:
+            mark_shared(error, ranks_in_world(comm))
             membership.free()
             raise
 
@@ -193,6 +196,7 @@ class SyncGroup(OpenGroup):
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.require_this_thread(call)
+        self._handled = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:
         """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
@@ -256,7 +260,8 @@ class SyncGroup(OpenGroup):
             if self._watch is not None:
                 self._watch.tell_reset()
             has_failed = self.agreement.broken is not None
-            flags = self._membership.meet_to_reset((has_failed, self.agreement.sequence), self.settings.timeout_seconds)
+            counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
+            flags = self._membership.meet_to_reset(counts, timeout, self._watch)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -291,7 +296,8 @@ class SyncGroup(OpenGroup):
             self._is_closed = True
             open_groups.forget(self, has_failed=False)
             raise
-        self._close(Call(CLOSE, timeout_seconds=timeout_seconds, leaves=True))
+        why = {} if error is None or ends_normally(error) else {"exception": text_of(error)}
+        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, leaves=True))
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
@@ -300,9 +306,9 @@ class SyncGroup(OpenGroup):
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
-        if error is self._built_under or ends_normally(error):
+        if error is self._handled or ends_normally(error):
             return False
-        return not (self.agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
+        return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
     def _leave(self, watch: Watch, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
@@ -322,9 +328,10 @@ class SyncGroup(OpenGroup):
                 self.agreement.join(leaving)
                 self.agreement.end()
         finally:
-            if self.agreement.broken is not None:
+            has_failed = self.agreement.broken is not None
+            if has_failed:
                 self._give_up()
-        if self.agreement.broken is not None:
+        if has_failed:
             return
         open_groups.forget(self, has_failed=False)
         self.shared.free()
@@ -337,6 +344,11 @@ class SyncGroup(OpenGroup):
         open_groups.forget(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
+        # Only the memberships of ranks are needed until the program ends, and not the memory that the ranks shared.
+        self.levels, self.agreement = Levels.solo(), SoloAgreement(self.agreement.ranks)
+        self.devices = self._device_levels()
+        self.calls = PendingCalls(self.agreement)
+        self.shared = SharedArrays(self.levels.within_node)
 
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
