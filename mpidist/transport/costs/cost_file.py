@@ -47,7 +47,7 @@ __all__ = [
 
 Step: TypeAlias = Callable[[], object]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 _FORMAT: Final = 1
 _ROUNDS: Final = 9  # of each step; their median counts
