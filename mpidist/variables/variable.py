@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.variables")
 
 
 @final

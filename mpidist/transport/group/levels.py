@@ -23,7 +23,7 @@ from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 # Without shared memory. On one node packing costs two passes through memory, so packs stay in a core's cache and large
 # arrays out of them. Between nodes every message costs a latency per step, so packs are large. Index: whether there
