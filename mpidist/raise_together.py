@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
-from mpidist.errors import PeerFailedError, mark_shared
+from mpidist.errors import PeerFailedError
 from mpidist.transport.agreement import Joining
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.sync_group import SyncGroup
 from mpidist.transport.texts import text_of
 

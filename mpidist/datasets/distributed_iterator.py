@@ -10,11 +10,12 @@ import numpy as np
 from mpidist import contexts, nest
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
-from mpidist.errors import OutOfRangeError, mark_shared
+from mpidist.errors import OutOfRangeError
 from mpidist.raise_together import ErrorReport, raise_reported
 from mpidist.transport import arrays
 from mpidist.transport.agreement import fingerprint_of
 from mpidist.transport.disagreement import differing
+from mpidist.transport.shared_errors import mark_shared
 
 if TYPE_CHECKING:
     from mpidist.extended import StrategyExtended

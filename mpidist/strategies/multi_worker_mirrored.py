@@ -7,13 +7,14 @@ from typing import NoReturn, final
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
-from mpidist.errors import TopologyError, mark_shared
+from mpidist.errors import TopologyError
 from mpidist.extended import StrategyExtended
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.transport.devices import Device, choose_device
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.ranks import name_ranks
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.sync_group import SyncGroup
 
 __all__ = ["MultiWorkerMirroredStrategy"]

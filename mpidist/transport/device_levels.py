@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, final
 
-from mpidist.errors import TopologyError, UnavailableError, mark_shared
+from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import device_mpi_support, nccl_handles
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
@@ -29,6 +29,7 @@ from mpidist.transport.nccl import NcclCommunicator
 from mpidist.transport.nccl_handles import Making
 from mpidist.transport.ranks import name_ranks
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.staging import Staging
 from mpidist.transport.staging_sizes import StagingSizes

@@ -8,12 +8,13 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError, is_shared_by, mark_shared
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement import Agreement, Arrival, Joining, fingerprint_of
 from mpidist.transport.disagreement import differing, have_same_kind_of_error, peer_left
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.notes import BROKE_OFF
 from mpidist.transport.rounds import MpiRounds, Rounds
+from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.texts import text_of
 from mpidist.transport.waiting import never_free, poll
 from mpidist.transport.watch import Watch

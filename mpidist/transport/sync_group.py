@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError, is_shared_by, mark_shared
+from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda, open_groups
 from mpidist.transport.agreement import CLOSE, END, Agreement, Arrival, Joining, SoloAgreement
 from mpidist.transport.cost_model import CostModel
@@ -40,6 +40,7 @@ from mpidist.transport.open_groups import OpenGroup
 from mpidist.transport.pending import PendingCalls
 from mpidist.transport.rounds import NodeRounds
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.texts import text_of
 from mpidist.transport.thread_guard import ThreadGuard
