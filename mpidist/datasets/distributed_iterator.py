@@ -10,9 +10,9 @@ import numpy as np
 from mpidist import context_stack, nest
 from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
-from mpidist.errors import OutOfRangeError, mark_shared
+from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, raise_reported
+from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, mark_shared, raise_reported
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 

@@ -7,11 +7,11 @@ from typing import NoReturn, final
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConfigClusterResolver
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
-from mpidist.errors import TopologyError, mark_shared
+from mpidist.errors import TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, mark_shared, name_ranks
 from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MultiWorkerMirroredStrategy"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, final
 
-from mpidist.errors import TopologyError, UnavailableError, mark_shared
+from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
@@ -23,6 +23,7 @@ from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, Making, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
-from mpidist.errors import PeerFailedError, mark_shared
+from mpidist.errors import PeerFailedError
 from mpidist.transport.agreement import Call
 from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import name_ranks, text_of
 
 __all__ = ["ErrorReport", "raise_reported", "raise_together"]

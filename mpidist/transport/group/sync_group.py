@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import final
 
-from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError, is_shared_by, mark_shared
+from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
 from mpidist.transport.costs import CostModel
@@ -25,7 +25,6 @@ from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_norma
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
-    agreed_settings,
     agreed_token,
     communicators,
     discover,
@@ -38,10 +37,10 @@ from mpidist.transport.group.started_calls import PendingCalls
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.shared_memory import SharedArrays
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import set_crowded
 
 __all__ = ["SyncGroup"]
 
@@ -71,16 +70,13 @@ class SyncGroup(OpenGroup):
         max_chunk_bytes: int,
         cost_model: CostModel | None = None,
     ) -> None:
-        self.topology = topology
+        self.topology, self.settings = topology, settings
         self.cost_model = CostModel() if cost_model is None else cost_model
-        self.settings = settings
-        self._membership = membership
+        self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._max_chunk_bytes = max_chunk_bytes
-        self._is_closed = False
         self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_of_parent = False  # whether this process is a fork of the one that made it
+        self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
         self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
@@ -115,31 +111,24 @@ class SyncGroup(OpenGroup):
         settings = own_settings()
         open_groups.prepare_end(world, settings.abort_on_error)
         meet(comm, settings)
+        ranks = ranks_in_world(comm)
         try:
             return cls._of_all(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
-            problem = open_groups.too_many(error)
-            mark_shared(problem, ranks_in_world(comm))
-            raise problem from error
+            raise open_groups.too_many(error, ranks) from error
+        except (ValueError, TopologyError, UnavailableError) as error:
+            mark_shared(error, ranks)
+            raise
 
     @classmethod
     def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
         """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
-        try:
-            settings = agreed_settings(comm)
-            topology = discover(comm, settings.pretend_nodes, world)
-        except (ValueError, TopologyError) as error:
-            mark_shared(error, ranks_in_world(comm))
-            comm.Free()
-            raise
-        settings.apply_log_level()
-        set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
+        settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, world, token, settings.stall_seconds)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
-        except UnavailableError as error:
-            mark_shared(error, ranks_in_world(comm))
+        except UnavailableError:
             membership.free()
             raise
 
@@ -344,10 +333,7 @@ class SyncGroup(OpenGroup):
         open_groups.forget(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
-        # Only the memberships of ranks are needed until the program ends, and not the memory that the ranks shared.
-        self.levels, self.agreement = Levels.solo(), SoloAgreement(self.agreement.ranks)
-        self.devices = self._device_levels()
-        self.calls = PendingCalls(self.agreement)
+        self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
     def part(self) -> str | None:
@@ -389,9 +375,7 @@ class SyncGroup(OpenGroup):
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self.levels, self.agreement = Levels.solo(), SoloAgreement()
-            self.devices = self._device_levels()
-            self.calls = PendingCalls(self.agreement)
+            self._work_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -406,6 +390,10 @@ class SyncGroup(OpenGroup):
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
         open_groups.add(self)
+
+    def _work_alone(self) -> None:
+        self.levels, self.agreement = Levels.solo(), SoloAgreement()
+        self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:
         agreement, settings = self.agreement, self.settings
