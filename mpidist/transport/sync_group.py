@@ -23,7 +23,6 @@ from mpidist.transport.cost_model import CostModel
 from mpidist.transport.device_levels import DeviceLevels
 from mpidist.transport.discovery import (
     agreed_cost_model,
-    agreed_settings,
     agreed_token,
     discover,
     load_mpi_of_rank,
@@ -45,7 +44,6 @@ from mpidist.transport.symmetric import SharedArrays
 from mpidist.transport.texts import text_of
 from mpidist.transport.thread_guard import ThreadGuard
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import set_crowded
 from mpidist.transport.watch import Watch
 
 __all__ = ["SyncGroup"]
@@ -76,16 +74,13 @@ class SyncGroup(OpenGroup):
         max_chunk_bytes: int,
         cost_model: CostModel | None = None,
     ) -> None:
-        self.topology = topology
+        self.topology, self.settings = topology, settings
         self.cost_model = CostModel() if cost_model is None else cost_model
-        self.settings = settings
-        self._membership = membership
+        self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._max_chunk_bytes = max_chunk_bytes
-        self._is_closed = False
         self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_of_parent = False  # whether this process is a fork of the one that made it
+        self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
         self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
@@ -123,31 +118,24 @@ class SyncGroup(OpenGroup):
         settings = own_settings()
         open_groups.prepare_end(mpi.COMM_WORLD, settings.abort_on_error)
         meet(comm, settings)
+        ranks = ranks_in_world(comm)
         try:
             return cls._of_all(comm.Dup(), mpi.COMM_WORLD, max_chunk_bytes)
         except mpi.Exception as error:  # on all ranks, where there is no communicator left
-            problem = open_groups.too_many(error)
-            mark_shared(problem, ranks_in_world(comm))
-            raise problem from error
+            raise open_groups.too_many(error, ranks) from error
+        except (ValueError, TopologyError, UnavailableError) as error:
+            mark_shared(error, ranks)
+            raise
 
     @classmethod
     def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
         """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
-        try:
-            settings = agreed_settings(comm)
-            topology = discover(comm, settings.pretend_nodes, world)
-        except (ValueError, TopologyError) as error:
-            mark_shared(error, ranks_in_world(comm))
-            comm.Free()
-            raise
-        settings.apply_log_level()
-        set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
+        settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, world, token, settings.stall_seconds)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
-        except UnavailableError as error:
-            mark_shared(error, ranks_in_world(comm))
+        except UnavailableError:
             membership.free()
             raise
 
@@ -345,10 +333,7 @@ class SyncGroup(OpenGroup):
         open_groups.forget(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
-        # Only the memberships of ranks are needed until the program ends, and not the memory that the ranks shared.
-        self.levels, self.agreement = Levels.solo(), SoloAgreement(self.agreement.ranks)
-        self.devices = self._device_levels()
-        self.calls = PendingCalls(self.agreement)
+        self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
     def part(self) -> str | None:
@@ -390,9 +375,7 @@ class SyncGroup(OpenGroup):
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self.levels, self.agreement = Levels.solo(), SoloAgreement()
-            self.devices = self._device_levels()
-            self.calls = PendingCalls(self.agreement)
+            self._work_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -407,6 +390,10 @@ class SyncGroup(OpenGroup):
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self.agreement, allows_threads and (streams is None or streams.spans_nodes))
         open_groups.add(self)
+
+    def _work_alone(self) -> None:
+        self.levels, self.agreement = Levels.solo(), SoloAgreement()
+        self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:
         agreement, settings = self.agreement, self.settings
