@@ -385,7 +385,6 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
 
 
 def _native(value: Any, dtype: Any, what: str) -> Any:
-    """Copy an initial value to a native array."""
     given = np.asarray(value) if isinstance(value, (list, tuple)) else value
     array = arrays.library_of(given).to_native(given)
     if dtype is not None:
