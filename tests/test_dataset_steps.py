@@ -273,3 +273,31 @@ def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place(comm: Intracomm)
             next(steps)
         assert list(steps) == []
         assert strategy.reduce("sum", 1) == comm.size
+
+
+class Rows:
+    """Rows in a form that cannot be sliced, as that of some sparse matrices."""
+
+    def __init__(self, count: int) -> None:
+        self.shape = (count, 2)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.ones(self.shape, dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError("rows cannot be sliced")
+
+
+def test_batches_need_not_be_sliced_where_all_ranks_have_as_many(comm: Intracomm) -> None:
+    """Only a rank that runs out gets an empty one of others; then it is everybody's error."""
+    with MultiWorker(comm=comm) as strategy:
+
+        def steps_of(count: int) -> Iterator[Any]:
+            return iter(strategy.distribute_datasets_from_function(lambda _: [Rows(3) for _ in range(count)]))
+
+        assert [rows.shape for rows in steps_of(2)] == [(3, 2)] * 2
+        if comm.size > 1:
+            steps = steps_of(1 + (comm.rank == 0))
+            assert next(steps).shape == (3, 2)
+            with raises_everywhere(comm, TypeError, "rows cannot be sliced"):
+                next(steps)

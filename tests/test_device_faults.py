@@ -12,7 +12,7 @@ from mpidist.transport.failures.job_abort import EXIT_CODE_OF_PARTING
 
 __all__ = ["job"]
 
-pytestmark = pytest.mark.no_mpi
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
 
 DIES_BEFORE_ITS_LAUNCH = """
 sys.path.insert(0, os.environ["TESTS"])

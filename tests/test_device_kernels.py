@@ -646,6 +646,7 @@ def require_exact(ptx: str) -> None:
         assert word not in ptx, word
 
 
+@pytest.mark.long
 @pytest.mark.no_mpi
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:

@@ -334,6 +334,7 @@ def test_calls_that_nobody_waits_for(standin: LateStandIn, group: SyncGroup, com
     gc.collect()  # and the fixture closes the group
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)  # more take a minute where there are fewer cores
 def test_many_started_calls_leave_nothing_behind(standin: LateStandIn, group: SyncGroup, comm: Intracomm) -> None:
     ops, value, others = NcclAllReduce().bound_to(group), mine(comm.rank, 60), arrays_of_packs(comm.rank, 2)

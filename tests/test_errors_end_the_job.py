@@ -349,6 +349,10 @@ if __name__ == "__main__":
     pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     pool.submit(mpidist.MultiWorkerMirroredStrategy).result()
 """,
+    "fork server": """
+import multiprocessing
+print(multiprocessing.get_context("forkserver").Pool(1).map(len, ["ab"]))
+""",
     "forked": """
 if os.fork() == 0:
     mpidist.MultiWorkerMirroredStrategy()

@@ -19,6 +19,7 @@ from test_hosts import Hosts, need_hosts
 from mpidist.transport.text import name_ranks
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.no_mpi,
     pytest.mark.skipif(
         "MPICH" not in MPI.Get_library_version(), reason="once will do: the CI has MPICH where it has hosts"

@@ -241,6 +241,7 @@ if "GPU_CHECK_RANKS" in os.environ or os.environ.get("ON_STAND_IN") == "1":
 """
 
 
+@pytest.mark.long
 @pytest.mark.no_mpi
 @pytest.mark.timeout(120)
 def test_the_whole_command_on_the_stand_in(tmp_path: Path) -> None:
@@ -514,6 +515,7 @@ def test_measurement_of_two_ranks_on_the_stand_in(
     assert [row.note for row in report.rows if row.got == "not measured" and "nothing to hide" not in row.note] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["through the host", "NCCL", "slow"])
 def test_numbers_on_the_stand_in(standin: StandIn, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setenv("GPU_CHECK_RANKS", str(standin.comm.size))

@@ -20,7 +20,7 @@ sys.path.append(str(BENCHMARKS))
 
 from hosts import HEAD, Hosts, HostsError, bits_per_second  # noqa: E402
 
-pytestmark = pytest.mark.no_mpi
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
 
 REACH = """
 import socket, sys

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -134,3 +136,101 @@ def test_close_keeps_the_deadline_of_every_call(comm: Intracomm, monkeypatch: py
         assert "given up waiting" in str(caught.value)
     strategy.close()
     comm.Barrier()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_error_of_some_ranks_reaches_the_others_of_a_larger_group_at_once(comm: Intracomm) -> None:
+    """What a group of their own refused is nothing that all ranks of the larger group know."""
+    part = comm.Split(int(comm.rank < 2))
+
+    def fail_in_part() -> None:
+        with MultiWorker(comm=comm) as everyone, MultiWorker(comm=part) as some:
+            if comm.rank < 2:
+                some.reduce("sum", np.ones(1 + comm.rank))
+            everyone.reduce("sum", 1.0)
+
+    start = time.monotonic()
+    with pytest.raises(InvalidArgumentError if comm.rank < 2 else PeerFailedError, match="did not pass the same"):
+        fail_in_part()
+    assert time.monotonic() - start < 20
+    part.Free()
+
+
+@pytest.mark.core
+@several
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_reset_says_at_once_that_a_rank_has_left_for_good(comm: Intracomm, timeout: float | None) -> None:
+    """And nothing advises to reset: a new strategy works."""
+    strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))
+
+    def work() -> None:
+        with strategy:
+            if comm.rank == 0:
+                raise KeyError("labels")
+            with pytest.raises(PeerFailedError, match="close it, and make a new one on all ranks") as caught:
+                strategy.reduce("sum", 1.0)
+            assert "reset()" not in str(caught.value).partition("\n")[0]
+            strategy.reset()
+
+    with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels") as caught:
+        work()
+    assert comm.rank == 0 or str(caught.value).startswith(f"reset() on rank {comm.rank} cannot complete: {LEFT}")
+    with MultiWorker(comm=comm) as again:
+        assert again.reduce("sum", 1) == comm.size
+
+
+@several
+def test_exception_that_was_handled_during_a_call_is_not_the_end_of_a_strategy(comm: Intracomm) -> None:
+    """A function that closes what it used, called again by a handler."""
+    strategy = MultiWorker(comm=comm)
+
+    def train(value: float) -> float:
+        try:
+            return float(strategy.reduce("sum", value))
+        finally:
+            strategy.close()
+
+    try:
+        if comm.rank == 0:
+            raise FileNotFoundError("cache")
+        result = train(1.0)
+    except FileNotFoundError:
+        result = train(2.0)
+    assert result == comm.size + 1
+
+
+@several
+def test_ranks_that_leave_say_why_where_one_rank_handles_what_all_have(comm: Intracomm) -> None:
+    def work() -> None:
+        with MultiWorker(comm=comm) as strategy:
+            try:
+                strategy.reduce("sum", np.ones(1 + comm.rank))
+            except InvalidArgumentError:
+                if comm.rank:
+                    raise
+            strategy.reduce("sum", 1.0)
+
+    with pytest.raises(InvalidArgumentError if comm.rank else PeerFailedError, match="did not pass the same") as caught:
+        work()
+    assert comm.rank or "closed the strategy, because of an exception: mpidist.errors.Invalid" in str(caught.value)
+
+
+@several
+def test_strategy_that_an_exception_ended_gives_its_memory_back(comm: Intracomm) -> None:
+    def shared_kib() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]
+        return int(line.split()[1])
+
+    def fail() -> None:
+        with MultiWorker(comm=comm) as strategy:
+            strategy.reduce("sum", np.ones(1 << 18))
+            raise Converged
+
+    used = []
+    for _ in range(6):
+        with pytest.raises(Converged):
+            fail()
+        gc.collect()
+        used.append(shared_kib())
+    assert used[-1] - used[0] < 5 * 1024, used  # it took 4 MiB and more, each time

@@ -187,6 +187,7 @@ def test_too_late(comm): pass
     return result
 
 
+@pytest.mark.long
 def test_rank_that_failed_while_others_wait_ends_with_all_stacks(deadly):
     shown = deadly.section("test_leaves_others_waiting [2 ranks]")
     assert "ValueError: bad luck" in shown
@@ -213,6 +214,7 @@ def test_death_of_a_rank_is_the_tests_failure(deadly, test, message):
     assert message in deadly.section(f"{test} [2 ranks]")
 
 
+@pytest.mark.long
 def test_the_rest_is_run_in_at_most_three_more_launches(deadly):
     assert "test_first [2 ranks] PASSED" in deadly.text
     assert "test_last_of_four_launches [2 ranks] PASSED" in deadly.text
@@ -240,6 +242,7 @@ def test_module_that_fails_on_one_rank_is_an_error(tmp_path):
     assert "1 error in" in result.closing()
 
 
+@pytest.mark.long
 def test_in_ci_a_skip_is_a_failure_but_for_a_missing_gpu(tmp_path):
     source = """
 def test_gpu(): pytest.skip("needs a GPU with NVLink")
@@ -280,6 +283,7 @@ def test_outer_session_imports_no_mpi4py_and_stops_at_maxfail(tmp_path):
     assert (tmp_path / "all.xml").read_text().count("<testcase") == 1
 
 
+@pytest.mark.long
 def test_launch_limit_fails_the_rest(tmp_path):
     write(tmp_path, "import time\ndef test_a(): time.sleep(60)\ndef test_b(): pass\n")
     result = Result(tmp_path, "--ranks", "2", "--mpi-launch-limit", "2")
@@ -288,6 +292,7 @@ def test_launch_limit_fails_the_rest(tmp_path):
     assert "2 failed in" in result.closing()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_process(tmp_path, number):
     source = """
@@ -334,11 +339,18 @@ def test_clean_environment_makes_no_rank(monkeypatch):
 
 def test_sample_runs_each_case_of_a_long_table_at_one_number_of_ranks(tmp_path):
     table = "@pytest.mark.parametrize('x', range(40))\n"
-    write(tmp_path, f"{table}def test_x(x): pass\n@pytest.mark.whole\n{table}def test_y(x): pass\ndef test_z(): pass\n")
-    text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", "-v").text
+    write(
+        tmp_path,
+        f"{table}def test_x(x): pass\n@pytest.mark.whole\n{table}def test_y(x): pass\ndef test_z(): pass\n"
+        f"@pytest.mark.no_mpi\n{table}def test_once(x): pass\n@pytest.mark.long\ndef test_long(): pass\n",
+    )
+    text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", "0", "-v").text
     cases = re.findall(r"::test_x\[(\d+)\] .*PASSED", text)
     assert sorted(map(int, cases)) == list(range(40))
-    first = re.findall(r"::test_x\[(\d+)\] \[1 rank\] PASSED", text)
-    assert len(first) == 10
-    assert text.count("::test_y[") == 160
-    assert text.count("::test_z ") == 4
+    assert len(re.findall(r"::test_x\[(\d+)\] \[1 rank\] PASSED", text)) == 10
+    assert (text.count("::test_y["), text.count("::test_z "), text.count("::test_long ")) == (160, 4, 0)
+    once = set(re.findall(r"::test_once\[(\d+)\] .*PASSED", text))
+    rest = Result(tmp_path, "--ranks", "1,2,3,4", "--rest", "0", "-v").text
+    others = set(re.findall(r"::test_once\[(\d+)\] .*PASSED", rest))
+    assert (len(once), len(others), len(once | others)) == (10, 30, 40)
+    assert (rest.count("::test_long "), rest.count(" PASSED")) == (4, 34)

@@ -131,6 +131,7 @@ def test_ranks_that_ask_for_different_arrays_are_refused(
         strategy.symmetric_empty(shape, dtype, per_node=per_node)
 
 
+@pytest.mark.long
 @both
 @pytest.mark.core
 def test_memory_is_given_back_when_its_arrays_are_gone(strategy: Strategy, per_node: bool) -> None:

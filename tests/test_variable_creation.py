@@ -170,7 +170,11 @@ def test_rules_that_mean_the_same_agree() -> None:
         ({"synchronization": "bogus"}, ValueError, "bogus"),
         ({"aggregation": "bogus"}, ValueError, "bogus"),
         ({"aggregation": "MEAN", "initial_value": 1}, ValueError, "int64 cannot have aggregation MEAN"),
-        ({"aggregation": "MEAN", "dtype": np.int8}, ValueError, "int8 cannot have aggregation MEAN"),
+        (
+            {"aggregation": "MEAN", "initial_value": 1, "dtype": np.int8},
+            ValueError,
+            "int8 cannot have aggregation MEAN",
+        ),
         ({"aggregation": "MEAN", "initial_value": 1, "synchronization": "ON_READ"}, ValueError, "MEAN"),
         ({"initial_value": None}, TypeError, "NoneType"),
         ({"initial_value": object()}, TypeError, "object"),
@@ -508,3 +512,15 @@ def test_operators_do_not_assign() -> None:
     with pytest.raises(TypeError):
         np.copyto(variable, 0)  # type: ignore[arg-type]
     assert variable.local_value().tolist() == [1, 2]
+
+
+@in_scope
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(2.7, int), (300, np.uint8), (np.nan, int), (1 + 2j, float), ([1, -1], np.uint8)], ids=str
+)
+def test_initial_value_of_another_kind_is_an_error_on_all_ranks(value: Any, dtype: Any) -> None:
+    """As the same value is when it is assigned."""
+    with raises_everywhere(WORLD, ValueError, "another kind of number|does not fit in"):
+        Variable(value, dtype=dtype)
+    kept = Variable([1, 2], dtype=np.float32)
+    assert (kept.dtype, kept.numpy().tolist()) == (np.float32, [1, 2])

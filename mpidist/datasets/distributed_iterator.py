@@ -12,7 +12,7 @@ from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, raise_reported
+from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, mark_shared, raise_reported
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 
@@ -112,6 +112,7 @@ class DistributedIterator(Iterator[Any]):
         self._began = 0  # the number of the call that was the first step: the same on all ranks in step
         self._num_steps = 0
         self._empties: tuple[Any, ...] = ()
+        self._problem: Exception | None = None  # why there is no empty batch, for ranks that run out of batches
         self._is_over = False
 
     def __next__(self) -> Any:
@@ -153,12 +154,18 @@ class DistributedIterator(Iterator[Any]):
         if not self._num_steps:
             self._began = self._extended.group.agreement.sequence
         self._num_steps += 1
-        if step.has_part and step.error is None:
-            self._empties = (nest.map_structure(empty_like, step.part),)
+        if step.has_part and step.error is None and not self._empties:
+            self._make_empty(step.part)
         if is_alike and step.error is None:
             return step.part
         empty = self._compare(step)
         return step.part if step.has_part else empty
+
+    def _make_empty(self, part: Any) -> None:
+        try:
+            self._empties = (nest.map_structure(empty_like, part),)
+        except Exception as problem:  # whatever an array of somebody else's raises, nobody may need it
+            self._problem = problem
 
     def _read(self) -> _Step:
         """Read the next batch. Local; never raises."""
@@ -183,13 +190,15 @@ class DistributedIterator(Iterator[Any]):
             InvalidArgumentError: If the ranks have unlike global batches. On every rank.
             Exception: What the lowest rank with an error ran into. On every rank.
         """
-        group, error = self._extended.group, step.error
+        group, error = self._extended.group, step.error or self._problem
         told = _Told(step.common, None if error is None else ErrorReport.of(error), self._empties)
         everyone: list[_Told] = group.agreement.all_gather_object(told)
-        raise_reported(error, [rank.error for rank in everyone], group.topology)
+        raise_reported(error, [rank.error for rank in everyone], group)
         if any(rank.common != step.common for rank in everyone):
             about = {"call": self._call, "advice": self._shared.advice}
-            raise differing([about | rank.common for rank in everyone], group.agreement.sequence)
+            problem = differing([about | rank.common for rank in everyone], group.agreement.sequence)
+            mark_shared(problem, group.agreement.ranks)
+            raise problem
         return next((empty for rank in everyone for empty in rank.empties), _END)
 
 

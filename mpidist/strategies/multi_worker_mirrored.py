@@ -11,7 +11,7 @@ from mpidist.errors import TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, mark_shared, name_ranks
 from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -98,5 +98,5 @@ def _checked_resolver(given: ClusterResolver | None, group: SyncGroup) -> Cluste
 def _refuse(group: SyncGroup, text: str) -> NoReturn:
     group.close()
     refusal = TopologyError(text)
-    vars(refusal)["raised_on_all_ranks"] = True  # printing it once will do
+    mark_shared(refusal, group.agreement.ranks)
     raise refusal

@@ -48,6 +48,7 @@ from mpidist.transport.nccl import reason_against_nccl as reason_against_nccl
 from mpidist.transport.reduction import Reduction as Reduction
 from mpidist.transport.reduction import accumulator_dtype as accumulator_dtype
 from mpidist.transport.reduction import is_half as is_half
+from mpidist.transport.shared_errors import mark_shared as mark_shared
 from mpidist.transport.shared_memory import FusedArrays as FusedArrays
 from mpidist.transport.shared_memory import FusedReducer as FusedReducer
 from mpidist.transport.shared_memory import InPlace as InPlace
@@ -112,6 +113,7 @@ __all__ = [
     "is_half",
     "load_mpi",
     "load_tuned",
+    "mark_shared",
     "name_placement",
     "name_ranks",
     "nccl_version_text",

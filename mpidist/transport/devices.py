@@ -13,7 +13,7 @@ from mpidist.transport.topology import Topology
 
 __all__ = ["Device", "choose_device", "gpu_index"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 # GPU:1  /gpu:0  /cpu:0  /device:GPU:1  /rank:3/GPU:0
 _PATTERN: Final = re.compile(r"(?:/rank:\d+)?/?(?:device:)?(cpu|gpu)(?::(\d+))?", re.IGNORECASE)

@@ -11,8 +11,11 @@ from mpidist.variables.variable import VariableSynchronization as VariableSynchr
 
 __all__ = [
     "MirroredVariable",
+    "OnEachRank",
+    "OncePerNode",
     "SyncOnReadVariable",
     "Variable",
     "VariableAggregation",
+    "VariablePlacement",
     "VariableSynchronization",
 ]

@@ -17,7 +17,7 @@ from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues, require_contributions
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
-from mpidist.variables.casting import is_python_number
+from mpidist.variables.casting import cast_for, is_python_number
 from mpidist.variables.sparse_updates import ADDITIVE, SparseUpdates, change_rows, rows_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.variables")
 
 
 @final
@@ -97,7 +97,9 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         try:
             self._synchronization = _synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
-            array = _native(initial_value() if callable(initial_value) else initial_value, dtype)
+            array = _native(
+                initial_value() if callable(initial_value) else initial_value, dtype, f"variable {self._name!r}"
+            )
             if self._aggregation is VariableAggregation.MEAN and array.dtype.kind in "iub":
                 raise ValueError(f"a variable of dtype {array.dtype.name} cannot have aggregation MEAN")
             fields = {
@@ -382,9 +384,9 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
     return VariableSynchronization.ON_WRITE if wanted is VariableSynchronization.AUTO else wanted
 
 
-def _native(value: Any, dtype: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        value = np.asarray(value)
-    array = arrays.library_of(value).to_native(value)
-    native = array.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
-    return array.astype(native)
+def _native(value: Any, dtype: Any, what: str) -> Any:
+    given = np.asarray(value) if isinstance(value, (list, tuple)) else value
+    array = arrays.library_of(given).to_native(given)
+    if dtype is not None:
+        array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
+    return array.astype(array.dtype.newbyteorder("="))

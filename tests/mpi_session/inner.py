@@ -17,7 +17,7 @@ from mpi_session.byhand import Watch, common_folder
 from mpi_session.gather import Collection, compare_collections
 from mpi_session.launch import DIRECTORY
 from mpi_session.reports import chain, links, rank_parts, rank_sections
-from mpi_session.selection import refused_skip, sample, selected
+from mpi_session.selection import plan, refused_skip
 from mpi_session.wire import Orders, Writer
 
 DEFAULT_TIME_LIMIT = 60.0
@@ -76,11 +76,9 @@ class InnerSession:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         counts = self.orders.ranks
-        chosen = {n: [item for item in items if selected(item, n, counts)] for n in {*counts, self.size}}
-        if self.config.option.sample:
-            for n, of_size in chosen.items():
-                sampled = sample(of_size, n)
-                chosen[n] = [item for item in of_size if item.nodeid in sampled]
+        option = self.config.option
+        sizes = [*counts, *([] if self.size in counts else [self.size])]
+        chosen = plan(items, sizes, option.sample, option.rest)
         self.collection.planned = {n: len(chosen[n]) for n in counts}
         kept = {item.nodeid for item in chosen[self.size]}
         left_out = [item for item in items if item.nodeid not in kept]

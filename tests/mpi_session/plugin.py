@@ -25,7 +25,8 @@ _INI = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpi", "MPI")
     group.addoption("--ranks", metavar="1,2,4", help="numbers of MPI ranks (ini: mpi_ranks)")
-    group.addoption("--sample", action="store_true", help="a part of the cases, another at each size")
+    group.addoption("--sample", type=int, metavar="K", help="some cases of tests with many, others at each size")
+    group.addoption("--rest", type=int, metavar="K", help="what --sample K runs at no number of ranks")
     group.addoption("--mpi-grace", metavar="S", help=_INI[1][1] + " (ini: mpi_grace)")
     group.addoption("--mpi-launch-limit", metavar="S", help=_INI[2][1] + " (ini: mpi_launch_limit)")
     group.addoption("--mpiexec", metavar="COMMAND", help="launcher that takes -n N, as 'srun --mpi=pmi2'")

@@ -13,7 +13,8 @@ MARKS = (
     "no_mpi: needs no MPI; runs at the first number of ranks of the run only",
     "gpu: runs on real GPUs, and is skipped where there are none",
     "core: the subset that is run with every MPI library",
-    "whole: all cases of this test run, also with --sample",
+    "whole: all cases of this test are in a sample",
+    "long: takes long, and is in no sample",
 )
 _CASES = 3  # of a test with parameters, at each number of ranks; of long tables more: each case at one number of ranks
 _MOST_STEPS = 4
@@ -27,25 +28,48 @@ def selected(item: pytest.Item, size: int, all_sizes: Sequence[int]) -> bool:
     return all(_allows(mark, size, item.nodeid) for mark in item.iter_markers("ranks"))
 
 
-def sample(items: Iterable[pytest.Item], size: int) -> set[str]:
-    """Choose some cases of each test with parameters, for one number of ranks: other cases for the next number.
+def sample(items: Iterable[pytest.Item], number: int) -> set[str]:
+    """Choose some cases of each test with parameters: others for another number.
 
     Of a test with more cases than a few, every second to fourth is chosen, in an order that looks random and is the
-    same everywhere and always. At four numbers of ranks in a row every case is run at one of them.
+    same everywhere and always. With four numbers in a row every case is in one of the samples.
 
     Returns:
-        The node ids of those chosen; all cases of a test that is marked `whole`.
+        The node ids of those chosen; all cases of a test that is marked `whole`, and none of one that is marked `long`.
     """
     cases: dict[str, list[str]] = {}
     for item in items:
-        test = item.nodeid if item.get_closest_marker("whole") else item.nodeid.partition("[")[0]
-        cases.setdefault(test, []).append(item.nodeid)
+        if item.get_closest_marker("long") is None:
+            test = item.nodeid if item.get_closest_marker("whole") else item.nodeid.partition("[")[0]
+            cases.setdefault(test, []).append(item.nodeid)
     chosen: set[str] = set()
     for nodeids in cases.values():
         step = min(_MOST_STEPS, -(-len(nodeids) // _CASES))
         mixed = sorted(nodeids, key=lambda nodeid: zlib.crc32(nodeid.encode()))
-        chosen.update(mixed[size % step :: step])
+        chosen.update(mixed[number % step :: step])
     return chosen
+
+
+def plan(
+    items: Sequence[pytest.Item], sizes: Sequence[int], sample_number: int | None, rest_number: int | None
+) -> dict[int, list[pytest.Item]]:
+    """Say which tests run at each number of ranks.
+
+    Args:
+        items: All tests.
+        sizes: The numbers of ranks of the run.
+        sample_number: Run a sample, another one at each number of ranks; `None` runs all.
+        rest_number: Run what that sample runs at no number of ranks.
+    """
+    chosen = {size: [item for item in items if selected(item, size, sizes)] for size in sizes}
+    number = rest_number if sample_number is None else sample_number
+    if number is None:
+        return chosen
+    samples = {size: sample(of_size, number + size) for size, of_size in chosen.items()}
+    if sample_number is not None:
+        return {size: [item for item in chosen[size] if item.nodeid in samples[size]] for size in sizes}
+    sampled = set[str]().union(*samples.values())
+    return {size: [item for item in chosen[size] if item.nodeid not in sampled] for size in sizes}
 
 
 def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:

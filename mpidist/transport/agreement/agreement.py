@@ -89,10 +89,12 @@ class Agreement(ABC):
         sequence: The number of the call that was joined last.
         end: Notes that the call which was joined last is over. Local.
         check_peers: Raises if another rank has given up waiting. Local; for those who wait for ranks in other ways.
+        ranks: The ranks, as they are numbered in the whole job.
     """
 
-    def __init__(self, end: Callable[[], None], check_peers: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
         self.sequence = 0
+        self.ranks = ranks
         self.end = end
         self.check_peers = check_peers
         self._fingerprints: dict[Hashable, int] = {}
@@ -197,8 +199,8 @@ class Agreement(ABC):
 class SoloAgreement(Agreement):
     """The agreement of one rank with itself."""
 
-    def __init__(self) -> None:
-        super().__init__(end=lambda: None, check_peers=lambda: None)
+    def __init__(self, ranks: frozenset[int] = frozenset()) -> None:
+        super().__init__(end=lambda: None, check_peers=lambda: None, ranks=ranks)
 
     def arrive(self, record: CallRecord) -> None:
         pass  # nobody else comes

@@ -19,9 +19,11 @@ def peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int)
     calls = sorted({everyone[rank]["call"] for rank in others})
     ways = {everyone[rank]["call"] for rank in leavers}
     how = {frozenset({CLOSE}): "closed the strategy", frozenset({END}): "ended the program"}
+    why = dict.fromkeys(everyone[rank]["exception"] for rank in leavers if "exception" in everyone[rank])
+    because = f", because of an exception: {'; '.join(why)}," if why else ""
     return PeerFailedError(
-        f"{name_ranks(leavers)} {how.get(frozenset(ways), 'closed the strategy or ended the program')} while "
-        f"{name_ranks(others)} called "
+        f"{name_ranks(leavers)} {how.get(frozenset(ways), 'closed the strategy or ended the program')}"
+        f"{because} while {name_ranks(others)} called "
         f"{' and '.join(calls)} (call {sequence}). Every rank must make the same calls; see what the program did "
         f"differently on {name_ranks(leavers)}"
     )
@@ -65,6 +67,4 @@ def differing(everyone: list[dict[str, str]], sequence: int) -> InvalidArgumentE
     advice = {fields.get("advice", "") for fields in everyone}
     if len(advice) == 1:
         lines += [f"  {text}" for text in advice if text]
-    error = InvalidArgumentError("\n".join(lines))
-    error.raised_on_all_ranks = True  # printing it once will do
-    return error
+    return InvalidArgumentError("\n".join(lines))

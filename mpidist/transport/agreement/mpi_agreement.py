@@ -14,7 +14,8 @@ from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
 from mpidist.transport.failures import BROKE_OFF, Watch
 from mpidist.transport.fingerprint import fingerprint_of
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.text import text_of
 from mpidist.transport.waiting import never_free, poll
 
@@ -44,7 +45,7 @@ class MpiAgreement(Agreement):
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
-        super().__init__(watch.recorder.end, watch.check_peers)
+        super().__init__(watch.recorder.end, watch.check_peers, ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
         self._watch = watch
@@ -64,7 +65,7 @@ class MpiAgreement(Agreement):
         self.sequence += 1
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
-        watch.begin(self.sequence, record.name, record.details, timeout)
+        watch.begin(self.sequence, record.name, record.details, timeout, record.leaves)
         if not self._has_round_for_all and not self._needs_round(record):
             record.is_compared = False
             return
@@ -121,7 +122,7 @@ class MpiAgreement(Agreement):
             self._explain(record)
         if error is not None:
             self._watch.recorder.fail()
-            vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+            mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
         return same_placement
@@ -132,8 +133,8 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
-        is_everybodys = vars(error).get("raised_on_all_ranks", False)  # so all ranks go on alike
-        if self.broken is None and error is not self._refused and not is_everybodys:
+        goes_on_alike = error is self._refused or is_shared_by(error, self.ranks)
+        if self.broken is None and not goes_on_alike:
             self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watch.broken = RuntimeError(
                 f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
@@ -196,7 +197,7 @@ class MpiAgreement(Agreement):
         fields = {"call": record.name, "timeout": "set" if record.timeout else "none"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
-        elif not record.leaves:
+        else:
             fields.update(record.describe())
         told = self.all_gather_object((record.leaves, fields))
         everyone = [fields for _, fields in told]
@@ -209,9 +210,10 @@ class MpiAgreement(Agreement):
             return
         self._watch.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):
-            vars(error)["raised_on_all_ranks"] = True  # in the words of each rank: printing one will do
+            mark_shared(error, self.ranks)  # in the words of each rank: printing one will do
             raise error
         self._refused = problem = differing(everyone, self.sequence)
+        mark_shared(problem, self.ranks)
         raise problem
 
     def _again(self, first: Exception) -> Exception:

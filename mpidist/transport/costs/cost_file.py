@@ -31,7 +31,7 @@ __all__ = [
     "tuning_path",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 _FORMAT: Final = 1
 

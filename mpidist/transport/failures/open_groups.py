@@ -15,6 +15,7 @@ from mpidist.transport.failures import job_abort as on_error
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import count_text, last_line, text_of
 
 __all__ = [
@@ -154,14 +155,16 @@ def is_thread_of_a_group() -> bool:
     return any(group.is_of_this_thread() for group in _open)
 
 
-def too_many(error: Exception) -> UnavailableError:
+def too_many(error: Exception, ranks: frozenset[int]) -> UnavailableError:
     """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
+    failed = count_text(len(_failed), "strategy", "strategies")
+    left = f", and {failed} that a failure ended give theirs back at the end of the program" if _failed else ""
     problem = UnavailableError(
         f"MPI could not make the communicators of another strategy ({last_line(error)}): "
-        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open; close those that are done with, "
-        "by `with` or strategy.close()"
+        f"{count_text(len(_open), 'strategy', 'strategies')} of this process are open{left}; close "
+        "those that are done with, by `with` or strategy.close(); make one strategy, and use it again and again"
     )
-    vars(problem)["raised_on_all_ranks"] = True
+    mark_shared(problem, ranks)
     return problem
 
 

@@ -44,6 +44,7 @@ _ENDS: Final = {
     LEFT: "left because of an exception",
     BROKE_OFF: "broke off in the middle of a call, with an error",
 }
+_NEW: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
 
 
 @final
@@ -95,9 +96,10 @@ class Watch:
         self._gone: tuple[int, ...] = ()
         self._met = math.inf
         self._answers = True
+        self._is_last = False  # whether the strategy is closed with this call
         self._resetting: dict[int, int] = {}  # the last calls of ranks that are in reset()
 
-    def begin(self, sequence: int, call: str, details: str, timeout: float | None) -> None:
+    def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
         """Note that this rank comes to a call. Local.
 
         Args:
@@ -105,8 +107,10 @@ class Watch:
             call: Its name.
             details: What the flight recorder shall say of it.
             timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
+            is_last: Whether this rank closes the group with it.
         """
         self._sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
+        self._is_last = is_last
         self._next_look, self._met = 0.0, math.inf
         self.recorder.begin(sequence, call, details)
 
@@ -136,6 +140,22 @@ class Watch:
         for _ in range(probes):
             if self._heard or self._notes.have_come():
                 self._hear(is_waiting)
+
+    def require_nobody_left(self, call: str, probes: int = 1) -> None:
+        """Raise if another rank makes no call of the group any more, so that it does not come to reset either. Local.
+
+        Raises:
+            PeerFailedError: If a rank has left because of an exception, or its program has failed.
+        """
+        for _ in range(probes):
+            self._read()
+        for tag in (ENDED, LEFT):
+            ranks = [rank for rank, note in self._heard.items() if note.tag == tag]
+            if ranks:
+                texts = "; ".join(dict.fromkeys(self._heard[rank].text for rank in ranks))
+                raise PeerFailedError(
+                    f"{call} on rank {self._rank} cannot complete: {name_ranks(ranks)} {_ENDS[tag]}: {texts}. {_NEW}"
+                )
 
     def check_peers(self) -> None:
         """Raise if there is no sense in waiting on. Local.
@@ -206,9 +226,9 @@ class Watch:
         self._gone = gone
         for rank, last in self._resetting.items():
             if last < self._sequence:
-                self.tell(GAVE_UP, "", is_lost=True)
-                reason = f"cannot complete: rank {rank} called reset() instead, after call {last}"
-                self._fail(PeerFailedError, reason, Lateness({}, (), self._hostnames), None)
+                reason = f"rank {rank} called reset() instead, after call {last}"
+                self.tell(GAVE_UP, reason, is_lost=True)
+                self._fail(PeerFailedError, f"cannot complete: {reason}", Lateness({}, (), self._hostnames), None)
         if is_gone or (self._timeout and waited >= self._timeout):
             self.require_no_notes(PROBES, is_waiting=True)  # before this rank says what another has said
             self._give_up()
@@ -245,7 +265,7 @@ class Watch:
                 texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
                 self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False, may_go_on=tag == LEFT)
         ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
-        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call"
+        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call{self._why_given_up()}"
         self._follow(reason, min(ranks), is_waiting)
 
     def _read(self) -> None:
@@ -260,14 +280,20 @@ class Watch:
             else:
                 self._stalled[rank] = note
 
+    def _why_given_up(self) -> str:
+        """Say what the others know of the rank that they waited for, if it is more than that it did not come."""
+        texts = dict.fromkeys(note.text for note in self._heard.values() if note.tag in (GAVE_UP, FOLLOWS))
+        return "".join(f": {text}" for text in texts if text)
+
     def _follow(self, reason: str, first: int, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
         """Fail because others have. `may_go_on`: whether the first of them may catch its exception."""
-        self.tell(FOLLOWS, "")
+        is_lost = any(note.is_lost for note in self._heard.values())
+        # What this rank heard, ranks of other nodes may hear from it alone.
+        self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
         late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
         if late.ranks:
             reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
-        is_lost = bool(late.gone) or any(note.is_lost for note in self._heard.values())
-        kind = PeerFailedError if is_lost else DeadlineExceededError
+        kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
         self._fail(kind, f"cannot complete: {reason}", late, first, may_go_on)
 
     def _give_up(self) -> NoReturn:
@@ -288,7 +314,8 @@ class Watch:
     ) -> NoReturn:
         self.recorder.fail()
         summary = f"{self._name} on rank {self._rank} {reason}"
-        head = f"{summary}. {self._remedy}"
+        is_for_good = self._is_last or any(note.tag == LEFT for note in self._heard.values())
+        head = f"{summary}. {_NEW if is_for_good else self._remedy}"
         self.broken, lines = kind(head), late.lines()
         kept = self._on_failure(head)
         if kept:

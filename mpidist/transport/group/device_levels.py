@@ -28,6 +28,7 @@ from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, Making, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
@@ -127,7 +128,7 @@ class DeviceLevels:
             try:
                 self._levels[everywhere] = self._make(everywhere)
             except (UnavailableError, TopologyError) as error:
-                vars(error)["raised_on_all_ranks"] = True  # every rank knows what all have told
+                mark_shared(error, self._agreement.ranks)  # every rank knows what all have told
                 raise
         return self._levels[everywhere]
 

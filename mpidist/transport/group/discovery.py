@@ -21,11 +21,10 @@ from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mp
 from mpidist.transport.settings import Settings
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import poll_or_keep
+from mpidist.transport.waiting import poll_or_keep, set_crowded
 
 __all__ = [
     "agreed_cost_model",
-    "agreed_settings",
     "agreed_token",
     "communicators",
     "discover",
@@ -111,7 +110,7 @@ def agreed_token(comm: Intracomm) -> str:
     return token
 
 
-def agreed_settings(comm: Intracomm) -> Settings:
+def _agreed_settings(comm: Intracomm) -> Settings:
     """Read the environment, and see that all ranks read the same. Collective."""
     try:
         settings, error = Settings.from_environment(os.environ), None
@@ -141,7 +140,29 @@ def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
     return agreed
 
 
-def discover(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
+def discover(comm: Intracomm, world: Intracomm) -> tuple[Settings, Topology]:
+    """Read the settings, which all ranks must have alike, and find out where the ranks are. Collective.
+
+    Args:
+        comm: The ranks. It is freed if there is an error.
+        world: All ranks of the job.
+
+    Raises:
+        ValueError: If a variable cannot be understood on some rank. On every rank.
+        TopologyError: If ranks have other settings or versions, or no place. On every rank.
+    """
+    try:
+        settings = _agreed_settings(comm)
+        topology = _topology(comm, settings.pretend_nodes, world)
+    except (ValueError, TopologyError):
+        comm.Free()
+        raise
+    settings.apply_log_level()
+    set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
+    return settings, topology
+
+
+def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
     """Find out which ranks share memory. Collective."""
     mpi = load_mpi()
     rank, hostname = comm.Get_rank(), socket.gethostname()

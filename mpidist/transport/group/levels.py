@@ -23,7 +23,7 @@ from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 # Without shared memory. On one node packing costs two passes through memory, so packs stay in a core's cache and large
 # arrays out of them. Between nodes every message costs a latency per step, so packs are large. Index: whether there
@@ -201,9 +201,7 @@ class Levels:
         """Say that there is no shared memory; refuse to go on where it is insisted on."""
         if transport == "shared_memory":
             self.free()
-            problem = UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
-            vars(problem)["raised_on_all_ranks"] = True
-            raise problem
+            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
         if self.world.rank == 0:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 

@@ -64,14 +64,29 @@ class Membership:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
-    def meet_to_reset(self, flags: tuple[int, int], timeout: float | None) -> list[tuple[int, int]]:
+    def meet_to_reset(
+        self, flags: tuple[int, int], timeout: float | None, calls: Watch | None
+    ) -> list[tuple[int, int]]:
         """Wait until all ranks come to reset, and show them two numbers of each. Collective.
+
+        Args:
+            flags: The numbers of this rank.
+            timeout: How long to wait, in seconds; `None` or 0 for ever.
+            calls: The watch over the calls until now, which hears of ranks that have left.
 
         Raises:
             DeadlineExceededError: If not all come in time.
-            PeerFailedError: If a rank is gone.
+            PeerFailedError: If a rank is gone, or has left because of an exception.
         """
         watch = self._resets
+
+        def check_peers() -> None:
+            if calls is not None:
+                calls.require_nobody_left("reset()")
+            watch.check_peers()
+
+        if calls is not None:
+            calls.require_nobody_left("reset()", PROBES)
         if watch.broken is not None:
             raise type(watch.broken)(f"an earlier reset() failed: {watch.broken}")
         watch.begin(RESET, "reset()", "", timeout)
@@ -79,7 +94,7 @@ class Membership:
         mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
             request = self.comm.Iallgather(mine, all_of_them)
-            poll_or_keep(request.Test, watch.check_peers, (request, mine, all_of_them))
+            poll_or_keep(request.Test, check_peers, (request, mine, all_of_them))
         self._board.recorder.end()
         return [(first, second) for first, second in all_of_them.tolist()]
 

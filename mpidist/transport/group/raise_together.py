@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, final
 from mpidist.errors import PeerFailedError
 from mpidist.transport.agreement import Call
 from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import name_ranks, text_of
-from mpidist.transport.topology import Topology
 
 __all__ = ["ErrorReport", "raise_reported", "raise_together"]
 
@@ -61,16 +61,16 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
     with group.call(Call("raise_together", fingerprint, describe, timeout_seconds=timeout_seconds, details=what)):
         if group.agreement.all_reduce_or(own is not None):
             reports = group.agreement.all_gather_object(own)
-    raise_reported(error, reports, group.topology)
+    raise_reported(error, reports, group)
 
 
-def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], topology: Topology) -> None:
+def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], group: SyncGroup) -> None:
     """Raise the exception of the lowest rank that has one, alike on all ranks. Local.
 
     Args:
         own: This rank's own exception.
         reports: Those of all ranks, in rank order; `None` of a rank without one.
-        topology: The ranks.
+        group: The ranks.
 
     Raises:
         Exception: Of the same type and text as that rank's, with its traceback as the cause; a `PeerFailedError` with
@@ -80,13 +80,13 @@ def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None],
     if not failed:
         return
     rank, first = failed[0]
-    if own is not None and rank == topology.rank:
+    if own is not None and rank == group.topology.rank:
         error = own
     else:
         others = f"; also {name_ranks(rank for rank, _ in failed[1:])} failed" if len(failed) > 1 else ""
         error = _unpickled(first.error) or PeerFailedError(f"rank {rank}: {first.text}")
-        error.__cause__ = PeerFailedError(f"on rank {rank} ({topology.hostnames[rank]}){others}:\n{first.trace}")
-    vars(error)["raised_on_all_ranks"] = True  # printing it once will do
+        error.__cause__ = PeerFailedError(f"on rank {rank} ({group.topology.hostnames[rank]}){others}:\n{first.trace}")
+    mark_shared(error, group.agreement.ranks)
     raise error
 
 

@@ -25,7 +25,6 @@ from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_norma
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
-    agreed_settings,
     agreed_token,
     communicators,
     discover,
@@ -36,12 +35,12 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls
 from mpidist.transport.group.thread_guard import ThreadGuard
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.shared_memory import SharedArrays
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import set_crowded
 
 __all__ = ["SyncGroup"]
 
@@ -71,16 +70,13 @@ class SyncGroup(OpenGroup):
         max_chunk_bytes: int,
         cost_model: CostModel | None = None,
     ) -> None:
-        self.topology = topology
+        self.topology, self.settings = topology, settings
         self.cost_model = CostModel() if cost_model is None else cost_model
-        self.settings = settings
-        self._membership = membership
+        self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._max_chunk_bytes = max_chunk_bytes
-        self._is_closed = False
-        self._built_under = sys.exc_info()[1]  # handled by the program, which builds a strategy meanwhile
+        self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_of_parent = False  # whether this process is a fork of the one that made it
+        self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
         self._watch: Watch | None = None  # over the calls of several ranks
         self.calls: PendingCalls
@@ -115,23 +111,19 @@ class SyncGroup(OpenGroup):
         settings = own_settings()
         open_groups.prepare_end(world, settings.abort_on_error)
         meet(comm, settings)
+        ranks = ranks_in_world(comm)
         try:
             return cls._of_all(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
-            raise open_groups.too_many(error) from error
+            raise open_groups.too_many(error, ranks) from error
+        except (ValueError, TopologyError, UnavailableError) as error:
+            mark_shared(error, ranks)
+            raise
 
     @classmethod
     def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
         """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
-        try:
-            settings = agreed_settings(comm)
-            topology = discover(comm, settings.pretend_nodes, world)
-        except (ValueError, TopologyError) as error:
-            vars(error)["raised_on_all_ranks"] = True
-            comm.Free()
-            raise
-        settings.apply_log_level()
-        set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
+        settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, world, token, settings.stall_seconds)
         try:
@@ -193,6 +185,7 @@ class SyncGroup(OpenGroup):
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.require_this_thread(call)
+        self._handled = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:
         """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
@@ -256,7 +249,8 @@ class SyncGroup(OpenGroup):
             if self._watch is not None:
                 self._watch.tell_reset()
             has_failed = self.agreement.broken is not None
-            flags = self._membership.meet_to_reset((has_failed, self.agreement.sequence), self.settings.timeout_seconds)
+            counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
+            flags = self._membership.meet_to_reset(counts, timeout, self._watch)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -291,7 +285,8 @@ class SyncGroup(OpenGroup):
             self._is_closed = True
             open_groups.forget(self, has_failed=False)
             raise
-        self._close(Call(CLOSE, timeout_seconds=timeout_seconds, leaves=True))
+        why = {} if error is None or ends_normally(error) else {"exception": text_of(error)}
+        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, leaves=True))
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
@@ -300,9 +295,9 @@ class SyncGroup(OpenGroup):
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
-        if error is self._built_under or ends_normally(error):
+        if error is self._handled or ends_normally(error):
             return False
-        return not (self.agreement.has_raised(error) or vars(error).get("raised_on_all_ranks", False))
+        return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
     def _leave(self, watch: Watch, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
@@ -322,9 +317,10 @@ class SyncGroup(OpenGroup):
                 self.agreement.join(leaving)
                 self.agreement.end()
         finally:
-            if self.agreement.broken is not None:
+            has_failed = self.agreement.broken is not None
+            if has_failed:
                 self._give_up()
-        if self.agreement.broken is not None:
+        if has_failed:
             return
         open_groups.forget(self, has_failed=False)
         self.shared.free()
@@ -337,6 +333,8 @@ class SyncGroup(OpenGroup):
         open_groups.forget(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
+        self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
+        self.shared = SharedArrays(self.levels.within_node)
 
     def part(self) -> str | None:
         """See `OpenGroup.part`."""
@@ -377,9 +375,7 @@ class SyncGroup(OpenGroup):
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self.levels, self.agreement = Levels.solo(), SoloAgreement()
-            self.devices = self._device_levels()
-            self.calls = PendingCalls(self.agreement)
+            self._work_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -394,6 +390,10 @@ class SyncGroup(OpenGroup):
         allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
         self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
         open_groups.add(self)
+
+    def _work_alone(self) -> None:
+        self.levels, self.agreement = Levels.solo(), SoloAgreement()
+        self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:
         agreement, settings = self.agreement, self.settings

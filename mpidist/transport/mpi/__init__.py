@@ -9,6 +9,7 @@ from mpidist.transport.mpi.launch import check_launch as check_launch
 from mpidist.transport.mpi.library import Intracomm as Intracomm
 from mpidist.transport.mpi.library import command_line as command_line
 from mpidist.transport.mpi.library import load_mpi as load_mpi
+from mpidist.transport.mpi.library import ranks_in_world as ranks_in_world
 from mpidist.transport.mpi.ring import ring_all_reduce as ring_all_reduce
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "is_forked_from_rank",
     "load_mpi",
     "mark_rank",
+    "ranks_in_world",
     "require_no_child",
     "ring_all_reduce",
 ]

@@ -76,7 +76,7 @@ def require_no_child(environ: Mapping[str, str]) -> None:
         "to work by itself can do without MPI: mpidist.OneDeviceStrategy(). Another program of several ranks needs a "
         "launcher of its own"
     )
-    _end_endless_pool(text)
+    _end_endless_pool(text, int(pid) if pid else os.getppid())
     raise TopologyError(text)
 
 
@@ -90,16 +90,17 @@ def _imports_script(worker: Any) -> bool:
     return getattr(worker, "_inheriting", False)  # as multiprocessing itself looks for a missing guard
 
 
-def _end_endless_pool(text: str) -> None:
+def _end_endless_pool(text: str, rank_pid: int) -> None:
     """End a rank whose pool would start one worker after the other, none of which can live, and say why.
 
-    A `multiprocessing.Pool` replaces workers that die while they import the script, for ever.
+    A `multiprocessing.Pool` replaces workers that die while they import the script, for ever. The rank need not be the
+    parent of its workers: a fork server may be.
     """
     process = sys.modules.get("multiprocessing.process")
     worker = None if process is None else process.current_process()
     if worker is not None and _imports_script(worker) and "PoolWorker" in worker.name:
         os.write(2, f"{text}. The rank is ended, as its pool would start such workers for ever\n".encode())
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(rank_pid, signal.SIGTERM)
 
 
 def _is_below(pid: int) -> bool:

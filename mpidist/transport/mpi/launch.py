@@ -18,7 +18,7 @@ from mpidist.errors import TopologyError
 
 __all__ = ["check_before_init", "check_launch"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mpidist.transport")
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0

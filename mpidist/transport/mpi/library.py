@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:  # known to type checkers alone: the classes exist once MPI was started
     Intracomm = Request = object
 
-__all__ = ["Intracomm", "Request", "command_line", "load_mpi"]
+__all__ = ["Intracomm", "Request", "command_line", "load_mpi", "ranks_in_world"]
 
 
 @functools.cache
@@ -45,6 +45,15 @@ def load_mpi() -> ModuleType:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     return MPI
+
+
+def ranks_in_world(comm: Intracomm) -> frozenset[int]:
+    """Return the ranks of a communicator, as they are numbered in the whole job. Local."""
+    own, world = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
+    ranks = frozenset(own.Translate_ranks(list(range(own.size)), world))
+    own.Free()
+    world.Free()
+    return ranks
 
 
 def command_line() -> list[str]:

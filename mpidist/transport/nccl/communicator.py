@@ -40,8 +40,8 @@ class NcclCommunicator(Communicator):
 
     Work goes to NCCL's own stream, after what the caller's current stream holds, which then waits for it. Within
     `DeviceQueue.launch` a call returns at once. Else it returns when its work is done: the host polls an event, and
-    meanwhile looks at NCCL's errors and at what `watch` gave it. After an error all NCCL communicators of the process
-    are aborted.
+    meanwhile looks at NCCL's errors and calls the hook of `set_wait_hook`. After an error all NCCL communicators of the
+    process are aborted.
 
     Args:
         handle: NCCL's communicator of the ranks. This object owns it and ends it.

@@ -270,7 +270,7 @@ class DeviceQueue:
             meanwhile: Done now and then.
 
         Raises:
-            Exception: What `watch` was given raises, and if NCCL failed. Then all its communicators are aborted.
+            Exception: What the hook raises, and if NCCL failed. Then all its communicators are aborted.
         """
         if launched.is_done:
             return
