@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,10 @@ from nccl_standin import StandIn
 
 from mpidist.__main__ import main
 from mpidist.cli import doctor
+from mpidist.cli.cuda_aware_mpi import Answer
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.device_over_mpi import cuda_aware_probe
-from mpidist.transport.device_over_mpi.cuda_aware_probe import Answer, ProbeKey
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -98,19 +96,31 @@ def test_it_tells_ranks_apart_and_nodes(
     assert "one rank on each node, which sends to nobody there" in each_alone
 
 
-def test_it_knows_what_a_probe_found(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("works", [True, False])
+def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", comm.bcast(str(tmp_path)))
-    monkeypatch.setattr(cuda_aware_probe, "_known", {})
-    monkeypatch.setattr(cuda_aware_probe, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
+    tries: list[int] = []
+
+    def command(device: int) -> list[str]:
+        tries.append(device)
+        return [sys.executable, "-c", "print('right')" if works else "import os; os.abort()"]
+
+    monkeypatch.setattr(doctor, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
+    monkeypatch.setattr(doctor, "child_command", command)
     world = StandIn(comm)
     with cuda.provided_by(world.cuda):
-        assert "perhaps: MPIX_Query_cuda_support says yes; a probe decides" in said(capfd, comm)
-        cuda_aware_probe.save(ProbeKey.here(world.cuda, socket.gethostname()), Answer(False, "it crashed"))
-        comm.Barrier()
-        assert "MPI on GPU memory:  no: it crashed (kept in " in said(capfd, comm)
+        text = said(capfd, comm)
+        assert len(tries) == (comm.rank == 0), "once on a node"
     world.close()
+    if works:
+        assert (
+            "MPI on GPU memory:  yes: a child process sent device memory and got the right numbers; MPIDIST_D" in text
+        )
+    else:
+        assert (
+            "MPI on GPU memory:  no: a child process was ended by SIGABRT; device memory goes through the host" in text
+        )
 
 
 @pytest.mark.no_mpi

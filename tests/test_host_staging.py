@@ -17,6 +17,7 @@ from everywhere import raises_everywhere
 from gpus import down, gpus, standin, up
 from nccl_standin import StandIn
 
+from mpidist.cli.cuda_aware_mpi import hint
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
@@ -24,7 +25,6 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.device_over_mpi.buffers import cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
-from mpidist.transport.device_over_mpi.cuda_aware_probe import hint
 from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging
