@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
-from mpidist.transport.failures.status_board import NodeBoard
-from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.failures.status_board import StatusBoard
+from mpidist.transport.failures.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -17,5 +17,5 @@ __all__ = ["make_agreement"]
 def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> MpiAgreement:
     """Make an agreement of a communicator's ranks, which are on one node. Collective; free it."""
     own = comm.Dup()
-    board = NodeBoard(comm if comm.size > 1 else None, range(comm.size))
-    return MpiAgreement(own, Watch(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)
+    board = StatusBoard(comm if comm.size > 1 else None, range(comm.size))
+    return MpiAgreement(own, Watchdog(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)

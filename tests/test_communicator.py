@@ -179,7 +179,7 @@ def test_exchange_passes_arrays_of_any_length_round(communicator: Communicator) 
         for times in (0, 1, 9):
             outgoing = contribution("sum", rank, times * (rank + 1), dtype)
             incoming = np.zeros(times * (source + 1), dtype)
-            communicator.exchange(outgoing, to, incoming, source)
+            communicator.send_receive(outgoing, to, incoming, source)
             assert (incoming == contribution("sum", source, incoming.size, dtype)).all(), (dtype, times)
             assert (outgoing == contribution("sum", rank, outgoing.size, dtype)).all()
 
@@ -190,9 +190,9 @@ def test_exchange_sends_one_way(communicator: Communicator) -> None:
     buffer = mine(communicator, "sum", 20, np.dtype(np.float32))
     last = communicator.size - 1
     if communicator.rank == 0 and last:
-        communicator.exchange(buffer, last, buffer[:0], last)
+        communicator.send_receive(buffer, last, buffer[:0], last)
     elif communicator.rank == last and last:
-        communicator.exchange(buffer[:0], 0, buffer, 0)
+        communicator.send_receive(buffer[:0], 0, buffer, 0)
         assert (buffer == contribution("sum", 0, 20, buffer.dtype)).all()
 
 
@@ -209,7 +209,7 @@ def test_neighbours_of_a_slice_are_untouched(communicator: Communicator) -> None
                 communicator.reduce_scatter(buffer, reduction)
             communicator.all_gather(buffer)
             communicator.broadcast(buffer, size - 1)
-            communicator.exchange(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
+            communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
             assert (around[:5] == 99).all(), (dtype, count)
             assert (around[-5:] == 99).all(), (dtype, count)
 
@@ -309,7 +309,7 @@ def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, coun
         communicator.all_gather(buffer)
         communicator.broadcast(buffer, 0)
         communicator.gather(buffer, 0)
-        communicator.exchange(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
+        communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
         expected = {
             "all_reduce": 2 * total * (size - 1) // size,
             "reduce": total,

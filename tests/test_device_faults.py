@@ -41,7 +41,7 @@ if is_faulty:
 handles = [start(), start()]
 attempt("error", handles[0].wait)
 attempt("after", handles[1].wait)
-nccl_handles.settle()
+nccl_handles.wait_for_endings()
 note("log", text=repr((world.log, world.problems, nccl_handles.num_open())))
 os._exit({code})
 """

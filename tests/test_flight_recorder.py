@@ -15,7 +15,7 @@ from test_errors_end_the_job import Job, job
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
-from mpidist.transport.failures.status_board import NodeBoard
+from mpidist.transport.failures.status_board import StatusBoard
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -68,7 +68,7 @@ def test_the_newest_calls_are_kept_and_the_texts_of_the_newest() -> None:
 
 @pytest.mark.ranks(min=2)
 def test_neighbours_read_it(comm: Intracomm) -> None:
-    board = NodeBoard(comm, range(comm.size))
+    board = StatusBoard(comm, range(comm.size))
     board.recorder.begin(comm.rank + 1, "reduce")
     comm.Barrier()
     for rank, status in board.statuses().items():

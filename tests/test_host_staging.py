@@ -132,7 +132,7 @@ def test_exchange_passes_arrays_of_any_length_round(rig: Rig) -> None:
         for times in (0, 1, 50):
             outgoing = up(contribution("sum", rank, times * (rank + 1), dtype))
             incoming = up(np.zeros(times * (source + 1), dtype))
-            its.exchange(outgoing, to, incoming, source)
+            its.send_receive(outgoing, to, incoming, source)
             assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
 
 
@@ -199,7 +199,7 @@ def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm
     its.all_gather(buffer)
     its.broadcast(buffer, 0)
     its.gather(buffer, 0)
-    its.exchange(buffer, (comm.rank + 1) % size, up(np.ones(count, np.float32)), (comm.rank - 1) % size)
+    its.send_receive(buffer, (comm.rank + 1) % size, up(np.ones(count, np.float32)), (comm.rank - 1) % size)
     share = nbytes * (size - 1) // size
     assert its.traffic is rig.mpi.traffic
     assert dict(its.traffic.calls) == dict.fromkeys(its.traffic.nbytes, 1)

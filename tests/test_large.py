@@ -62,8 +62,8 @@ def test_every_other_call(strategy: Strategy, memory: Any) -> None:
     assert memory[:half].min() == memory[:half].max() == 5
     assert memory[half:].min() == memory[half:].max() == 6
     if rank == 0:
-        world.exchange(memory, 1, memory[:0], 1)
+        world.send_receive(memory, 1, memory[:0], 1)
     else:
         memory[...] = 0
-        world.exchange(memory[:0], 0, memory, 0)
+        world.send_receive(memory[:0], 0, memory, 0)
         assert (memory[0], memory[half - 1], memory[half], memory[-1]) == (5, 5, 6, 6)

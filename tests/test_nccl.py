@@ -35,7 +35,7 @@ from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle, Making
+from mpidist.transport.nccl.handles import Handle, NcclInit
 from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_exchange_passes_arrays_of_any_length_round(communicator: NcclCommunicat
         for times in (0, 1, 9):
             outgoing = up(contribution("sum", rank, times * (rank + 1), dtype))
             incoming = up(np.zeros(times * (source + 1), dtype))
-            communicator.exchange(outgoing, to, incoming, source)
+            communicator.send_receive(outgoing, to, incoming, source)
             assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
 
 
@@ -202,7 +202,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
                 its.all_reduce(up(np.ones(5)), Reduction())
     else:
         nccl_handles.abort_all("the others gave up")
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
     first.free()  # what is gone need not be destroyed
     second.free()
     assert standin.log == [("abort", 2)]
@@ -218,7 +218,7 @@ def test_an_abort_that_hangs_holds_nobody_up(
     start = time.monotonic()
     nccl_handles.abort_all("of a test")
     assert time.monotonic() - start < 0.45
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
     assert 0.4 < time.monotonic() - start < 1.5
     assert "did not end within" in caplog.text
     its.free()
@@ -234,7 +234,7 @@ def test_errors_of_nccl_become_ours(standin: StandIn, comm: Intracomm, status: i
         with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
             its.all_reduce(up(np.ones(5)), Reduction())
     nccl_handles.abort_all("of a test")
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
     assert standin.log == [("abort", 1)]
 
 
@@ -251,7 +251,7 @@ def test_statuses_that_cupy_has_no_word_for(standin: StandIn, comm: Intracomm) -
         standin.nccl.groupEnd = kept
         standin.local.depth = 0
         comm.Barrier()
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
 
 
 # All together.
@@ -481,7 +481,7 @@ def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
             its.all_reduce(up(np.ones(5)), Reduction())
     else:
         nccl_handles.abort_all("of a test")
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
     assert standin.log == [("abort", 1)]
 
 
@@ -489,18 +489,18 @@ def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
 def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(standin: StandIn, comm: Intracomm) -> None:
     unique_id = comm.bcast(standin.nccl.get_unique_id() if comm.rank == 0 else None)
     if comm.rank == 0:
-        making = Making(standin.cuda, comm.size, unique_id, 0, 0)
+        making = NcclInit(standin.cuda, comm.size, unique_id, 0, 0)
         time.sleep(0.1)
         assert making.outcome() == (False, "")
-        making.give_up()
+        making.cancel()
     comm.Barrier()
     if comm.rank:
-        making = Making(standin.cuda, comm.size, unique_id, comm.rank, 0)
+        making = NcclInit(standin.cuda, comm.size, unique_id, comm.rank, 0)
         while not making.outcome()[0]:
             time.sleep(0.01)
-        making.give_up()
+        making.cancel()
     until = time.monotonic() + 5
     while not standin.log and time.monotonic() < until:
         time.sleep(0.01)
-    nccl_handles.settle()
+    nccl_handles.wait_for_endings()
     assert standin.log == [("abort", 1)]

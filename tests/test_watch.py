@@ -18,8 +18,8 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.failures.failure_notes import GAVE_UP
-from mpidist.transport.failures.status_board import NodeBoard
-from mpidist.transport.failures.watchdog import Watch
+from mpidist.transport.failures.status_board import StatusBoard
+from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.text import name_ranks
@@ -205,7 +205,7 @@ def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeyp
 def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
     """A rank may be at the end of a call still, when the others wait in the next one in vain."""
     own = comm.Dup()
-    watch = Watch(own, NodeBoard(comm, range(comm.size)), ("here",) * comm.size)
+    watch = Watchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
     if comm.rank:
         watch.begin(2, "reduce", "", 0.1)
         watch.tell(GAVE_UP, "")

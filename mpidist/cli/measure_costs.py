@@ -172,7 +172,7 @@ def _messages(ring: Communicator, nbytes: int) -> Step:
         return _rest
     outgoing, incoming = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
     after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-    return lambda: ring.exchange(outgoing, after, incoming, before)
+    return lambda: ring.send_receive(outgoing, after, incoming, before)
 
 
 def _rest() -> None:

@@ -94,9 +94,9 @@ def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -
         if rank == root:
             continue
         if world.rank == root:
-            world.exchange(buffer, rank, nothing, rank)
+            world.send_receive(buffer, rank, nothing, rank)
         elif world.rank == rank:
-            world.exchange(nothing, root, buffer, root)
+            world.send_receive(nothing, root, buffer, root)
 
 
 def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], nest.Structure, Kept]:

@@ -117,10 +117,11 @@ class PackedExecution(Execution):
             yield 0
         layout: _Layout = call.state
         if not self._can_be_launched():
-            group.devices.settle(call.name)  # device memory that MPI takes is not in flight together with NCCL
+            # Device memory that MPI takes is not in flight together with NCCL.
+            group.devices.wait_for_launches(call.name)
             group.devices.events.follow(layout.after)
             results = self.finish(call, has_same_placement)
-            group.devices.settle(call.name)  # so that the results can be used in any stream
+            group.devices.wait_for_launches(call.name)  # so that the results can be used in any stream
             return results
         queue = self._levels_of(True).queue
         assert queue is not None

@@ -66,6 +66,6 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 def _move(levels: Levels, buffer: Any, source: int, to: int) -> None:
     if levels.world.rank == source:
-        levels.world.exchange(buffer, to, buffer[:0], to)
+        levels.world.send_receive(buffer, to, buffer[:0], to)
     elif levels.world.rank == to:
-        levels.world.exchange(buffer[:0], source, buffer, source)
+        levels.world.send_receive(buffer[:0], source, buffer, source)

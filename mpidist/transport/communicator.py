@@ -166,7 +166,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         """Send one flat array and receive another, at once. The larger of the two, in bytes.
 
         Not collective: every send needs its receive. An empty array sends or receives nothing.
@@ -219,7 +219,7 @@ class SoloCommunicator(Communicator):
     def gather(self, buffer: Array, root: int) -> Array | None:
         return buffer.reshape(1, -1).copy()
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         incoming[...] = outgoing
 
     def free(self) -> None:

@@ -12,7 +12,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
-from mpidist.transport.failures import BROKE_OFF, Watch
+from mpidist.transport.failures import BROKE_OFF, Watchdog
 from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
@@ -39,7 +39,7 @@ class MpiAgreement(Agreement):
     def __init__(
         self,
         comm: Intracomm,
-        watch: Watch,
+        watch: Watchdog,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
@@ -171,7 +171,7 @@ class MpiAgreement(Agreement):
         return self._watch.broken
 
     def free(self) -> None:
-        notes = self._watch.settle()
+        notes = self._watch.stop_answering()
         if self.all_reduce_or(any(notes.sent)):  # long waits that ended well
             notes.take(self.all_gather_object(notes.sent), self._watch.check_peers)
         self._comm.Free()

@@ -13,11 +13,11 @@ from mpidist.transport.device_over_mpi.staging import Copy, Staging, aligned
 from mpidist.transport.mpi import load_mpi
 
 __all__ = [
-    "DirectPassage",
-    "Passage",
+    "DirectBuffers",
+    "Buffers",
     "Piece",
     "Pieces",
-    "SlotPassage",
+    "SlotBuffers",
     "cut_evenly",
     "cut_shards",
     "room_of",
@@ -55,7 +55,7 @@ class Pieces:
         return joined
 
 
-class Passage(ABC):
+class Buffers(ABC):
     """What a chunk's pieces go through, for one call.
 
     Args:
@@ -75,7 +75,7 @@ class Passage(ABC):
 
 
 @final
-class SlotPassage(Passage):
+class SlotBuffers(Buffers):
     """By slots of pinned memory."""
 
     def reserve(self, count: int, nbytes: int) -> None:
@@ -98,7 +98,7 @@ class SlotPassage(Passage):
 
 
 @final
-class DirectPassage(Passage):
+class DirectBuffers(Buffers):
     """By their addresses in device memory, which MPI must be able to read."""
 
     def reserve(self, count: int, nbytes: int) -> None:

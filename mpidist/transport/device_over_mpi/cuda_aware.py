@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.device_over_mpi.buffers import DirectPassage
+from mpidist.transport.device_over_mpi.buffers import DirectBuffers
 from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.mpi import MpiCommunicator, load_mpi
@@ -49,4 +49,4 @@ class DeviceMpiCommunicator(MessagedCommunicator):
     """
 
     def __init__(self, mpi: MpiCommunicator, staging: Staging) -> None:
-        super().__init__(f"{mpi.name} from device memory", mpi, staging, DirectPassage(staging), mpi.traffic)
+        super().__init__(f"{mpi.name} from device memory", mpi, staging, DirectBuffers(staging), mpi.traffic)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.device_over_mpi.buffers import Piece, Pieces, SlotPassage, cut_evenly, cut_shards, room_of
+from mpidist.transport.device_over_mpi.buffers import Piece, Pieces, SlotBuffers, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
 from mpidist.transport.mpi import MpiCommunicator
@@ -38,8 +38,8 @@ class HostStagedCommunicator(MessagedCommunicator):
 
     def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:
         mpi = host if isinstance(host, MpiCommunicator) else host.mpi
-        self._passage = SlotPassage(staging)
-        super().__init__(f"{host.name} through the host", mpi, staging, self._passage, host.traffic)
+        self._buffers = SlotBuffers(staging)
+        super().__init__(f"{host.name} through the host", mpi, staging, self._buffers, host.traffic)
         self._host = host
         self._staging = staging
         self._adds_by_messages = isinstance(host, MpiCommunicator)
@@ -67,13 +67,13 @@ class HostStagedCommunicator(MessagedCommunicator):
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         shard: Array = buffer[start:stop] if into is None else into
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
-        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+        self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            whole = self._buffers.open(slot, 0, buffer, chunks[chunk])
             first, last = chunks[chunk][self.rank]
             own = sum(to - at for at, to in chunks[chunk][: self.rank]) * buffer.itemsize
-            up = self._passage.open(slot, own, shard, [(first - start, last - start)])
+            up = self._buffers.open(slot, own, shard, [(first - start, last - start)])
             move = self._on(whole, buffer, chunks[chunk], lambda its, at: self._host.reduce_scatter(its, reduction, at))
             return [Phase(move, whole.all_copies(), up.all_copies())]
 
@@ -86,10 +86,10 @@ class HostStagedCommunicator(MessagedCommunicator):
             return
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
-        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+        self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            whole = self._buffers.open(slot, 0, buffer, chunks[chunk])
             move = self._on(whole, buffer, chunks[chunk], self._host.all_gather)
             down = [copy for copy in whole.copies[self.rank] if copy[2]]
             return [Phase(move, down, whole.all_copies(without=self.rank))]
@@ -114,10 +114,10 @@ class HostStagedCommunicator(MessagedCommunicator):
     def _through(self, what: str, buffer: Array, work: Work, down: bool = True, up: bool = True) -> None:
         """Let the host communicator work on every chunk, with copies of all of it down before and up after."""
         chunks = cut_evenly(buffer.size, 1, self._staging.sizes.num_chunks(buffer.nbytes))
-        self._passage.reserve(len(chunks), room_of(chunks, buffer.itemsize))
+        self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            whole = self._passage.open(slot, 0, buffer, chunks[chunk])
+            whole = self._buffers.open(slot, 0, buffer, chunks[chunk])
             copies = whole.all_copies()
             move = self._on(whole, buffer, chunks[chunk], work)
             return [Phase(move, copies if down else (), copies if up else ())]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.transport import arrays
 from mpidist.transport.communicator import Array, Communicator, Traffic, shard_bounds
-from mpidist.transport.device_over_mpi.buffers import Passage
+from mpidist.transport.device_over_mpi.buffers import Buffers
 from mpidist.transport.device_over_mpi.messages import DeviceMessages
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.mpi import MpiCommunicator
@@ -26,13 +26,13 @@ class MessagedCommunicator(Communicator, ABC):
         name: For logs and errors.
         mpi: Carries the bytes. It stays its owner's.
         staging: Streams and memory. It stays its owner's.
-        passage: How pieces come to MPI.
+        buffers: How pieces come to MPI.
         traffic: Where calls are counted: one for each of this object's.
     """
 
-    def __init__(self, name: str, mpi: MpiCommunicator, staging: Staging, passage: Passage, traffic: Traffic) -> None:
+    def __init__(self, name: str, mpi: MpiCommunicator, staging: Staging, buffers: Buffers, traffic: Traffic) -> None:
         super().__init__(name, mpi.rank, mpi.size)
-        self._messages = DeviceMessages(mpi, staging, passage, lambda: self._check_peers())
+        self._messages = DeviceMessages(mpi, staging, buffers, lambda: self._check_peers())
         self.traffic = traffic
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
@@ -70,12 +70,12 @@ class MessagedCommunicator(Communicator, ABC):
         self._messages.gather(buffer, root, rows)
         return rows
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         if to == source == self.rank:
             incoming[...] = outgoing
             return
-        self._messages.exchange(outgoing, to, incoming, source)
+        self._messages.send_receive(outgoing, to, incoming, source)
 
     def free(self) -> None:
         """Nothing: what it stands on is its owner's."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.device_over_mpi.buffers import Passage, Piece, Pieces, cut_evenly, cut_shards, room_of
+from mpidist.transport.device_over_mpi.buffers import Buffers, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
@@ -25,16 +25,16 @@ class DeviceMessages:
     Args:
         mpi: Carries the bytes.
         staging: The streams and memory.
-        passage: How pieces come to MPI.
+        buffers: How pieces come to MPI.
         check_peers: Asked while a rank waits.
     """
 
     def __init__(
-        self, mpi: MpiCommunicator, staging: Staging, passage: Passage, check_peers: Callable[[], None]
+        self, mpi: MpiCommunicator, staging: Staging, buffers: Buffers, check_peers: Callable[[], None]
     ) -> None:
         self._mpi = mpi
         self._staging = staging
-        self._passage = passage
+        self._buffers = buffers
         self._check_peers = check_peers
         self._rank, self._size = mpi.rank, mpi.size
         self._others = mpi.others
@@ -94,18 +94,18 @@ class DeviceMessages:
             "gather", flat, at_root, lambda at: Phase(self._receiving(at.parts, self._others), (), at.all_copies())
         )
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         """Send one flat array and receive another, at once."""
         num_chunks = self._staging.sizes.num_chunks
         sent = cut_evenly(outgoing.size, 1, num_chunks(outgoing.nbytes))
         received = cut_evenly(incoming.size, 1, num_chunks(incoming.nbytes))
         count = max(len(sent), len(received))
         room = room_of(sent, outgoing.itemsize)
-        self._passage.reserve(count, room + room_of(received, incoming.itemsize))
+        self._buffers.reserve(count, room + room_of(received, incoming.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            out = self._passage.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
-            into = self._passage.open(slot, room, incoming, received[chunk] if chunk < len(received) else [])
+            out = self._buffers.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
+            into = self._buffers.open(slot, room, incoming, received[chunk] if chunk < len(received) else [])
 
             def move() -> None:
                 self._mpi.transfer([(part, to) for part in out.parts], [(part, source) for part in into.parts])
@@ -118,10 +118,10 @@ class DeviceMessages:
         self, what: str, array: Array, chunks: Sequence[Sequence[Piece]], phase: Callable[[Pieces], Phase]
     ) -> None:
         """Pass chunks of one array through one phase."""
-        self._passage.reserve(len(chunks), room_of(chunks, array.itemsize))
+        self._buffers.reserve(len(chunks), room_of(chunks, array.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            return [phase(self._passage.open(slot, 0, array, chunks[chunk]))]
+            return [phase(self._buffers.open(slot, 0, array, chunks[chunk]))]
 
         self._staging.run(what, len(chunks), phases_of, self._check_peers, array)
 
@@ -141,13 +141,13 @@ class DeviceMessages:
         room = room_of(chunks, width)
         most = max((pieces[rank][1] - pieces[rank][0] for pieces in chunks), default=0) * width
         rows_nbytes = (self._size - 1) * most
-        self._passage.reserve(len(chunks), room + rows_nbytes)
+        self._buffers.reserve(len(chunks), room + rows_nbytes)
         scratch = self._staging.scratch(len(chunks), rows_nbytes)
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             pieces = chunks[chunk]
             start, stop = pieces[rank]
-            whole = self._passage.open(slot, 0, buffer, pieces)
+            whole = self._buffers.open(slot, 0, buffer, pieces)
             target = into[start - shift : stop - shift]
             joining = self._joining(whole, (slot, room), scratch[slot], buffer[start:stop], target, reduction)
             return [joining] if after is None else [joining, after(whole)]
@@ -162,7 +162,7 @@ class DeviceMessages:
         if not count:
             return Phase(lambda: self._mpi.transfer(sends, []), down)
         flat = scratch[: (self._size - 1) * count * own.itemsize].view(own.dtype)
-        rows = self._passage.open(*place, flat, [(at * count, (at + 1) * count) for at in range(self._size - 1)])
+        rows = self._buffers.open(*place, flat, [(at * count, (at + 1) * count) for at in range(self._size - 1)])
         peers = [peer for peer in range(self._size) if peer != self._rank]
         receives = list(zip(rows.parts, peers, strict=True))
 

@@ -9,21 +9,21 @@ from mpidist.transport.failures.flight_files import GroupFlight as GroupFlight
 from mpidist.transport.failures.flight_files import flight_folder as flight_folder
 from mpidist.transport.failures.open_groups import OpenGroup as OpenGroup
 from mpidist.transport.failures.status_board import RESET as RESET
-from mpidist.transport.failures.status_board import NodeBoard as NodeBoard
-from mpidist.transport.failures.stragglers import Lateness as Lateness
+from mpidist.transport.failures.status_board import StatusBoard as StatusBoard
+from mpidist.transport.failures.stragglers import Stragglers as Stragglers
 from mpidist.transport.failures.watchdog import PROBES as PROBES
-from mpidist.transport.failures.watchdog import Watch as Watch
+from mpidist.transport.failures.watchdog import Watchdog as Watchdog
 
 __all__ = [
     "BROKE_OFF",
     "FILE_VERSION",
     "GroupFlight",
-    "Lateness",
-    "NodeBoard",
+    "Stragglers",
+    "StatusBoard",
     "OpenGroup",
     "PROBES",
     "RESET",
-    "Watch",
+    "Watchdog",
     "ends_normally",
     "flight_folder",
     "job_abort",

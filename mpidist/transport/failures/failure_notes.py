@@ -13,7 +13,7 @@ from mpidist.transport.failures.status_board import Status
 from mpidist.transport.mpi import Intracomm, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "Note", "Notes"]
+__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
 
 GAVE_UP: Final = 1  # tags: the writer waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
@@ -25,7 +25,7 @@ RESETS: Final = 6  # it makes no call any more before the next reset
 
 
 @final
-class Note(NamedTuple):
+class FailureNote(NamedTuple):
     """What a rank tells the others.
 
     Attributes:
@@ -46,7 +46,7 @@ class Note(NamedTuple):
 
 
 @final
-class Notes:
+class FailureNotes:
     """The notes of a communicator's ranks: one small message each.
 
     Args:
@@ -69,7 +69,7 @@ class Notes:
         """Whether there is one to read. Local."""
         return self._probe(*self._anybody)
 
-    def read(self) -> list[tuple[int, Note]]:
+    def read(self) -> list[tuple[int, FailureNote]]:
         """Read what has come, with the ranks that wrote it. Local."""
         mpi, found = load_mpi(), []
         status = mpi.Status()
@@ -99,7 +99,7 @@ class Notes:
             poll(request.Test, check_peers)
             self._under_way.pop()
 
-    def send(self, note: Note, ranks: Iterable[int]) -> None:
+    def send(self, note: FailureNote, ranks: Iterable[int]) -> None:
         """Leave a note for other ranks. Local: nobody waits for it to be read."""
         text = np.frombuffer(pickle.dumps(note), np.uint8)
         for rank in ranks:

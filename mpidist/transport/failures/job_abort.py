@@ -18,7 +18,7 @@ from mpidist import errors
 from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
 from mpidist.transport.text import text_of
 
-__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "know", "report", "tell", "uninstall"]
+__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "register_job", "report", "tell", "uninstall"]
 
 EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
@@ -63,7 +63,7 @@ _keeping: list[int] = []  # the signal that is looked after
 _before: list[Callable[[], None]] = []  # puts back what was there
 
 
-def know(job: Job) -> None:
+def register_job(job: Job) -> None:
     """Remember what ending the job takes, for a program that could end but for other ranks."""
     _jobs[:] = [job]
 
@@ -80,7 +80,7 @@ def install(job: Job) -> None:
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
     makes calls which other ranks wait for. SIGUSR1 keeps what the ranks called last, if it had no other meaning.
     """
-    know(job)
+    register_job(job)
     if _before or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
     hook, thread_hook = sys.excepthook, threading.excepthook

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.failures import job_abort as on_error
+from mpidist.transport.failures import job_abort
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
 from mpidist.transport.mpi import Intracomm, load_mpi
@@ -26,7 +26,7 @@ __all__ = [
     "hear_end_of_a_lower_rank",
     "is_thread_of_a_group",
     "keep_flights",
-    "note_unbuilt",
+    "record_build_failure",
     "num_open",
     "prepare_end",
     "require_built",
@@ -43,7 +43,7 @@ class OpenGroup(ABC):
         """Leave it, with all ranks, because the program of this rank ends."""
 
     @abstractmethod
-    def part(self) -> str | None:
+    def wait_for_peers_at_exit(self) -> str | None:
         """Wait a while for all ranks of a group that failed, so that MPI can be ended with them.
 
         Returns:
@@ -101,7 +101,7 @@ def forget(group: OpenGroup, has_failed: bool) -> None:
         _failed.append(group)
 
 
-def note_unbuilt(reason: str) -> None:
+def record_build_failure(reason: str) -> None:
     """Remember that a group could not be built, for want of ranks: MPI cannot be ended with them either."""
     _unbuilt.append(reason)
 
@@ -131,7 +131,7 @@ def prepare_end(world: Intracomm, aborts: bool) -> None:
             world.Abort(code)
         os._exit(code)  # MPICH's MPI_Abort may come back
 
-    job = on_error.Job(
+    job = job_abort.Job(
         abort,
         world.Get_rank(),
         socket.gethostname(),
@@ -140,9 +140,9 @@ def prepare_end(world: Intracomm, aborts: bool) -> None:
         is_thread_of_a_group,
         hear_end_of_a_lower_rank,
     )
-    on_error.know(job)
+    job_abort.register_job(job)
     if aborts:
-        on_error.install(job)
+        job_abort.install(job)
 
 
 def num_open() -> int:
@@ -218,7 +218,7 @@ def keep_flights(reason: str) -> str:
 
 def _leave_to_parent() -> None:
     """Touch nothing of the parent's in a process that was forked from it, also at its end."""
-    on_error.uninstall()
+    job_abort.uninstall()
     _failed.clear()
     _unbuilt.clear()
     while _open:
@@ -240,12 +240,12 @@ def _leave_all() -> None:
         try:
             group.end_with_program()
         except Exception as error:  # the other groups have to be left, too
-            on_error.tell(f"while the program ended: {text_of(error)}")
+            job_abort.tell(f"while the program ended: {text_of(error)}")
             forget(group, has_failed=True)
     for reason in _unbuilt[:1]:
         if not load_mpi().Is_finalized():
-            on_error.end_job(reason)
+            job_abort.end_job(reason)
     while _failed and not load_mpi().Is_finalized():
-        lacking = _failed.pop().part()
+        lacking = _failed.pop().wait_for_peers_at_exit()
         if lacking is not None:
-            on_error.end_job(lacking)
+            job_abort.end_job(lacking)

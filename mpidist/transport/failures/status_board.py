@@ -16,7 +16,7 @@ from mpidist.transport.failures.process_state import GONE, STOPPED, UNKNOWN, Pro
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory import SharedWindow
 
-__all__ = ["RESET", "NodeBoard", "Status", "name_call"]
+__all__ = ["RESET", "StatusBoard", "Status", "name_call"]
 
 RESET: Final = 1 << 40  # the number of a reset: later than all calls before it
 _PROCESS_AT: Final = 8  # after the recorder's count: pid, begin and namespace of the process
@@ -88,7 +88,7 @@ def _past(text: str) -> str:
 
 
 @final
-class NodeBoard:
+class StatusBoard:
     """The flight recorders of a node's ranks, in memory that all of them read. Making it is collective.
 
     Where ranks cannot share memory, a rank sees itself alone.

@@ -9,13 +9,13 @@ from mpidist.transport.failures.process_state import GONE, STOPPED
 from mpidist.transport.failures.status_board import Status
 from mpidist.transport.text import name_ranks
 
-__all__ = ["Lateness"]
+__all__ = ["Stragglers"]
 
 _MAX_LINES: Final = 8
 
 
 @final
-class Lateness(NamedTuple):
+class Stragglers(NamedTuple):
     """The ranks that a call waits for.
 
     Attributes:
@@ -36,7 +36,7 @@ class Lateness(NamedTuple):
         seen: Container[int],
         hostnames: Sequence[str],
         is_agreed: bool = False,
-    ) -> Lateness:
+    ) -> Stragglers:
         """Pick the ranks that have not come to a call, or cannot do their part in it.
 
         Args:

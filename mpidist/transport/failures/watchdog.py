@@ -21,15 +21,15 @@ from mpidist.transport.failures.failure_notes import (
     LEFT,
     RESETS,
     STALLED,
-    Note,
-    Notes,
+    FailureNote,
+    FailureNotes,
 )
-from mpidist.transport.failures.status_board import NodeBoard, Status, name_call
-from mpidist.transport.failures.stragglers import Lateness
+from mpidist.transport.failures.status_board import Status, StatusBoard, name_call
+from mpidist.transport.failures.stragglers import Stragglers
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.text import name_ranks
 
-__all__ = ["PROBES", "Watch"]
+__all__ = ["PROBES", "Watchdog"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -48,7 +48,7 @@ _NEW: Final = "The strategy cannot be used any more: close it, and make a new on
 
 
 @final
-class Watch:
+class Watchdog:
     """One rank's watch over the calls of its group, one call at a time.
 
     Args:
@@ -68,7 +68,7 @@ class Watch:
     def __init__(
         self,
         comm: Intracomm,
-        board: NodeBoard,
+        board: StatusBoard,
         hostnames: tuple[str, ...],
         stall_seconds: float = 0.0,
         remedy: str = "",
@@ -78,14 +78,14 @@ class Watch:
         self.broken: Exception | None = None
         self.recorder = board.recorder
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        self._notes = Notes(comm)
+        self._notes = FailureNotes(comm)
         self._board = board
         self._hostnames = hostnames
         self._stall_seconds = stall_seconds
         self._remedy = remedy
         self._on_failure = on_failure
-        self._heard: dict[int, Note] = {}
-        self._stalled: dict[int, Note] = {}
+        self._heard: dict[int, FailureNote] = {}
+        self._stalled: dict[int, FailureNote] = {}
         self._sequence = 0
         self._call = ""
         self._timeout: float | None = None
@@ -193,7 +193,7 @@ class Watch:
         if self.broken is None:
             self.tell(RESETS, "")
 
-    def settle(self) -> Notes:
+    def stop_answering(self) -> FailureNotes:
         """Write no more notes; return those of all calls, to be taken before the communicator is freed. Local."""
         self._answers = False
         return self._notes
@@ -202,7 +202,7 @@ class Watch:
         """Leave a note for other ranks, so that none of them waits for this one. Local.
 
         Args:
-            tag: Which kind of `Note`.
+            tag: Which kind of `FailureNote`.
             text: What happened, for people.
             is_lost: Whether a rank will never come: this one, for example.
             to: The ranks; by default all others.
@@ -210,7 +210,7 @@ class Watch:
         late = [status for status in self._board.statuses().values() if not status.has_joined(self._sequence)]
         own = self._board.status(self._rank)
         others = (status for status in late if status.rank != self._rank)
-        note = Note(tag, self._sequence, text, is_lost, self._board.ranks, (own, *others))
+        note = FailureNote(tag, self._sequence, text, is_lost, self._board.ranks, (own, *others))
         if to is None:
             # What all ranks of a node find out, one of them tells other nodes, or as many notes as pairs of ranks went.
             is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._speaks()
@@ -228,7 +228,7 @@ class Watch:
             if last < self._sequence:
                 reason = f"rank {rank} called reset() instead, after call {last}"
                 self.tell(GAVE_UP, reason, is_lost=True)
-                self._fail(PeerFailedError, f"cannot complete: {reason}", Lateness({}, (), self._hostnames), None)
+                self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), None)
         if is_gone or (self._timeout and waited >= self._timeout):
             self.require_no_notes(PROBES, is_waiting=True)  # before this rank says what another has said
             self._give_up()
@@ -290,7 +290,7 @@ class Watch:
         is_lost = any(note.is_lost for note in self._heard.values())
         # What this rank heard, ranks of other nodes may hear from it alone.
         self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
-        late = self._late() if is_waiting else Lateness({}, (), self._hostnames)
+        late = self._late() if is_waiting else Stragglers({}, (), self._hostnames)
         if late.ranks:
             reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
         kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
@@ -310,7 +310,7 @@ class Watch:
         self._fail(DeadlineExceededError, f"waited {self._timeout or 0:g} s, and {sentence}{rule}", late, follows)
 
     def _fail(
-        self, kind: type[Exception], reason: str, late: Lateness, follows: int | None, may_go_on: bool = False
+        self, kind: type[Exception], reason: str, late: Stragglers, follows: int | None, may_go_on: bool = False
     ) -> NoReturn:
         self.recorder.fail()
         summary = f"{self._name} on rank {self._rank} {reason}"
@@ -325,7 +325,7 @@ class Watch:
             vars(error).update(follows_rank=follows, summary=summary, may_go_on=may_go_on)  # that rank says it all
         raise error
 
-    def _late(self) -> Lateness:
+    def _late(self) -> Stragglers:
         """Find out which ranks keep the others waiting. Takes a moment if other nodes do not answer."""
         until = time.monotonic() + _ANSWER_SECONDS
         while True:
@@ -334,14 +334,14 @@ class Watch:
             # A rank that is in a reset already has left a note of where it was before.
             is_all = len(seen) == self._size and not any(status.is_resetting for status in known.values())
             if is_all or time.monotonic() > until:
-                return Lateness.of(self._sequence, known, seen, self._hostnames, self.recorder.is_agreed)
+                return Stragglers.of(self._sequence, known, seen, self._hostnames, self.recorder.is_agreed)
             time.sleep(_ANSWER_SECONDS / 100)
 
-    def _seen(self, notes: dict[int, Note]) -> set[int]:
+    def _seen(self, notes: dict[int, FailureNote]) -> set[int]:
         """The ranks of this node, and of those that notes came from."""
         return {rank for note in notes.values() for rank in note.seen} | {*self._board.ranks}
 
-    def _known(self, notes: dict[int, Note]) -> dict[int, Status]:
+    def _known(self, notes: dict[int, FailureNote]) -> dict[int, Status]:
         """What this node's board and notes tell of the ranks."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
         # What a rank wrote itself tells where it waited; meanwhile it may have gone on, to a reset.
@@ -359,7 +359,7 @@ class Watch:
             self._warn_at = -math.inf  # said once
             self._read()
             known, seen = self._known(self._stalled), self._seen(self._stalled)
-            late = Lateness.of(self._sequence, known, seen, self._hostnames)
+            late = Stragglers.of(self._sequence, known, seen, self._hostnames)
             reason = "; ".join([late.sentence(self.recorder.is_agreed), *late.lines()])
             logger.warning(
                 "mpidist: %s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason

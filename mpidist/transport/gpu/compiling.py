@@ -32,7 +32,7 @@ class Compiling:
         """Say whether it is over, and what went wrong. Local."""
         return self._outcome
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Leave it alone."""
 
     def _run(self) -> None:

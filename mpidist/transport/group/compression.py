@@ -97,12 +97,12 @@ class CompressingCommunicator(Communicator):
         widen(halves.reshape(-1), rows.reshape(-1), self._kernels)
         return rows
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         if outgoing.dtype != _FLOAT32:
-            self._inner.exchange(outgoing, to, incoming, source)
+            self._inner.send_receive(outgoing, to, incoming, source)
             return
         half = arrays.empty(incoming.shape, self._half, arrays.is_device(incoming))
-        self._inner.exchange(self._narrowed(outgoing), to, half, source)
+        self._inner.send_receive(self._narrowed(outgoing), to, half, source)
         widen(half, incoming, self._kernels)
 
     def free(self) -> None:

@@ -25,7 +25,7 @@ from mpidist.transport.device_over_mpi import (
 from mpidist.transport.gpu import Compiling, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, Making, NcclCommunicator, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, NcclInit, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -147,7 +147,7 @@ class DeviceLevels:
         """How many finite numbers this rank's GPU saw become infinite float16 on the way."""
         return self._kernels.overflowed
 
-    def settle(self, what: str) -> None:
+    def wait_for_launches(self, what: str) -> None:
         """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
         if self._queue is not None:
             self._queue.drain()
@@ -157,7 +157,7 @@ class DeviceLevels:
 
     def free(self) -> None:
         """Destroy NCCL's communicators, last made first. Collective."""
-        nccl_handles.settle()
+        nccl_handles.wait_for_endings()
         while self._own:
             self._own.pop().free()
         self._levels.clear()
@@ -168,7 +168,7 @@ class DeviceLevels:
         """Abort NCCL's communicators, after a call that failed. Local."""
         if self._own:
             nccl_handles.abort_all("a call of its ranks failed")
-            nccl_handles.settle()
+            nccl_handles.wait_for_endings()
         if self._queue is not None:
             self._queue.give_up(RuntimeError("a call of its ranks failed"))
         self._queue = None
@@ -254,11 +254,11 @@ class DeviceLevels:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
         device = int(self._cuda.cupy.cuda.runtime.getDevice())
-        making = Making(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
+        making = NcclInit(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
         try:
             self._wait_for_all(_NCCL.format(name), making)
         except BaseException:
-            making.give_up()
+            making.cancel()
             raise
         communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
@@ -283,7 +283,7 @@ class DeviceLevels:
             self._wait_for_all(_KERNELS, Compiling(self._cuda, self._kernels))
             self._is_compiled = True
 
-    def _wait_for_all(self, failure: str, making: Making | Compiling | None) -> None:
+    def _wait_for_all(self, failure: str, making: NcclInit | Compiling | None) -> None:
         """Wait until all ranks have made what they make, or one of them has failed. Collective.
 
         Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.

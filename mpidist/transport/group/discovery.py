@@ -81,7 +81,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
         now = time.monotonic()
         text = f"building a strategy on rank {comm.rank} has waited {now - start:.0f} s, and not all {comm.size} ranks"
         if timeout and now - start >= timeout:
-            open_groups.note_unbuilt("not all ranks came to build a strategy")
+            open_groups.record_build_failure("not all ranks came to build a strategy")
             raise DeadlineExceededError(
                 f"{text} came to build it. Every rank must build the same strategies in the same order; see which "
                 "rank's program has ended, or does not come this far"

@@ -14,13 +14,13 @@ from mpidist.transport.failures import (
     PROBES,
     RESET,
     GroupFlight,
-    Lateness,
-    NodeBoard,
-    Watch,
+    StatusBoard,
+    Stragglers,
+    Watchdog,
     flight_folder,
+    job_abort,
     open_groups,
 )
-from mpidist.transport.failures import job_abort as on_error
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
@@ -55,17 +55,17 @@ class Membership:
         self._token = token
         self._world_ranks = comm.Get_group().Translate_ranks(list(range(comm.size)), world.Get_group())
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
-        self._board = NodeBoard(node if node.size > 1 else None, topology.nodes[topology.node])
+        self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
         self._parting = comm.Dup()  # for one barrier that nothing was given up in before
         self._resets = self._make_watch(comm, "End the job, and start it again")
 
-    def make_watch(self, comm: Intracomm) -> Watch:
+    def make_watch(self, comm: Intracomm) -> Watchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
     def meet_to_reset(
-        self, flags: tuple[int, int], timeout: float | None, calls: Watch | None
+        self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
         """Wait until all ranks come to reset, and show them two numbers of each. Collective.
 
@@ -98,7 +98,7 @@ class Membership:
         self._board.recorder.end()
         return [(first, second) for first, second in all_of_them.tolist()]
 
-    def part(self) -> str | None:
+    def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.part`."""
         request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
 
@@ -115,7 +115,7 @@ class Membership:
                 raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
             if not has_told:
                 has_told = True
-                on_error.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
+                job_abort.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
 
         try:
             poll_or_keep(request.Test, check_peers, (request,))
@@ -131,7 +131,7 @@ class Membership:
         statuses = board.statuses()
         joined = [rank for rank, status in statuses.items() if status.has_joined(at)]
         speaks = board.rank == min(joined, default=board.rank)
-        behind = Lateness.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
+        behind = Stragglers.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
         return {
             self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
             for rank in sorted({board.rank, *behind})
@@ -143,11 +143,11 @@ class Membership:
         self.comm.Free()
         self._board.free()
 
-    def _make_watch(self, comm: Intracomm, remedy: str) -> Watch:
+    def _make_watch(self, comm: Intracomm, remedy: str) -> Watchdog:
         hostnames = self._topology.hostnames
-        return Watch(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
+        return Watchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
 
-    def _lost(self) -> Lateness:
+    def _lost(self) -> Stragglers:
         """The ranks of this node that can do nothing more."""
         lost = {rank: status for rank, status in self._board.statuses().items() if not status.is_able}
-        return Lateness(lost, (), self._topology.hostnames)
+        return Stragglers(lost, (), self._topology.hostnames)

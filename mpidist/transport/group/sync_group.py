@@ -21,7 +21,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableErro
 from mpidist.transport import cuda
 from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
 from mpidist.transport.costs import CostModel
-from mpidist.transport.failures import GroupFlight, OpenGroup, Watch, ends_normally, open_groups
+from mpidist.transport.failures import GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.discovery import (
     agreed_cost_model,
@@ -78,7 +78,7 @@ class SyncGroup(OpenGroup):
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
-        self._watch: Watch | None = None  # over the calls of several ranks
+        self._watch: Watchdog | None = None  # over the calls of several ranks
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
@@ -299,7 +299,7 @@ class SyncGroup(OpenGroup):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
-    def _leave(self, watch: Watch, error: BaseException) -> None:
+    def _leave(self, watch: Watchdog, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
         if not self._is_finalized():
             watch.tell_leaving(text_of(error))
@@ -336,9 +336,9 @@ class SyncGroup(OpenGroup):
         self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
-    def part(self) -> str | None:
+    def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.part`."""
-        return None if self._membership is None else self._membership.part()
+        return None if self._membership is None else self._membership.wait_for_peers_at_exit()
 
     def advance(self) -> None:
         """See `OpenGroup.advance`."""

@@ -161,7 +161,7 @@ class MpiCommunicator(Communicator):
         self._wait_all(requests, rows)
         return rows
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         requests = [self._comm.Irecv([chunk, self._byte], source) for chunk in self._byte_chunks(incoming)]
         requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]

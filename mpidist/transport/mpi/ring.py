@@ -42,11 +42,11 @@ def _pass_round(communicator: Communicator, buffer: Any, reduction: Reduction) -
     for step in range(size - 1):
         target = shards[(rank - step - 1) % size]
         part = incoming[: target.size]
-        communicator.exchange(shards[(rank - step) % size], after, part, before)
+        communicator.send_receive(shards[(rank - step) % size], after, part, before)
         reduction.ufunc(target, part, out=target)
     if reduction.divisor != 1:
         work /= reduction.divisor
     for step in range(size - 1):
-        communicator.exchange(shards[(rank - step + 1) % size], after, shards[(rank - step) % size], before)
+        communicator.send_receive(shards[(rank - step + 1) % size], after, shards[(rank - step) % size], before)
     if work is not buffer:
         buffer[...] = work

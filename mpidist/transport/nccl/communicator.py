@@ -156,7 +156,7 @@ class NcclCommunicator(Communicator):
         self._run("gather", rows, launch)
         return rows
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         self.traffic.add("exchange", max(outgoing.nbytes, incoming.nbytes))
         if to == source == self.rank:
             incoming[...] = outgoing

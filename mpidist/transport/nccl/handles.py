@@ -19,7 +19,7 @@ from typing import Any, Final, final
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.waiting import never_free
 
-__all__ = ["LIMIT_SECONDS", "Handle", "Making", "abort_all", "destroy", "num_open", "settle"]
+__all__ = ["LIMIT_SECONDS", "Handle", "NcclInit", "abort_all", "destroy", "num_open", "wait_for_endings"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -85,7 +85,7 @@ class _Ending:
                 logger.warning("NCCL: %s failed: %s", self.what, self._error)
         return True
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Leave it alone for ever."""
         never_free((self._keeps, self))
         if self in _ending:
@@ -124,14 +124,14 @@ def destroy(handles: Iterable[Handle]) -> None:
         return
     ending = _Ending("the end of communicators", lambda: _destroy(taken), taken)
     if not ending.join(LIMIT_SECONDS):
-        ending.give_up()
+        ending.cancel()
 
 
-def settle() -> None:
+def wait_for_endings() -> None:
     """Wait for aborts that still go on, as long as they may take. Local."""
     for ending in list(_ending):
         if not ending.join(LIMIT_SECONDS):
-            ending.give_up()
+            ending.cancel()
 
 
 def _take(handles: list[Handle] | None, reason: str) -> list[Handle]:
@@ -160,7 +160,7 @@ def _destroy(handles: list[Handle]) -> None:
 
 
 @final
-class Making:
+class NcclInit:
     """The making of one communicator, in a daemon thread: NCCL's constructor waits for all ranks, for ever.
 
     Args:
@@ -190,7 +190,7 @@ class Making:
         assert self._made is not None
         return self._made
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Abort it, or let it be aborted if it should ever be made."""
         with self._lock:
             self._is_given_up = True
@@ -218,5 +218,5 @@ class Making:
 @atexit.register
 def _keep_from_collection() -> None:
     """Leave what is still there to the end of the process: nothing may be collected, and so destroyed."""
-    settle()
+    wait_for_endings()
     never_free(tuple(_open))

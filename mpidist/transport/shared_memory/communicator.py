@@ -104,8 +104,8 @@ class SharedMemoryCommunicator(Communicator):
     def gather(self, buffer: Array, root: int) -> Array | None:
         return self._mpi.gather(buffer, root)
 
-    def exchange(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        self._mpi.exchange(outgoing, to, incoming, source)
+    def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
+        self._mpi.send_receive(outgoing, to, incoming, source)
 
     def free(self) -> None:
         self._mpi.free()
