@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -393,3 +395,48 @@ def test_the_strategy_chooses_by_nodes(comm: Intracomm, placement: tuple[int, ..
         assert chosen is (CollectiveAllReduce if len(set(placement)) == 1 else HierarchicalCopyAllReduce)
     with raises_everywhere(comm, UnavailableError, "NCCL"):
         Strategy(None, CommunicationOptions(implementation="NCCL"), comm=comm)
+
+
+@pytest.mark.parametrize("op", ["MAX", "MIN", "PROD"])
+def test_function_that_adds_is_not_asked_for_other_operations(comm: Intracomm, op: str) -> None:
+    with ReductionToOneDevice(accumulation_fn=lambda parts: 10 * sum(parts)).bind(comm) as ops:
+        assert ops.all_reduce("SUM", 1.0) == 10 * comm.size
+        right = {"MAX": comm.size, "MIN": 1, "PROD": math.factorial(comm.size)}[op]
+        assert ops.all_reduce(op, float(comm.rank + 1)) == right
+
+
+@pytest.mark.parametrize("device", [7, -1, "nonsense", "/rank:9"])
+def test_device_that_is_no_rank_is_refused_when_the_ranks_are_known(comm: Intracomm, device: Any) -> None:
+    with raises_everywhere(comm, ValueError, "rank|destinations must be"):
+        Strategy(comm=comm, cross_device_ops=ReductionToOneDevice(device))
+
+
+def test_long_texts_are_broadcast(comm: Intracomm) -> None:
+    """Longer than what goes through shared memory at once."""
+    with Strategy(comm=comm) as strategy:
+        mine = np.array(["a" * 300_000, "b"] if comm.rank == 0 else ["c" * 300_000, "d"])
+        assert strategy.extended.broadcast_to(mine, "all").tolist() == ["a" * 300_000, "b"]
+        strategy.extended.broadcast_to(np.array("", "U0"), "all")
+
+
+@pytest.mark.ranks(min=2)
+def test_dates_of_other_units_are_no_equal_arguments(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        dates = np.zeros(3, "M8[s]" if comm.rank else "M8[ms]")
+        with raises_everywhere(comm, InvalidArgumentError, r"datetime64\[ms\]\[3\]; .*datetime64\[s\]\[3\]"):
+            strategy.extended.broadcast_to(dates, "all")
+
+
+def test_pieces_of_an_array_that_is_not_contiguous_are_copied_once(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean of integers travels in many messages; the time is that of a contiguous array, nearly."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
+    values = np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024)
+    seconds = {}
+    with Strategy(comm=comm) as strategy:
+        for name, value in (("plain", values), ("transposed", values.T), ("plain", values), ("transposed", values.T)):
+            start = time.perf_counter()
+            assert (strategy.reduce("MEAN", value) == value).all()
+            seconds[name] = time.perf_counter() - start
+    assert comm.allreduce(seconds["transposed"]) < 20 * comm.allreduce(seconds["plain"])

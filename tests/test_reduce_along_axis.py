@@ -231,3 +231,10 @@ def test_difference_between_ranks_is_an_error_on_all(
 def test_sum_on_one_rank_and_mean_on_others_is_an_error_on_all(strategy: Strategy) -> None:
     with pytest.raises(InvalidArgumentError):
         strategy.reduce("SUM" if RANK == 0 else "MEAN", np.ones(3), axis=0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+def test_means_of_small_integers_do_not_wrap_however_long_the_axis(strategy: Strategy, dtype: Any) -> None:
+    largest = np.iinfo(dtype).max
+    value = np.broadcast_to(np.array(largest, dtype), (2**31 // int(largest) + 10,))
+    assert strategy.reduce("MEAN", value, axis=0) == largest

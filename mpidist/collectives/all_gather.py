@@ -41,7 +41,7 @@ class _AllGather(Arguments):
         fields = {"axis": str(self.axis), "form of the nest": form_text(self.structure)}
         for name, spec, at in zip(array_names(self.structure), self.operands.specs, self.axes, strict=True):
             shape = ",".join("*" if dim == at else str(length) for dim, length in enumerate(spec.shape))
-            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}] on {spec.device}"
+            fields[f"{name} (Shape mismatch off the axis)"] = f"{spec.dtype.name}[{shape}]{' on a GPU' * spec.device}"
         return fields
 
 

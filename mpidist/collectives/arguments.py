@@ -49,6 +49,8 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
     def __repr__(self) -> str:
         name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
+        if self.dtype.kind in "mMV" and name != "bf16":  # units differ, and what NumPy itself does not know
+            name = self.dtype.name
         return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
 
 

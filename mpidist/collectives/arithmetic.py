@@ -120,7 +120,8 @@ class OverflowReport:
             rank: This rank.
             overflowed: How many numbers have overflowed up to now.
         """
-        new, self._seen = overflowed - self._seen, overflowed
+        new = overflowed - self._seen if overflowed >= self._seen else overflowed  # after a reset the count is new
+        self._seen = overflowed
         if new <= 0:
             return
         self._calls += 1

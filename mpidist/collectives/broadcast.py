@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, final
 
+import numpy as np
+
 from mpidist import nest
 from mpidist.collectives.arguments import Operands, require_values, result_arrays
 from mpidist.collectives.destinations import ranks_of, send_to
@@ -74,6 +76,8 @@ def broadcast(
 
 
 def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:
+    if result.dtype.kind in "SU" and result.nbytes:  # a text may be longer than what travels at once; bytes are not
+        array, result = np.ascontiguousarray(array).reshape(-1).view(np.uint8), result.reshape(-1).view(np.uint8)
     levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
         levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))

@@ -39,6 +39,9 @@ class Algorithm(ABC):
     def compresses_between_nodes(self) -> bool:
         """Whether the algorithm can round what leaves a node alone; else every rank rounds what it contributes."""
 
+    def require_ranks(self, size: int) -> None:  # noqa: B027  any number will do, for most
+        """Refuse to work on this number of ranks, with a `ValueError`. Local."""
+
     @abstractmethod
     def name_for(self, options: CommunicationOptions) -> str:
         """Name what serves calls with these options, for logs."""

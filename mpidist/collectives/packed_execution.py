@@ -157,11 +157,9 @@ class PackedExecution(Execution):
             if on_device:
                 levels = self._levels_of(True).compressed(part.half)
                 run_on_device(on_device, arrays, targets, levels, part.reduce)
-            for message in part.messages:
-                if message.device:
-                    continue
-                levels = self._levels_of(False).compressed(part.half)
-                (_run_direct if message.direct else _run_packed)(message, arrays, targets, levels, part.reduce)
+            on_host = [message for message in part.messages if not message.device]
+            if on_host:
+                _run_on_host(on_host, arrays, targets, self._levels_of(False).compressed(part.half), part.reduce)
             if part.ranks is None or self._group.topology.rank in part.ranks:
                 for index, target in zip(part.indices, targets, strict=True):
                     results[index] = target
@@ -200,6 +198,21 @@ def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buff
     """Reduce to the first of some ranks by `reduce`, and send the result to the others. Collective."""
     reduce(levels, buffer, reduction)
     send_to(levels.world, buffer, ranks[0], ranks)
+
+
+def _run_on_host(
+    messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
+) -> None:
+    """Send the messages of host memory."""
+    # Many messages may carry pieces of one array: what is not contiguous is copied once.
+    arrays = [_contiguous(array) for array in arrays]
+    with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+        for message in messages:
+            (_run_direct if message.direct else _run_packed)(message, arrays, results, levels, reduce)
+
+
+def _contiguous(array: Any) -> Any:
+    return array.copy() if isinstance(array, np.ndarray) and not array.flags.c_contiguous else array
 
 
 def _run_direct(

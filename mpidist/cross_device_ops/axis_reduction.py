@@ -88,6 +88,8 @@ def _reduce_here(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, 
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     wire, result = wire_and_result_dtypes(op, native)
     wide = accumulator_dtype(wire)
+    if op is ReduceOp.MEAN and wide == np.int32:
+        wide = np.dtype(np.int64)  # an axis may be long; the ranks alone are few enough for int32
     shape = tuple(length for at, length in enumerate(array.shape) if at not in axes)
     if count == 0:
         part = arrays.empty(shape, wide, arrays.is_device(array))

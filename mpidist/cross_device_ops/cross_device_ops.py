@@ -125,9 +125,9 @@ class CrossDeviceOps(Algorithm):
         Raises:
             UnavailableError: If `options` insist on NCCL where it cannot be had.
         """
+        self.require_ranks(group.topology.size)
         bound = copy(self)
-        bound._options = self._merge(options)
-        bound._bound = Reductions(group, bound)
+        bound._options, bound._bound = self._merge(options), Reductions(group, bound)
         return bound
 
     @final

@@ -25,12 +25,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: The rank that adds: a rank number or a device string with one, `"/rank:1"`. By default
             the first destination.
         accumulation_fn: Adds a list of flat arrays [n], one of each rank in rank order, and returns [n]. It must
-            be elementwise, because arrays travel packed. By default their sum. It takes the place of SUM and MEAN,
-            which then divides its result, and is used with `reproducible=True` as well; a ring is refused.
+            be elementwise, because arrays travel packed. By default their sum. The function takes the place of the
+            sum in SUM and MEAN, with `reproducible=True` as well; a ring is refused. PROD, MIN and MAX do without.
 
     Raises:
         TypeError: If `accumulation_fn` cannot be called.
-        ValueError: If `reduce_to_device` means no single rank.
+
+    Tying the algorithm to ranks, as a strategy does, raises `ValueError` if `reduce_to_device` means no single one.
     """
 
     def __init__(
@@ -47,13 +48,18 @@ class ReductionToOneDevice(CrossDeviceOps):
         """What must be equal on all ranks."""
         return type(self).__name__, self._device, self._accumulation_fn is not None, self._options
 
+    def require_ranks(self, size: int) -> None:
+        """Refuse a device that means no single rank of `size`, with a `ValueError`. Local."""
+        if self._device is not None and len(ranks_of(self._device, size)) != 1 < size:
+            raise ValueError(f"reduce_to_device must mean one rank, got {self._device!r}")
+
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
         self._add_at(levels, buffer, reduction, root=0)
         levels.world.broadcast(buffer, 0)
 
     def _add_at(self, levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
         adder = root if self._device is None else ranks_of(self._device, levels.world.size)[0]
-        if self._accumulation_fn is None:
+        if self._accumulation_fn is None or reduction.op != "sum":
             levels.world.reduce(buffer, replace(reduction, in_rank_order=True), adder)
         else:
             rows = levels.world.gather(buffer, adder)

@@ -60,10 +60,10 @@ def differing(everyone: list[dict[str, str]], sequence: int) -> InvalidArgumentE
         for rank, fields in enumerate(everyone):
             groups.setdefault(fields.get(name, "-"), []).append(rank)
         if len(groups) > 1:
+            if len(lines) > _MAX_LINES:
+                lines.append("  ... and more")
+                break
             lines.append(f"  {name}: " + "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items()))
-        if len(lines) > _MAX_LINES:
-            lines.append("  ... and more")
-            break
     advice = {fields.get("advice", "") for fields in everyone}
     if len(advice) == 1:
         lines += [f"  {text}" for text in advice if text]

@@ -99,7 +99,7 @@ class Membership:
         return [(first, second) for first, second in all_of_them.tolist()]
 
     def wait_for_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.part`."""
+        """See `OpenGroup.wait_for_peers_at_exit`."""
         request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:

@@ -337,7 +337,7 @@ class SyncGroup(OpenGroup):
         self.shared = SharedArrays(self.levels.within_node)
 
     def wait_for_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.part`."""
+        """See `OpenGroup.wait_for_peers_at_exit`."""
         return None if self._membership is None else self._membership.wait_for_peers_at_exit()
 
     def advance(self) -> None:
