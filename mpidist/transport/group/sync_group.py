@@ -195,12 +195,10 @@ class SyncGroup(OpenGroup):
 
     @contextmanager
     def call(self, record: CallRecord) -> Iterator[bool]:
-        """Make a call with all ranks: the body does this rank's part of the call. Collective.
-
-        Returns:
-            Whether all ranks have the same `placement`.
-        """
+        """Make a call with all ranks; the body does this rank's part. Yields what `agree` returns. Collective."""
         self.enter(record.name)
+        if self.calls:  # they have numbers of their own, and this call has the next one
+            self.calls.finish()
         with self.data_phase():
             yield self.agree(record)
 
