@@ -331,7 +331,7 @@ def test_what_jax_knows_is_opened_where_jax_is_loaded(
 
 
 def test_with_jax_itself() -> None:
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="needs JAX")
     partial = jax.tree_util.Partial(len, np.ones(2), (3.0, None))
     leaves, structure = nest.flatten({"f": partial})
     assert leaves[1:] == [3.0, None]
