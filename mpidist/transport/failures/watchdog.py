@@ -35,6 +35,7 @@ logger = logging.getLogger("mpidist.transport")
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
+_FIRST_HAND_SECONDS: Final = 0.05  # for the note of a rank that others follow
 PROBES: Final = 20
 _MET_SECONDS: Final = 0.02  # in which a rank that comes too late hears that others gave up before
 _ASKS: Final = "?"
@@ -250,13 +251,12 @@ class Watchdog:
 
     def _hear(self, is_waiting: bool) -> None:
         self._read()
-        # This rank may still finish a call when others have given up on the next one: that is the next one's affair.
-        # A rank that left has done its part of its last call.
-        heard = {
-            rank: note
-            for rank, note in self._heard.items()
-            if note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self._sequence
-        }
+        heard, until = self._heard_of_this_call(), time.monotonic() + _FIRST_HAND_SECONDS
+        # A rank that gives up because another one does, does not say why: the note of the first rank is under way.
+        while heard and all(note.tag == FOLLOWS for note in heard.values()) and time.monotonic() < until:
+            time.sleep(_FIRST_HAND_SECONDS / 50)
+            self._read()
+            heard = self._heard_of_this_call()
         if not heard:
             return
         for tag, what in _ENDS.items():
@@ -267,6 +267,15 @@ class Watchdog:
         ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
         reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call{self._why_given_up()}"
         self._follow(reason, min(ranks), is_waiting)
+
+    def _heard_of_this_call(self) -> dict[int, FailureNote]:
+        # This rank may still finish a call when others have given up on the next one: that is the next one's affair.
+        # A rank that left has done its part of its last call.
+        return {
+            rank: note
+            for rank, note in self._heard.items()
+            if note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self._sequence
+        }
 
     def _read(self) -> None:
         for rank, note in self._notes.read():
