@@ -373,7 +373,7 @@ def try_out(comm: Intracomm, strategy: Strategy, calls_of_all: list[Call]) -> No
     is_alike = len({str(one) for one in calls_of_all}) == 1 and "endless" not in str(call)  # its error's text varies
     # Where all ranks have an error of one kind of their own, each says it in its own words.
     has_own = kind != "returned" and all(kind == one and "so nothing was sent" not in said for one, said in everyone)
-    if len(set(everyone)) > 1 and not has_own:
+    if len(set(everyone)) > 1 and (is_alike or not has_own):
         problem = "ranks differ"
     elif is_alike and "did not pass the same arguments" in text:
         problem = "all ranks passed the same"

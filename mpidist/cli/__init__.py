@@ -3,9 +3,7 @@
 A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
 """
 
-from mpidist.cli import doctor as doctor
-from mpidist.cli import flight as flight
-from mpidist.cli import tune as tune
+from mpidist.cli import doctor, flight, tune
 
 __all__ = [
     "doctor",

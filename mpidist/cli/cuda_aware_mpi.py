@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,25 +78,27 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
         command: Prints `RIGHT` and exits with 0 if MPI can.
         seconds: How long the child may take.
     """
-    try:
-        child = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=child_environment(os.environ),
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Answer(False, f"a child process could not be started: {error.strerror}")
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return Answer(False, f"a child process did not end within {seconds:g} s")
-    lines = output.decode(errors="replace")[-_TAIL:].strip().splitlines()
+    with tempfile.TemporaryFile() as output:  # a pipe ends with the last process that holds it, which may never be
+        try:
+            child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment(os.environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Answer(False, f"a child process could not be started: {error.strerror}")
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return Answer(False, f"a child process did not end within {seconds:g} s")
+        output.seek(0)
+        lines = output.read().decode(errors="replace")[-_TAIL:].strip().splitlines()
     last = lines[-1] if lines else "nothing"
     if child.returncode < 0:
         return Answer(False, f"a child process was ended by {_signal_name(-child.returncode)}")

@@ -204,15 +204,13 @@ def _run_on_host(
     messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
 ) -> None:
     """Send the messages of host memory."""
-    # Many messages may carry pieces of one array: what is not contiguous is copied once.
-    arrays = [_contiguous(array) for array in arrays]
+    arrays = list(arrays)
+    for index in {piece.index for message in messages for piece in message.pieces}:
+        if not arrays[index].flags.c_contiguous:  # copied once, and not for each message that carries a piece of it
+            arrays[index] = arrays[index].copy()
     with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
         for message in messages:
             (_run_direct if message.direct else _run_packed)(message, arrays, results, levels, reduce)
-
-
-def _contiguous(array: Any) -> Any:
-    return array.copy() if isinstance(array, np.ndarray) and not array.flags.c_contiguous else array
 
 
 def _run_direct(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, Final, final
+
+import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments import Operands, Spec
@@ -172,22 +175,23 @@ class Reductions:
 
     def _make_plan(self, call: ReductionCall, fingerprint: int) -> Plan:
         specs = call.operands.specs
+        results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
         parts = _by_destinations(call.destinations, len(specs), self.group.topology.size)
         execution: Execution | None = None
         if len(parts) == 1:
-            execution, form = self._fused(call, specs, next(iter(parts)))
+            execution, form = self._fused(call, specs, results, next(iter(parts)))
         if execution is None:
             execution, form = self._packed(call, specs, parts)
-        algorithm = self._algorithm.name_for(call.options)
-        results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
-        details = f"{call.op} of {specs_text(specs)}, {algorithm}, {form.partition(' in ')[0]}"
+        details = f"{call.op} of {specs_text(specs)}, {self._algorithm.name_for(call.options)}, {form}"
         return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details)
 
     def _arithmetic(self, call: ReductionCall, ranks: Ranks) -> Arithmetic:
         by_node = self._algorithm.compresses_between_nodes and ranks is None
         return Arithmetic.of(call.op, call.options, self.group.levels, by_node)
 
-    def _fused(self, call: ReductionCall, specs: tuple[Spec, ...], ranks: Ranks) -> tuple[FusedExecution | None, str]:
+    def _fused(
+        self, call: ReductionCall, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]], ranks: Ranks
+    ) -> tuple[FusedExecution | None, str]:
         """Let a transport of fused arrays carry a call, if there is one that can and shall. Else nothing."""
         group = self.group
         reducer = self._algorithm.fused_reducer_for(call.options, group.levels)
@@ -196,7 +200,6 @@ class Reductions:
         lists = fused_lists(self._arithmetic(call, ranks), specs, reducer)
         if lists is None:
             return None, ""
-        results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
         wants_results = ranks is None or group.topology.rank in ranks
         self._log(call, len(specs), "fused", sum(fused.nbytes for fused in lists), ranks)
         is_barrier = group.agreement.is_node_barrier

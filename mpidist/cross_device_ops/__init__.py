@@ -1,11 +1,11 @@
 """How values of all ranks are combined: the all-reduce algorithms, one in each file."""
 
-from mpidist.cross_device_ops.axis_reduction import reduce_along_axis as reduce_along_axis
-from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
-from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce as NcclAllReduce
-from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice as ReductionToOneDevice
+from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
+from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
+from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
+from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 
 __all__ = [
     "CollectiveAllReduce",

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives import axes_of, axes_text, require_values, whole_axes, wire_and_result_dtypes
+from mpidist.collectives import (
+    axes_of,
+    axes_text,
+    native_dtype,
+    require_values,
+    whole_axes,
+    wire_and_result_dtypes,
+)
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import accumulator_dtype, arrays
@@ -85,7 +92,7 @@ def _reduce_here(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, 
     array = arrays.library_of(value).to_native(value)
     axes = axes_of(axes, array.shape, "reduce")
     count = math.prod([array.shape[at] for at in axes])
-    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    native = native_dtype(array.dtype)
     wire, result = wire_and_result_dtypes(op, native)
     wide = accumulator_dtype(wire)
     if op is ReduceOp.MEAN and wide == np.int32:

@@ -237,12 +237,10 @@ class CrossDeviceOps(Algorithm):
         Raises:
             InvalidArgumentError: As in `reduce`.
         """
-        reductions = self._bound or self._tied()
+        reductions = self._tied()
         opened, kept = self._open(reductions.group, call, reduce_op, value, options, out, error)
         results = reductions.run(opened)
-        if out is not None:
-            return out
-        return put_together(value, results, kept) if kept else nest.rebuild(value, results)
+        return out if out is not None else put_together(value, results, kept)
 
     @final
     def start_all_reduce(

@@ -80,9 +80,8 @@ class OncePerNode(VariablePlacement):
         return OnEachRank() if arrays.is_device(value) else self  # device memory is not shared
 
     def store(self, value: Any) -> Any:
-        call = "placing of a variable"
-        self._group.agree(self._record(call))
-        self._group.agreement.end()
+        with self._group.call(self._record("placing of a variable")):
+            pass  # without enough memory the group stays usable
         (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
         self._group.shared.write(array, value)
         return array

@@ -18,7 +18,7 @@ MARKS = (
 )
 _CASES = 3  # of a test with parameters, at each number of ranks; of long tables more: each case at one number of ranks
 _MOST_STEPS = 4
-ACCEPTED_SKIPS = ("needs a GPU", "needs JAX", "needs a mount namespace")
+ACCEPTED_SKIPS = ("needs a GPU", "needs a mount namespace")
 
 
 def selected(item: pytest.Item, size: int, all_sizes: Sequence[int]) -> bool:

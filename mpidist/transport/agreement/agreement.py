@@ -199,8 +199,8 @@ class Agreement(ABC):
 class SoloAgreement(Agreement):
     """The agreement of one rank with itself."""
 
-    def __init__(self, ranks: frozenset[int] = frozenset()) -> None:
-        super().__init__(end=lambda: None, check_peers=lambda: None, ranks=ranks)
+    def __init__(self) -> None:
+        super().__init__(end=lambda: None, check_peers=lambda: None, ranks=frozenset())
 
     def arrive(self, record: CallRecord) -> None:
         pass  # nobody else comes

@@ -30,10 +30,6 @@ class Rounds(ABC):
     is_complete: Callable[[], bool]
     is_equal: Callable[[], tuple[bool, bool]]
 
-    @abstractmethod
-    def missing(self) -> list[int]:
-        """List the ranks that have not joined; none where this cannot be told."""
-
     @property
     @abstractmethod
     def memory(self) -> tuple[Any, ...]:
@@ -70,9 +66,6 @@ class MpiRounds(Rounds):
         most, least, far, near = self._received.tolist()
         return most == -least, far == -near
 
-    def missing(self) -> list[int]:
-        return []
-
     @property
     def memory(self) -> tuple[Any, ...]:
         return self._request, self._sent, self._received
@@ -91,9 +84,6 @@ class NodeRounds(Rounds):
     def __init__(self, barrier: NodeBarrier) -> None:
         self._barrier = barrier
         self.start, self.is_complete, self.is_equal = barrier.post_words, barrier.passed, barrier.shows_the_same
-
-    def missing(self) -> list[int]:
-        return self._barrier.missing()
 
     @property
     def memory(self) -> tuple[Any, ...]:

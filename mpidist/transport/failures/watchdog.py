@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NoReturn, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -150,13 +150,8 @@ class Watchdog:
         """
         for _ in range(probes):
             self._read()
-        for tag in (ENDED, LEFT):
-            ranks = [rank for rank, note in self._heard.items() if note.tag == tag]
-            if ranks:
-                texts = "; ".join(dict.fromkeys(self._heard[rank].text for rank in ranks))
-                raise PeerFailedError(
-                    f"{call} on rank {self._rank} cannot complete: {name_ranks(ranks)} {_ENDS[tag]}: {texts}. {_NEW}"
-                )
+        for _, _, reason in _ends_of({rank: note for rank, note in self._heard.items() if note.tag != BROKE_OFF}):
+            raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_NEW}")
 
     def check_peers(self) -> None:
         """Raise if there is no sense in waiting on. Local.
@@ -259,11 +254,8 @@ class Watchdog:
             heard = self._heard_of_this_call()
         if not heard:
             return
-        for tag, what in _ENDS.items():
-            ranks = [rank for rank, note in heard.items() if note.tag == tag]
-            if ranks:
-                texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
-                self._follow(f"{name_ranks(ranks)} {what}: {texts}", ranks[0], is_waiting=False, may_go_on=tag == LEFT)
+        for tag, first, reason in _ends_of(heard):
+            self._follow(reason, first, is_waiting=False, may_go_on=tag == LEFT)
         ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
         reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call{self._why_given_up()}"
         self._follow(reason, min(ranks), is_waiting)
@@ -382,3 +374,12 @@ class Watchdog:
         """Whether this rank is the first of those of its node that wait."""
         joined = [status.rank for status in self._board.statuses().values() if status.has_joined(self._sequence)]
         return not joined or self._rank == min(joined)
+
+
+def _ends_of(heard: Mapping[int, FailureNote]) -> Iterator[tuple[int, int, str]]:
+    """List how ranks ended their part in all calls: the kind of note, the first rank, and a sentence; worst first."""
+    for tag, what in _ENDS.items():
+        ranks = [rank for rank, note in heard.items() if note.tag == tag]
+        if ranks:
+            texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
+            yield tag, ranks[0], f"{name_ranks(ranks)} {what}: {texts}"

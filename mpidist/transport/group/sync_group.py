@@ -200,7 +200,7 @@ class SyncGroup(OpenGroup):
         if self.calls:  # they have numbers of their own, and this call has the next one
             self.calls.finish()
         with self.data_phase():
-            yield self.agree(record)
+            yield self.agreement.join(record)
 
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
