@@ -76,6 +76,12 @@ class Operands:
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any
+        if len(values) == 1 and type(values[0]) is np.ndarray:  # the commonest call, made shorter
+            (array,) = values
+            self._values, self._is_plain = values, True
+            self.arrays = [array]
+            self.key = array.shape, array.dtype
+            return
         self._is_plain = set(map(type, values)) == {np.ndarray}
         if self._is_plain:
             self._values = values
@@ -103,10 +109,10 @@ class Operands:
             devices.require_usable(call)
         return opened
 
-    def restore(self, results: Sequence[Any]) -> list[Any]:
+    def restore(self, results: list[Any]) -> list[Any]:
         """Give native results the kinds that the values came in; `None` stays `None`."""
         if self._is_plain:
-            return list(results)
+            return results
         return [
             result
             if result is None or type(value) is np.ndarray

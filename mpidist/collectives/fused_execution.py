@@ -121,6 +121,7 @@ class FusedExecution(Execution):
         if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
         self._ignores_placement = self._small is not None and self._is_copied(lists[0])
+        self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result
 
     def begin(self, call: ReductionCall) -> None:
         """Stage the first chunk, unless the arrays lie in memory that all ranks of the node reach."""
@@ -133,7 +134,7 @@ class FusedExecution(Execution):
         if self._agreement_is_barrier and place.sources is None and place.outs is None and self._lists:
             arrays, first = call.operands.arrays, self._lists[0]
             if self._small is not None:
-                staged = self._small.stage(list(map(arrays.__getitem__, first.indices)))
+                staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
             else:
                 staged = self._two_shot(first, FusedArrays(first.wire, _flat(arrays, first), result=first.result))
                 staged.begin()
@@ -200,21 +201,19 @@ class FusedExecution(Execution):
     def _add_small(self, call: ReductionCall, staged: Any) -> list[Any]:
         fused, small, outs = self._lists[0], self._small, call.outs
         assert small is not None
-        results = self._new_results(call)
         if staged is None:
             arrays = call.operands.arrays
             staged = small.stage([arrays[index] for index in fused.indices])
             self._reducer.synchronize()
         self._reducer.count(fused.nbytes)
+        if self._is_one_array and self._wants_results:
+            result = np.empty(self._specs[0].shape, fused.wire) if outs is None else self._new_results(call)[0]
+            small.add(staged, fused.reduction, fused.divide_by, result.reshape(-1))
+            return [result]
+        results = self._new_results(call)
         if not self._wants_results:
             return results
         keeps = fused.wire == fused.result
-        if keeps and len(fused.indices) == 1:
-            (index,) = fused.indices
-            if outs is None:
-                results[index] = np.empty(self._specs[index].shape, fused.wire)
-            small.add(staged, fused.reduction, fused.divide_by, results[index].reshape(-1))
-            return results
         total = np.empty(fused.count, fused.wire)
         small.add(staged, fused.reduction, fused.divide_by if keeps else 1, total)
         if not keeps:

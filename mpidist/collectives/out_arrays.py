@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -147,7 +146,8 @@ class CheckedOuts:
         shared: SharedArrays,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
-        self._outs = [weakref.ref(out) for out in outs] if set(map(type, outs)) == {np.ndarray} else []
+        are_plain = set(map(type, outs)) == {np.ndarray}
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_plain else []
         self._forms = [(out.shape, out.dtype) for out in outs]
         self.per_node_digest = shared.fingerprint(outs)
         self.places = shared.places(outs)
@@ -161,11 +161,14 @@ class CheckedOuts:
             outs: The arrays.
             arrays: The values that are reduced, of the known shapes and dtypes. Outs that are values need no look.
         """
-        if len(outs) != len(self._outs) or not all(map(is_, outs, (ref() for ref in self._outs))):
+        if len(outs) != len(self._outs):
             return False
-        if not all(map(is_, outs, arrays)) and [(out.shape, out.dtype) for out in outs] != self._forms:
-            return False
-        return all(out.flags.writeable for out in outs)
+        for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
+            if ref() is not out or not out.flags.writeable:
+                return False
+            if out is not array and (out.shape, out.dtype) != form:
+                return False
+        return True
 
 
 def _is_target(out: Any, shared: SharedArrays) -> bool:

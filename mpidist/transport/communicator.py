@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -37,29 +36,38 @@ def shard_bounds(count: int, size: int) -> list[int]:
 
 
 @final
-@dataclass
 class Traffic:
-    """What went through a communicator since it was made: calls and bytes of this rank, by primitive.
+    """What went through a communicator since it was made, or since `clear`: calls and bytes of this rank, by primitive.
 
     Attributes:
-        calls: Number of calls.
-        nbytes: Bytes.
         overflowed: How many finite numbers this rank saw become infinite float16 on the way.
     """
 
-    calls: Counter[str] = field(default_factory=Counter)
-    nbytes: Counter[str] = field(default_factory=Counter)
-    overflowed: int = 0
+    def __init__(self) -> None:
+        self.overflowed = 0
+        self._sums: dict[str, list[int]] = {}  # calls and bytes of each primitive
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Number of calls of each primitive."""
+        return Counter({primitive: calls for primitive, (calls, _) in self._sums.items()})
+
+    @property
+    def nbytes(self) -> Counter[str]:
+        """Bytes that each primitive moved over this rank's link."""
+        return Counter({primitive: nbytes for primitive, (_, nbytes) in self._sums.items()})
 
     def add(self, primitive: str, nbytes: int) -> None:
         """Count one call that moves `nbytes` bytes over this rank's link."""
-        self.calls[primitive] += 1
-        self.nbytes[primitive] += nbytes
+        sums = self._sums.get(primitive)
+        if sums is None:
+            sums = self._sums[primitive] = [0, 0]
+        sums[0] += 1
+        sums[1] += nbytes
 
     def clear(self) -> None:
         """Start again at nothing."""
-        self.calls.clear()
-        self.nbytes.clear()
+        self._sums.clear()
         self.overflowed = 0
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
 
 __all__ = ["Reduction", "accumulator_dtype", "is_half", "narrow", "widen"]
@@ -54,7 +55,9 @@ class Reduction:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 
     def combine(self, parts: Sequence[Any], out: Any) -> int:
-        """Reduce the arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them.
+        """Reduce NumPy arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them.
+
+        No floating-point error is reported.
 
         Returns:
             How many finite numbers became infinite when they were rounded to float16; 0 if they do not count.
@@ -64,15 +67,15 @@ class Reduction:
             overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
             return overflowed if self.counts_overflow else 0
         if len(parts) == 2:
-            ufunc(parts[0], parts[1], out=out)
+            without_float_errors(ufunc, parts[0], parts[1], out=out)
         elif len(parts) == 1:
             if parts[0] is not out:
                 out[...] = parts[0]
         else:  # the last step alone writes `out`, when all parts have been read
-            total = ufunc(parts[0], parts[1], dtype=out.dtype)
+            total = without_float_errors(ufunc, parts[0], parts[1])
             for part in parts[2:-1]:
-                ufunc(total, part, out=total)
-            ufunc(total, parts[-1], out=out)
+                without_float_errors(ufunc, total, part, out=total)
+            without_float_errors(ufunc, total, parts[-1], out=out)
         return 0
 
 

@@ -258,8 +258,7 @@ class MpiCommunicator(Communicator):
         self._wait_all(requests, buffer, rows)
         if own.size:
             parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
-            with np.errstate(all="ignore"):
-                self.traffic.overflowed += reduction.combine(parts, shard)
+            self.traffic.overflowed += reduction.combine(parts, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         parts = [buffer[start:stop] for start, stop in pairwise(bounds)]

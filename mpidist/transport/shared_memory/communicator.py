@@ -84,8 +84,7 @@ class SharedMemoryCommunicator(Communicator):
             self.fused.synchronize()
             start, stop = bounds[self.rank], bounds[self.rank + 1]
             if stop > start:
-                with np.errstate(all="ignore"):
-                    reduction.combine([part[start:stop] for part in parts], targets[self.rank])
+                reduction.combine([part[start:stop] for part in parts], targets[self.rank])
             return targets[self.rank]
         schedule = self._scatter(tuple(bounds), self._chunk_count(buffer.dtype))
         self._run(schedule, FusedArrays(buffer.dtype, shards, shared=[targets]), reduction)

@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
+from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.staging_slots import Slots
 
@@ -52,8 +53,7 @@ class OneShot:
         Returns:
             As `Reduction.combine`.
         """
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-            overflowed = reduction.combine(parts, total)
-            if divide_by != 1:
-                total /= divide_by
+        overflowed = reduction.combine(parts, total)
+        if divide_by != 1:
+            without_float_errors(np.true_divide, total, divide_by, out=total)
         return overflowed
