@@ -12,7 +12,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
 from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
-from mpidist.transport.failures import BROKE_OFF, Watchdog
+from mpidist.transport.failures import BROKE_OFF, CallWatchdog
 from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
@@ -39,7 +39,7 @@ class MpiAgreement(Agreement):
     def __init__(
         self,
         comm: Intracomm,
-        watch: Watchdog,
+        watch: CallWatchdog,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
@@ -48,7 +48,7 @@ class MpiAgreement(Agreement):
         super().__init__(watch.recorder.end, watch.check_peers, ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
-        self._watch = watch
+        self._watch, self._watchdog = watch, watch.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self._has_round_for_all = check or self.is_node_barrier
         self._timeout_seconds = timeout_seconds
@@ -60,8 +60,8 @@ class MpiAgreement(Agreement):
 
     def arrive(self, record: CallRecord) -> None:
         watch = self._watch
-        if watch.broken is not None:
-            raise self._again(watch.broken)
+        if self._watchdog.broken is not None:
+            raise self._again(self._watchdog.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
@@ -73,7 +73,7 @@ class MpiAgreement(Agreement):
         if error is not None:
             fingerprint = fingerprint_of(("error", record.name, repr(error)))
         if timeout or record.leaves:
-            watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
+            self._watchdog.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
         self._found, self._confirms = None, bool(timeout)
         self._rounds.start(fingerprint ^ bool(timeout), record.placement)
 
@@ -92,7 +92,7 @@ class MpiAgreement(Agreement):
         if self._found is None:
             self._found = self._rounds.is_equal()
             if self._confirms and self._found[0]:
-                self._watch.meet()
+                self._watch.mark_joined()
                 # A rank that comes after others gave up completes the first round, but waits in vain in this one.
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()
@@ -113,9 +113,9 @@ class MpiAgreement(Agreement):
             return True
         have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
         if not have_arrived():
-            if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
-                raise self._again(self._watch.broken)
-            self._watch.limit(record.timeout)
+            if self._watchdog.broken is not None:  # by an earlier call, that this rank waited for meanwhile
+                raise self._again(self._watchdog.broken)
+            self._watch.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
         equal, same_placement = self._found or self._rounds.is_equal()
         if not equal:
@@ -135,8 +135,8 @@ class MpiAgreement(Agreement):
         self._watch.recorder.fail()
         goes_on_alike = error is self._refused or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
-            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watch.broken = RuntimeError(
+            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watchdog.broken = RuntimeError(
                 f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
             )
 
@@ -164,16 +164,16 @@ class MpiAgreement(Agreement):
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         self._watch.restart(since)
         if record is not None:
-            self._watch.limit(record.timeout)
+            self._watch.timeout = record.timeout
 
     @property
     def broken(self) -> Exception | None:
-        return self._watch.broken
+        return self._watchdog.broken
 
     def free(self) -> None:
-        notes = self._watch.stop_answering()
+        notes = self._watchdog.stop_answering()
         if self.all_reduce_or(any(notes.sent)):  # long waits that ended well
-            notes.take(self.all_gather_object(notes.sent), self._watch.check_peers)
+            notes.drain(self.all_gather_object(notes.sent), self._watch.check_peers)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
@@ -185,8 +185,8 @@ class MpiAgreement(Agreement):
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
                 raise
             # Ctrl-C while waiting: the others may see this call completed
-            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watch.broken = RuntimeError(
+            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watchdog.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
             )
             raise
@@ -203,9 +203,9 @@ class MpiAgreement(Agreement):
         everyone = [fields for _, fields in told]
         leavers = [rank for rank, (leaves, _) in enumerate(told) if leaves]
         if leavers and len(leavers) < len(everyone):
-            self._watch.broken = peer_left(everyone, leavers, self.sequence)
+            self._watchdog.broken = peer_left(everyone, leavers, self.sequence)
             if not record.leaves:
-                raise self._watch.broken
+                raise self._watchdog.broken
         if record.leaves:
             return
         self._watch.recorder.fail()

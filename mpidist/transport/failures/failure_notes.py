@@ -15,11 +15,11 @@ from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
 
-GAVE_UP: Final = 1  # tags: the writer waits no more
+GAVE_UP: Final = 1  # tags, of what the writer does: it waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
 ENDED: Final = 3  # its program has failed
-FOLLOWS: Final = 4  # it does so because others have
-STALLED: Final = 5  # it waits on, and wonders
+FOLLOWS: Final = 4  # it waits no more, because other ranks have given up
+STALLED: Final = 5  # still waiting: asks other nodes what their ranks are doing, or answers
 LEFT: Final = 7  # an exception of its own left the strategy's `with` statement, or was under way in `close()`
 RESETS: Final = 6  # it makes no call any more before the next reset
 
@@ -65,7 +65,7 @@ class FailureNotes:
         self._under_way: list[tuple[Any, Any]] = []
         weakref.finalize(self, _keep, self._under_way)
 
-    def have_come(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether there is one to read. Local."""
         return self._probe(*self._anybody)
 
@@ -80,7 +80,7 @@ class FailureNotes:
             found.append((status.Get_source(), pickle.loads(text.tobytes())))
         return found
 
-    def take(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
+    def drain(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
         """Wait until all notes are here that were ever sent: MPI frees no communicator with messages left in it.
 
         Args:

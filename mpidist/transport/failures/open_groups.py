@@ -23,7 +23,7 @@ __all__ = [
     "add",
     "advance_others",
     "forget",
-    "hear_end_of_a_lower_rank",
+    "has_lower_rank_ended",
     "is_thread_of_a_group",
     "keep_flights",
     "record_build_failure",
@@ -63,7 +63,7 @@ class OpenGroup(ABC):
         """Tell the other ranks that this one's program has failed. Local."""
 
     @abstractmethod
-    def hears_end_of_a_lower_rank(self) -> bool:
+    def has_lower_rank_ended(self) -> bool:
         """Whether a rank before this one has told of the end of its program. Local."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ def prepare_end(world: Intracomm, aborts: bool) -> None:
         tell_end,
         keep_flights,
         is_thread_of_a_group,
-        hear_end_of_a_lower_rank,
+        has_lower_rank_ended,
     )
     job_abort.register_job(job)
     if aborts:
@@ -185,9 +185,9 @@ def tell_end(text: str) -> None:
         group.tell_end(text)
 
 
-def hear_end_of_a_lower_rank() -> bool:
+def has_lower_rank_ended() -> bool:
     """Whether a rank before this one, in any group, has told of the end of its program. Local."""
-    return any(group.hears_end_of_a_lower_rank() for group in (*_open, *_failed))
+    return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
 
 
 def keep_flights(reason: str) -> str:
