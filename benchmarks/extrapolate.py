@@ -3,12 +3,14 @@
 python benchmarks/extrapolate.py --out results       # a table for three clusters, and a picture; no MPI
 mpiexec -n 4 python benchmarks/extrapolate.py --check --link-us 100 --link-mbit 200       # measured beside predicted
 
-The formulas are those of `mpidist.transport.costs.cost_model`. `--check` belongs on several hosts, real or emulated.
+The formulas of mpidist's algorithms are those of `mpidist.transport.costs.cost_model`; those of others are here.
+`--check` belongs on several hosts, real or emulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["CLUSTERS", "Cluster", "check", "plot", "table"]
+__all__ = ["CLUSTERS", "Cluster", "check", "plot", "predict", "table"]
 
 _NODES: Final = (16, 128, 1024)
 _SIZES: Final = tuple(1 << power for power in range(12, 31, 2))
@@ -77,6 +79,43 @@ CLUSTERS: Final = (
 )
 
 
+def _mpi(model: CostModel, nbytes: int, placement: Placement) -> float:
+    """`MPI_Allreduce` of all ranks: the better of recursive doubling, and halving within nodes, then across."""
+    within = model.tree_seconds(nbytes, max(placement), model.mpi_seconds, model.mpi_bytes_per_second)
+    halving = within + model.tree_seconds(nbytes, len(placement), model.link_seconds, model.link_bytes_per_second)
+    return min(_recursive_doubling(model, nbytes, placement), halving)
+
+
+def _ring(model: CostModel, nbytes: int, placement: Placement) -> float:
+    """2 (P - 1) steps of n / P bytes each, all at the pace of the slowest link."""
+    ranks = sum(placement)
+    message = model.mpi_seconds + nbytes / ranks / model.mpi_bytes_per_second
+    if len(placement) > 1:
+        message = max(message, model.link_seconds + nbytes / ranks / model.link_bytes_per_second)
+    return (ranks - 1) * (2 * message + nbytes / ranks / model.add_bytes_per_second)
+
+
+def _recursive_doubling(model: CostModel, nbytes: int, placement: Placement) -> float:
+    """Log G steps of n bytes within nodes, and log K across, in which the ranks of a node share its link."""
+    within, across = (math.ceil(math.log2(count)) for count in (max(placement), len(placement)))
+    shared = nbytes * max(placement) / model.link_bytes_per_second
+    seconds = within * (model.mpi_seconds + nbytes / model.mpi_bytes_per_second)
+    return seconds + across * (model.link_seconds + shared) + (within + across) * nbytes / model.add_bytes_per_second
+
+
+_OTHERS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
+    "mpi": _mpi,
+    "ring": _ring,
+    "recursive_doubling": _recursive_doubling,
+}
+
+
+def predict(algorithm: str, model: CostModel, nbytes: int, placement: Placement) -> float:
+    """Predict the seconds of an all-reduce: by one of mpidist's algorithms, or by one that mpidist lacks."""
+    other = _OTHERS.get(algorithm)
+    return model.seconds(algorithm, nbytes, placement) if other is None else other(model, nbytes, placement)
+
+
 def table(cluster: Cluster) -> str:
     """Write the predicted times of a cluster as Markdown, the best of each row in bold."""
     lines = [f"### {cluster.name}", "", f"| nodes | size | {' | '.join(_ALGORITHMS)} | taken |"]
@@ -84,7 +123,7 @@ def table(cluster: Cluster) -> str:
     for nodes in _NODES:
         placement = (cluster.ranks,) * nodes
         for size in _TABLE_SIZES:
-            times = [cluster.model.seconds(name, size, placement) for name in _ALGORITHMS]
+            times = [predict(name, cluster.model, size, placement) for name in _ALGORITHMS]
             cells = [f"**{_text(time)}**" if time == min(times) else _text(time) for time in times]
             taken = cluster.model.choose(size, placement)
             lines.append(f"| {nodes} | {text_of_bytes(size)} | {' | '.join(cells)} | {taken} |")
@@ -108,9 +147,9 @@ def plot(path: Path) -> None:
 
 def _plot_cluster(axes: Any, cluster: Cluster, nodes: int) -> None:
     placement, model = (cluster.ranks,) * nodes, cluster.model
-    base = [model.seconds("mpi", size, placement) for size in _SIZES]
+    base = [predict("mpi", model, size, placement) for size in _SIZES]
     for name in _ALGORITHMS:
-        times = [model.seconds(name, size, placement) for size in _SIZES]
+        times = [predict(name, model, size, placement) for size in _SIZES]
         axes.plot(_SIZES, np.divide(base, times), label=name, markersize=4.5, **_STYLES[name])
     axes.set(xscale="log", yscale="log", ylim=(0.07, 7))
     axes.set_title(f"{nodes} nodes; {cluster.name}", fontsize=9)
@@ -133,7 +172,7 @@ def check(model: CostModel, sizes: Sequence[int], rounds: int) -> None:
         for name, algorithm, call in _ways(strategy, levels, model, size, placement):
             measured = _measure(levels.world, call, size, rounds)
             if strategy.is_chief:
-                predicted = model.seconds(algorithm, size, placement)
+                predicted = predict(algorithm, model, size, placement)
                 times = f"{_text(predicted)} | {_text(measured)} | {measured / predicted:.2f}"
                 print(f"| {text_of_bytes(size)} | {name} | {algorithm} | {times} |", flush=True)
     strategy.close()

@@ -7,6 +7,8 @@ from mpidist.transport import arrays, cuda
 from mpidist.transport.agreement import Call, CallRecord, differing
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
+    LEADER_BYTES,
+    NEVER,
     CostModel,
     Placement,
     TuningKey,
@@ -68,8 +70,10 @@ __all__ = [
     "GpuFacts",
     "InPlace",
     "Intracomm",
+    "LEADER_BYTES",
     "Launched",
     "Levels",
+    "NEVER",
     "NcclReach",
     "Pending",
     "Place",

@@ -14,7 +14,7 @@ import platform
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, final
@@ -25,7 +25,6 @@ from mpidist.transport.mpi import load_mpi
 __all__ = [
     "Tuned",
     "TuningKey",
-    "load_cost_model",
     "load_tuned",
     "save_cost_model",
     "tuning_path",
@@ -90,20 +89,12 @@ class Tuned:
     date: str
 
 
-def load_cost_model(key: TuningKey, environ: Mapping[str, str] = os.environ) -> CostModel | None:
-    """Read the numbers of a key.
-
-    Local: let one rank read, and send to the others what it found, so that all choose alike.
+def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
+    """Read the file of a key. Local: let one rank read, and send the others what it found, so that all choose alike.
 
     Returns:
         `None` where there is no file, and, with a warning that says why, where there is one that cannot be used.
     """
-    tuned = load_tuned(key, environ)
-    return None if tuned is None else tuned.model
-
-
-def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
-    """Read the whole file of a key, as `load_cost_model` does. Local."""
     path: object = "the file of measured costs"
     try:
         path = tuning_path(key, environ)
@@ -148,8 +139,10 @@ def _parse(text: str, key: TuningKey) -> Tuned:
     found = content.get("format")
     _require(found == _FORMAT, f"its format is {found!r}, and this version of mpidist reads {_FORMAT}")
     _require(content.get("key") == _plain(key), "it was measured for another machine or placement")
-    model = CostModel.from_json(json.dumps(content.get("model")))
-    return Tuned(model, tuple(map(str, content.get("measured", ()))), str(content.get("date")))
+    values = content.get("model")
+    names = {field.name for field in fields(CostModel)}
+    _require(isinstance(values, dict) and set(values) == names, f"a cost model has {', '.join(sorted(names))}")
+    return Tuned(CostModel(**values), tuple(map(str, content.get("measured", ()))), str(content.get("date")))
 
 
 def _plain(key: TuningKey) -> dict[str, Any]:

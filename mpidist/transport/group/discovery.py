@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
-from mpidist.transport.costs import CostModel, TuningKey, load_cost_model
+from mpidist.transport.costs import CostModel, TuningKey, load_tuned
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
 from mpidist.transport.settings import Settings
@@ -135,8 +135,8 @@ def _agreed_settings(comm: Intracomm) -> Settings:
 
 def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
     """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
-    model = load_cost_model(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
-    agreed: CostModel | None = comm.bcast(model, 0)
+    tuned = load_tuned(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
+    agreed: CostModel | None = comm.bcast(tuned and tuned.model, 0)
     return agreed
 
 
