@@ -35,7 +35,7 @@ class ClusterResolver(ABC):
         environment: Free text on where the cluster runs.
     """
 
-    _way_out: ClassVar[str] = "leave the resolver out"  # of a contradiction
+    _remedy: ClassVar[str] = "leave the resolver out"  # of a contradiction
 
     # Here too, so that a subclass without an `__init__` of its own chain works.
     _task_type: str | None = None
@@ -168,13 +168,13 @@ class ClusterResolver(ABC):
                 f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
                 f"with `mpiexec -n {self.num_tasks}` of the MPI that mpi4py was built with, or under Slurm "
                 f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
-                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._way_out}: MPI is enough"
+                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._remedy}: MPI is enough"
             )
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
                 f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
                 f"workers, but MPI says rank {rank} of {size}; start the ranks in the order of the cluster's "
-                f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._way_out}: MPI is enough"
+                f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._remedy}: MPI is enough"
             )
         assumed = self.assumed_hosts
         if hostnames is not None and assumed is not None:
@@ -183,5 +183,5 @@ class ClusterResolver(ABC):
                 raise TopologyError(
                     f"{who} took the tasks to be on {list(assumed)}, as nothing in the environment says how they are "
                     f"dealt to nodes, but MPI has the ranks on {list(hostnames)}; say it (`srun -m block`), or "
-                    f"{self._way_out}: MPI is enough"
+                    f"{self._remedy}: MPI is enough"
                 )

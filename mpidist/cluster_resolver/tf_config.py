@@ -28,7 +28,7 @@ class TFConfigClusterResolver(ClusterResolver):
         environ: Where to read TF_CONFIG; default `os.environ`.
     """
 
-    _way_out = "unset TF_CONFIG"
+    _remedy = "unset TF_CONFIG"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ Nothing here knows of strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, differing
+from mpidist.transport.agreement import Call, CallRecord, mismatch_error
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
     LEADER_BYTES,
@@ -97,7 +97,7 @@ __all__ = [
     "narrow",
     "count_text",
     "cuda",
-    "differing",
+    "mismatch_error",
     "ends_normally",
     "fingerprint_of",
     "first_line",

@@ -1,4 +1,4 @@
-"""Ranks that are late, that fail and that end: noticed, told and written down."""
+"""Failures: find ranks that are late or lost, tell the other ranks, record calls, end the job."""
 
 from mpidist.transport.failures import job_abort, open_groups
 from mpidist.transport.failures.call_watchdog import CallWatchdog

@@ -71,7 +71,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
         UnavailableError: If an earlier group could not be built.
         DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
     """
-    open_groups.require_built()
+    open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
     start = time.monotonic()
     warn_at = start + stall if stall else math.inf

@@ -116,7 +116,9 @@ class Membership:
                 raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
             if not has_told:
                 has_told = True
-                job_abort.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
+                job_abort.write_line(
+                    f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before"
+                )
 
         try:
             poll_or_keep(request.Test, check_peers, (request,))
@@ -146,7 +148,7 @@ class Membership:
 
     def _make_watch(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         hostnames = self._topology.hostnames
-        return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
+        return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
     def _lost(self) -> Stragglers:
         """The ranks of this node that can do nothing more."""

@@ -109,13 +109,13 @@ class SyncGroup(OpenGroup):
         """
         comm, world = communicators(comm)
         settings = own_settings()
-        open_groups.prepare_end(world, settings.abort_on_error)
+        open_groups.install_job_abort(world, settings.abort_on_error)
         meet(comm, settings)
         ranks = ranks_in_world(comm)
         try:
             return cls._of_all(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
-            raise open_groups.too_many(error, ranks) from error
+            raise open_groups.no_communicators_left(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
             mark_shared(error, ranks)
             raise
@@ -281,15 +281,15 @@ class SyncGroup(OpenGroup):
             self.require_mpi(CLOSE)
         except RuntimeError:
             self._is_closed = True
-            open_groups.forget(self, has_failed=False)
+            open_groups.remove(self, has_failed=False)
             raise
         why = {} if error is None or ends_normally(error) else {"exception": text_of(error)}
-        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, leaves=True))
+        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, is_last=True))
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
         with suppress(DeadlineExceededError):  # other ranks gave up before
-            self._close(Call(END, timeout_seconds=0.0, leaves=True))
+            self._close(Call(END, timeout_seconds=0.0, is_last=True))
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
@@ -320,7 +320,7 @@ class SyncGroup(OpenGroup):
                 self._give_up()
         if has_failed:
             return
-        open_groups.forget(self, has_failed=False)
+        open_groups.remove(self, has_failed=False)
         self.shared.free()
         self._free_levels()
         if self._membership is not None:
@@ -328,7 +328,7 @@ class SyncGroup(OpenGroup):
 
     def _give_up(self) -> None:
         """Leave behind what ranks that do not come cannot free together. Local."""
-        open_groups.forget(self, has_failed=self._membership is not None)
+        open_groups.remove(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
         self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
