@@ -1,4 +1,4 @@
-"""How long which way takes: the cost model, and what was measured for it."""
+"""How long an all-reduce takes: the cost model, and the file of measured numbers."""
 
 from mpidist.transport.costs.cost_file import TuningKey, load_tuned, save_cost_model, tuning_path
 from mpidist.transport.costs.cost_model import LEADER_BYTES, NEVER, CostModel, Placement, name_placement

@@ -1,10 +1,10 @@
 """What an all-reduce costs, by formula: which algorithm to take, and in what chunks.
 
-Alpha-beta models: a step costs a latency and the bytes that it moves. All is computed from a few measured numbers and
-the placement of the ranks, alike on all ranks; nothing here communicates.
+Alpha-beta models: a step costs a latency and the bytes that it moves. All results follow from a few measured numbers
+and the placement of the ranks, so they are the same on all ranks; nothing here communicates.
 
 In the formulas: n bytes; K nodes of G ranks, P in all; L lanes, the ranks of each node that add (those that every node
-has); m, what of n is in one chunk. Times are in seconds, sizes in bytes.
+has); m, the bytes of one chunk. Times are in seconds, sizes in bytes.
 
 Sources: Hockney, "The communication challenge for MPP", Parallel Computing 1994 (alpha and beta); Thakur, Rabenseifner
 and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005 (steps and bytes of MPI's own).
@@ -30,9 +30,9 @@ _MOST_CHUNK: Final = 2 << 20
 _LEAST_SHARD: Final = 32 << 10
 LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank costs less than more steps would
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
-_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: where thresholds are looked for
+_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: the bounds of the search for thresholds
 _LATENCY_SHARE: Final = 0.1  # of a shard's time on the link
-_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # whatever the unit: their products stay finite
+_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # in any unit: products stay finite
 
 
 @final
@@ -93,7 +93,7 @@ class CostModel:
         return "pipeline" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
 
     def one_round_bytes(self, placement: Placement) -> int:
-        """Size up to which one round beats the pipeline: the power of two next to it. 0 across nodes."""
+        """Return the size up to which one round is faster than the pipeline, a power of two. 0 across nodes."""
         if len(placement) > 1:
             return 0
         size = 1 << (self.chunk_bytes(placement).bit_length() - 1)
@@ -102,9 +102,9 @@ class CostModel:
         return size if size >= _SMALLEST else 0
 
     def least_bytes(self, placement: Placement) -> int:
-        """Size, a power of two, from which on the pipeline beats what is done without it: node, nodes, node in turn.
+        """Return the size from which on the pipeline is faster than node, nodes and node in turn, a power of two.
 
-        `NEVER` if it does not. 0 on one node.
+        `NEVER` if the pipeline is not. 0 on one node.
         """
         if len(placement) == 1:
             return 0
@@ -114,10 +114,10 @@ class CostModel:
         return 2 * size if size < _LARGEST else NEVER
 
     def chunk_bytes(self, placement: Placement) -> int:
-        """Size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
+        """Return the size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
 
-        Within these bounds, every lane has 32 KiB of it, and between nodes a latency is at most a tenth of a chunk's
-        time on the link, 2 m (K - 1) / K / link.
+        Within these bounds, every lane has 32 KiB of the chunk, and between nodes a latency is at most a tenth of
+        a chunk's time on the link, 2 m (K - 1) / K / link.
         """
         nodes = len(placement)
         size = _LEAST_SHARD * min(placement)
@@ -127,9 +127,9 @@ class CostModel:
         return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // LINE_BYTES) * LINE_BYTES
 
     def depth(self, placement: Placement) -> int:
-        """How many shards a lane has under way between nodes: 2 to 8. 0 on one node.
+        """Return how many shards a lane has under way between nodes: 2 to 8. 0 on one node.
 
-        As many as are added while one is under way, 2 latencies and its time on the link; and one that waits.
+        As many as a lane adds while one shard is under way (2 latencies and its time on the link), and one that waits.
         """
         if len(placement) == 1:
             return 0
@@ -160,7 +160,7 @@ class CostModel:
         return moved / (self.copy_bytes_per_second if fits else self.stream_bytes_per_second)
 
     def _work(self, nbytes: int, chunks: int, placement: Placement) -> float:
-        """What a rank does of a pipeline, seconds.
+        """Predict the time that a rank works in a pipeline.
 
         Copies n (L - 1) / L in, adds n / L from G places, copies n out; a barrier and 3 + 2 G calls a chunk. Between
         nodes, for each chunk, it sends 2 (K - 1) messages, and adds n / L / K from K - 1 places.
@@ -180,9 +180,9 @@ class CostModel:
         return self._copy(nbytes, nbytes, ranks) + self.sync_seconds + added + (1 + ranks) * self.call_seconds
 
     def _pipeline(self, nbytes: int, placement: Placement) -> float:
-        """The longer of a rank's work and the link's; the other of them for one chunk, to fill and drain; 2 latencies.
+        """The longer of a rank's work and the link's; the shorter for one chunk, to fill and drain; 2 latencies.
 
-        With d shards in flight, a chunk takes no less than a d-th of the time that one is under way.
+        With d shards under way, a chunk takes no less than a d-th of the time of one shard.
         """
         nodes, chunk = len(placement), self.chunk_bytes(placement)
         chunks = max(1, math.ceil(nbytes / chunk))
