@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
+from mpidist.transport.shared_errors import following_of
 from mpidist.transport.text import text_of
 
 __all__ = [
@@ -147,10 +148,11 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _report_failure(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if getattr(error, "follows_rank", None) is not None:  # that rank prints the whole error, and ends this one
-        _write(f"{kind.__name__}: {vars(error)['summary']}\n", job.prefix)
+    following = following_of(error)
+    if following is not None:  # the other rank prints the whole error, and ends this one
+        _write(f"{kind.__name__}: {following.summary}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
-        if not vars(error)["may_go_on"]:
+        if not following.may_go_on:
             return
     if not getattr(error, "raised_on_all_ranks", False):
         job.tell_end(text_of(error))

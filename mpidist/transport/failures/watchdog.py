@@ -31,6 +31,7 @@ from mpidist.transport.failures.failure_notes import (
 from mpidist.transport.failures.status_board import Status, StatusBoard
 from mpidist.transport.failures.stragglers import Stragglers
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks
 
 __all__ = ["PROBES", "Awaited", "Watchdog"]
@@ -192,7 +193,7 @@ class Watchdog:
         """
         for _ in range(probes):
             self._read()
-        for _, _, reason in _ends_of({rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}):
+        for _, reason in _ends_of({rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}):
             raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
 
     def has_lower_rank_ended(self) -> bool:
@@ -248,7 +249,7 @@ class Watchdog:
             PeerFailedError: Always.
         """
         self.tell(GAVE_UP, reason, is_lost=True)
-        self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), None)
+        self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
 
     def _check_clock_and_processes(self, now: float) -> None:
         waited, timeout = now - self._since, self._awaited.timeout
@@ -278,11 +279,11 @@ class Watchdog:
             ending = self._ending_notes()
         if not ending:
             return
-        for tag, first, reason in _ends_of(ending):
-            self._fail_after_others(reason, first, is_waiting=False, may_go_on=tag == LEFT)
+        for tag, reason in _ends_of(ending):
+            self._fail_after_others(reason, is_waiting=False, may_go_on=tag == LEFT)
         ranks = [rank for rank, note in ending.items() if note.tag == GAVE_UP] or list(ending)
         reason = f"{name_ranks(ranks)} had given up waiting{self._awaited.given_up}{self._why_given_up()}"
-        self._fail_after_others(reason, min(ranks), is_waiting)
+        self._fail_after_others(reason, is_waiting)
 
     def _ending_notes(self) -> dict[int, FailureNote]:
         return {rank: note for rank, note in self._received.items() if self._awaited.is_ended_by(rank, note)}
@@ -304,7 +305,7 @@ class Watchdog:
         texts = dict.fromkeys(note.text for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS))
         return "".join(f": {text}" for text in texts if text)
 
-    def _fail_after_others(self, reason: str, first: int, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
+    def _fail_after_others(self, reason: str, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
         """Fail because other ranks have. `may_go_on`: whether the first of them may catch its exception."""
         is_lost = any(note.is_lost for note in self._received.values())
         # What this rank was told, ranks of other nodes may be told by this rank alone.
@@ -313,14 +314,14 @@ class Watchdog:
         if late.ranks:
             reason = f"{late.sentence()}, and {reason}"
         kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
-        self._fail(kind, f"cannot complete: {reason}", late, first, may_go_on)
+        self._fail(kind, f"cannot complete: {reason}", late, follows=True, may_go_on=may_go_on)
 
     def _fail_by_own_finding(self) -> NoReturn:
         """Fail because the deadline has passed, or a process is gone."""
         self.tell(GAVE_UP, "", bool(self._gone_and_awaited()))
         late = self._stragglers()
-        first = min((rank for rank, note in self._received.items() if note.tag == GAVE_UP), default=self._rank)
-        follows = first if first < self._rank else None  # that rank has found it out, too
+        # A lower rank that has given up, too, prints the whole text.
+        follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
         if late.gone:
             self._fail(PeerFailedError, f"cannot complete: {late.sentence()}", late, follows)
         advice = f". {late.advice}" if late.absent and late.advice else ""
@@ -328,7 +329,7 @@ class Watchdog:
         self._fail(DeadlineExceededError, reason, late, follows)
 
     def _fail(
-        self, kind: type[Exception], reason: str, late: Stragglers, follows: int | None, may_go_on: bool = False
+        self, kind: type[Exception], reason: str, late: Stragglers, follows: bool, may_go_on: bool = False
     ) -> NoReturn:
         self._board.recorder.fail()
         summary = f"{self._awaited.name} on rank {self._rank} {reason}"
@@ -339,8 +340,8 @@ class Watchdog:
         if saved:
             lines.append(saved)
         self.broken = error = kind("\n  ".join([head, *lines]))
-        if follows is not None:
-            vars(error).update(follows_rank=follows, summary=summary, may_go_on=may_go_on)  # that rank says it all
+        if follows:
+            mark_following(error, summary, may_go_on)
         raise error
 
     def _stragglers(self) -> Stragglers:
@@ -387,10 +388,10 @@ class Watchdog:
         return not waiting or self._rank == min(waiting)
 
 
-def _ends_of(received: Mapping[int, FailureNote]) -> Iterator[tuple[int, int, str]]:
-    """List how ranks ended their part in all calls: the kind of note, the first rank, and a sentence; worst first."""
+def _ends_of(received: Mapping[int, FailureNote]) -> Iterator[tuple[int, str]]:
+    """List how ranks ended their part in all calls: the kind of note, and a sentence; most telling first."""
     for tag, what in _ENDS.items():
         ranks = [rank for rank, note in received.items() if note.tag == tag]
         if ranks:
             texts = "; ".join(dict.fromkeys(received[rank].text for rank in ranks))
-            yield tag, ranks[0], f"{name_ranks(ranks)} {what}: {texts}"
+            yield tag, f"{name_ranks(ranks)} {what}: {texts}"
