@@ -51,7 +51,7 @@ def place_tasks(
 
 
 def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-    """List how many tasks a node gets before the next node's turn: one number, or two candidates if Slurm names none."""
+    """List how many tasks a node gets before the next node's turn; two candidates if Slurm names no layout."""
     # block, cyclic:block, "block:cyclic:fcyclic,NoPack", plane=2; only the first word is about nodes.
     word, _, plane_size = environ.get("SLURM_DISTRIBUTION", "").split(",")[0].split(":")[0].partition("=")
     if word == "block" or len(hosts) == 1:

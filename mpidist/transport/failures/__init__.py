@@ -7,8 +7,8 @@ from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.failures.flight_files import FILE_VERSION, GroupFlight, flight_folder
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.status_board import RESET, StatusBoard
-from mpidist.transport.failures.stragglers import Stragglers
-from mpidist.transport.failures.watchdog import PROBES, Awaited, Watchdog
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
+from mpidist.transport.failures.watchdog import PROBES, Watchdog
 
 __all__ = [
     "Awaited",

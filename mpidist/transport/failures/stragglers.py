@@ -1,15 +1,17 @@
-"""Which ranks are late, and what people are told about them."""
+"""Which ranks are awaited, which of them are late, and what people are told about the late ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
+from mpidist.transport.failures.failure_notes import FailureNote
 from mpidist.transport.failures.process_state import GONE, STOPPED
 from mpidist.transport.failures.status_board import Status
 from mpidist.transport.text import name_ranks
 
-__all__ = ["Stragglers"]
+__all__ = ["Awaited", "Stragglers"]
 
 _MAX_LINES: Final = 8
 
@@ -80,6 +82,53 @@ class Stragglers(NamedTuple):
         if len(hosts) > _MAX_LINES:
             lines.append(f"... and nothing from {len(hosts) - _MAX_LINES} hosts more")
         return lines
+
+
+class Awaited(ABC):
+    """What a rank waits for. A `Watchdog` asks this object who is awaited, and why they are late.
+
+    Attributes:
+        ranks: The ranks that are awaited: the wait fails when the process of one of them is gone.
+        timeout: How long this rank may wait, in seconds; `None` or 0 for ever.
+        sequence: The number of the call that this rank waits in; 0 where calls have no numbers.
+        is_last: Whether the group is closed with this wait, so that a failure cannot be reset.
+        given_up: What ranks that gave up waiting had waited for, as it ends the sentence "... had given up waiting".
+    """
+
+    ranks: Collection[int] = ()
+    timeout: float | None = None
+    sequence = 0
+    is_last = False
+    given_up = ""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name the wait, for people: `reduce (call 7)`."""
+
+    @abstractmethod
+    def is_late(self, status: Status) -> bool:
+        """Whether a rank of this node has not done yet what this rank waits for."""
+
+    @abstractmethod
+    def is_shared_with(self, status: Status) -> bool:
+        """Whether a rank of this node waits for the same, so that one of these ranks speaks for all of them."""
+
+    @abstractmethod
+    def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        """Whether what another rank has noted ends this wait."""
+
+    @abstractmethod
+    def stragglers(
+        self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
+    ) -> Stragglers:
+        """Pick the ranks that are late.
+
+        Args:
+            statuses: What is known, of any ranks.
+            seen: The ranks of nodes that were heard of.
+            hostnames: The host of each rank.
+        """
 
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NoReturn, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -29,12 +28,12 @@ from mpidist.transport.failures.failure_notes import (
     FailureNotes,
 )
 from mpidist.transport.failures.status_board import Status, StatusBoard
-from mpidist.transport.failures.stragglers import Stragglers
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks
 
-__all__ = ["PROBES", "Awaited", "Watchdog"]
+__all__ = ["PROBES", "Watchdog"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -50,53 +49,6 @@ _ENDS: Final = {
     BROKE_OFF: "broke off in the middle of a call, with an error",
 }
 _CLOSE_AND_REBUILD: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
-
-
-class Awaited(ABC):
-    """What a rank waits for. A `Watchdog` asks this object who is awaited, and why they are late.
-
-    Attributes:
-        ranks: The ranks that are awaited: the wait fails when the process of one of them is gone.
-        timeout: How long this rank may wait, in seconds; `None` or 0 for ever.
-        sequence: The number of the call that this rank waits in; 0 where calls have no numbers.
-        is_last: Whether the group is closed with this wait, so that a failure cannot be reset.
-        given_up: What ranks that gave up waiting had waited for, as it ends the sentence "... had given up waiting".
-    """
-
-    ranks: Collection[int] = ()
-    timeout: float | None = None
-    sequence = 0
-    is_last = False
-    given_up = ""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name the wait, for people: `reduce (call 7)`."""
-
-    @abstractmethod
-    def is_late(self, status: Status) -> bool:
-        """Whether a rank of this node has not done yet what this rank waits for."""
-
-    @abstractmethod
-    def is_shared_with(self, status: Status) -> bool:
-        """Whether a rank of this node waits for the same, so that one of these ranks speaks for all of them."""
-
-    @abstractmethod
-    def is_ended_by(self, rank: int, note: FailureNote) -> bool:
-        """Whether what another rank has noted ends this wait."""
-
-    @abstractmethod
-    def stragglers(
-        self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
-    ) -> Stragglers:
-        """Pick the ranks that are late.
-
-        Args:
-            statuses: What is known, of any ranks.
-            seen: The ranks of nodes that were heard of.
-            hostnames: The host of each rank.
-        """
 
 
 @final
