@@ -3,14 +3,13 @@
 python benchmarks/extrapolate.py --out results       # a table for three clusters, and a picture; no MPI
 mpiexec -n 4 python benchmarks/extrapolate.py --check --link-us 100 --link-mbit 200       # measured beside predicted
 
-The formulas of mpidist's algorithms are those of `mpidist.transport.costs.cost_model`; those of others are here.
+The formulas of mpidist's algorithms are those of `mpidist.transport.costs.cost_model`; others are in `formulas.py`.
 `--check` belongs on several hosts, real or emulated.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from time import perf_counter
 from typing import Any, Final, final
 
 import numpy as np
+from formulas import predict
 from record import parse_size, text_of, text_of_bytes
 
 import mpidist
@@ -28,7 +28,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["CLUSTERS", "Cluster", "check", "plot", "predict", "table"]
+__all__ = ["CLUSTERS", "Cluster", "check", "plot", "table"]
 
 _NODES: Final = (16, 128, 1024)
 _SIZES: Final = tuple(1 << power for power in range(12, 31, 2))
@@ -77,43 +77,6 @@ CLUSTERS: Final = (
         replace(_LARGE_NODE, link_seconds=1.5e-6, link_bytes_per_second=50e9),
     ),
 )
-
-
-def _mpi(model: CostModel, nbytes: int, placement: Placement) -> float:
-    """`MPI_Allreduce` of all ranks: the better of recursive doubling, and halving within nodes, then across."""
-    within = model.tree_seconds(nbytes, max(placement), model.mpi_seconds, model.mpi_bytes_per_second)
-    halving = within + model.tree_seconds(nbytes, len(placement), model.link_seconds, model.link_bytes_per_second)
-    return min(_recursive_doubling(model, nbytes, placement), halving)
-
-
-def _ring(model: CostModel, nbytes: int, placement: Placement) -> float:
-    """2 (P - 1) steps of n / P bytes each, all at the pace of the slowest link."""
-    ranks = sum(placement)
-    message = model.mpi_seconds + nbytes / ranks / model.mpi_bytes_per_second
-    if len(placement) > 1:
-        message = max(message, model.link_seconds + nbytes / ranks / model.link_bytes_per_second)
-    return (ranks - 1) * (2 * message + nbytes / ranks / model.add_bytes_per_second)
-
-
-def _recursive_doubling(model: CostModel, nbytes: int, placement: Placement) -> float:
-    """Log G steps of n bytes within nodes, and log K across, in which the ranks of a node share its link."""
-    within, across = (math.ceil(math.log2(count)) for count in (max(placement), len(placement)))
-    shared = nbytes * max(placement) / model.link_bytes_per_second
-    seconds = within * (model.mpi_seconds + nbytes / model.mpi_bytes_per_second)
-    return seconds + across * (model.link_seconds + shared) + (within + across) * nbytes / model.add_bytes_per_second
-
-
-_OTHERS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
-    "mpi": _mpi,
-    "ring": _ring,
-    "recursive_doubling": _recursive_doubling,
-}
-
-
-def predict(algorithm: str, model: CostModel, nbytes: int, placement: Placement) -> float:
-    """Predict the seconds of an all-reduce: by one of mpidist's algorithms, or by one that mpidist lacks."""
-    other = _OTHERS.get(algorithm)
-    return model.seconds(algorithm, nbytes, placement) if other is None else other(model, nbytes, placement)
 
 
 def table(cluster: Cluster) -> str:

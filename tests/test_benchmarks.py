@@ -14,8 +14,6 @@ import pytest
 from mpi_session import clean_environment
 from mpi_session.launch import Launcher
 
-from mpidist.transport.costs.cost_model import CostModel
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -26,7 +24,6 @@ from contest.measuring import Timing  # noqa: E402
 from contest.meeting import Meeting  # noqa: E402
 from contest.roofline import traffic_bytes  # noqa: E402
 from contest.way import runs  # noqa: E402
-from extrapolate import predict  # noqa: E402
 
 pytestmark = pytest.mark.no_mpi
 
@@ -167,12 +164,3 @@ def test_watching_is_measured(tmp_path: Path) -> None:
     assert 0 <= float(late["ms_low"]) <= float(late["ms"]) < 500
     with (tmp_path / found[1]).open(newline="") as file:
         assert [row["case"] for row in csv.DictReader(file)][:3] == ["no check", "check", "check, deadline"]
-
-
-def test_slow_links_set_the_pace_of_algorithms_that_mpidist_lacks() -> None:
-    model, nbytes = CostModel(link_bytes_per_second=25e6), 64 << 20
-    least = 2 * nbytes * 0.5 / 25e6  # the bytes that must cross the link
-    assert predict("pipeline", model, nbytes, (2, 2)) == model.seconds("pipeline", nbytes, (2, 2))
-    assert predict("ring", model, nbytes, (2, 2)) == pytest.approx(1.5 * least, rel=0.1)
-    assert predict("recursive_doubling", model, nbytes, (2, 2)) == pytest.approx(2 * least, rel=0.1)
-    assert predict("mpi", model, nbytes, (2, 2)) <= predict("recursive_doubling", model, nbytes, (2, 2))
