@@ -3,7 +3,8 @@
 python benchmarks/extrapolate.py --out results       # a table for three clusters, and a picture; no MPI
 mpiexec -n 4 python benchmarks/extrapolate.py --check --link-us 100 --link-mbit 200       # measured beside predicted
 
-The formulas are those of `mpidist.transport.costs.cost_model`. `--check` belongs on several hosts, real or emulated.
+The formulas of mpidist's algorithms are those of `mpidist.transport.costs.cost_model`; others are in `formulas.py`.
+`--check` belongs on several hosts, real or emulated.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from time import perf_counter
 from typing import Any, Final, final
 
 import numpy as np
+from formulas import predict
 from record import parse_size, text_of, text_of_bytes
 
 import mpidist
@@ -84,7 +86,7 @@ def table(cluster: Cluster) -> str:
     for nodes in _NODES:
         placement = (cluster.ranks,) * nodes
         for size in _TABLE_SIZES:
-            times = [cluster.model.seconds(name, size, placement) for name in _ALGORITHMS]
+            times = [predict(name, cluster.model, size, placement) for name in _ALGORITHMS]
             cells = [f"**{_text(time)}**" if time == min(times) else _text(time) for time in times]
             taken = cluster.model.choose(size, placement)
             lines.append(f"| {nodes} | {text_of_bytes(size)} | {' | '.join(cells)} | {taken} |")
@@ -108,9 +110,9 @@ def plot(path: Path) -> None:
 
 def _plot_cluster(axes: Any, cluster: Cluster, nodes: int) -> None:
     placement, model = (cluster.ranks,) * nodes, cluster.model
-    base = [model.seconds("mpi", size, placement) for size in _SIZES]
+    base = [predict("mpi", model, size, placement) for size in _SIZES]
     for name in _ALGORITHMS:
-        times = [model.seconds(name, size, placement) for size in _SIZES]
+        times = [predict(name, model, size, placement) for size in _SIZES]
         axes.plot(_SIZES, np.divide(base, times), label=name, markersize=4.5, **_STYLES[name])
     axes.set(xscale="log", yscale="log", ylim=(0.07, 7))
     axes.set_title(f"{nodes} nodes; {cluster.name}", fontsize=9)
@@ -133,7 +135,7 @@ def check(model: CostModel, sizes: Sequence[int], rounds: int) -> None:
         for name, algorithm, call in _ways(strategy, levels, model, size, placement):
             measured = _measure(levels.world, call, size, rounds)
             if strategy.is_chief:
-                predicted = model.seconds(algorithm, size, placement)
+                predicted = predict(algorithm, model, size, placement)
                 times = f"{_text(predicted)} | {_text(measured)} | {measured / predicted:.2f}"
                 print(f"| {text_of_bytes(size)} | {name} | {algorithm} | {times} |", flush=True)
     strategy.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.status_board import StatusBoard
-from mpidist.transport.failures.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -18,4 +18,4 @@ def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> Mpi
     """Make an agreement of a communicator's ranks, which are on one node. Collective; free it."""
     own = comm.Dup()
     board = StatusBoard(comm if comm.size > 1 else None, range(comm.size))
-    return MpiAgreement(own, Watchdog(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)
+    return MpiAgreement(own, CallWatchdog(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)

@@ -19,7 +19,7 @@ from mpidist.cluster_resolver import (
     UnionResolver,
 )
 from mpidist.cluster_resolver.resolver import OwnTask
-from mpidist.cluster_resolver.roles import id_in_cluster, is_chief, validate_roles, worker_count
+from mpidist.cluster_resolver.roles import id_in_cluster, validate_roles
 from mpidist.errors import TopologyError
 
 pytestmark = pytest.mark.no_mpi
@@ -114,25 +114,6 @@ NO_CHIEF = ClusterSpec({"worker": ["w0:1", "w1:1"]})
 @pytest.mark.parametrize(
     ("spec", "task_type", "task_id", "expected"),
     [
-        (CHIEF, "chief", 0, True),
-        (NO_CHIEF, "worker", 0, True),
-        (NO_CHIEF, "worker", 1, False),
-        (CHIEF, "worker", 0, False),
-        (CHIEF, "evaluator", 0, True),
-        (NO_CHIEF, "evaluator", 0, True),
-        (CHIEF, "ps", 0, False),
-    ],
-)
-def test_chief_is_the_chief_or_the_first_worker(
-    spec: ClusterSpec, task_type: str, task_id: int, expected: bool
-) -> None:
-    """T236."""
-    assert is_chief(spec, task_type, task_id) is expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "task_type", "task_id", "expected"),
-    [
         (CHIEF, "chief", 0, 0),
         (CHIEF, "worker", 0, 1),
         (CHIEF, "worker", 1, 2),
@@ -146,21 +127,10 @@ def test_workers_are_numbered_after_the_chief(spec: ClusterSpec, task_type: str,
     assert id_in_cluster(spec, task_type, task_id) == expected
 
 
-@pytest.mark.parametrize(
-    ("spec", "task_type", "expected"),
-    [(CHIEF, "chief", 3), (CHIEF, "worker", 3), (NO_CHIEF, "worker", 2), (CHIEF, "evaluator", 1)],
-)
-def test_workers_are_counted_with_the_chief(spec: ClusterSpec, task_type: str, expected: int) -> None:
-    """1.4.11, worker_count."""
-    assert worker_count(spec, task_type) == expected
-
-
-def test_parameter_server_has_no_number_and_no_count() -> None:
-    """1.4.11, worker_count of ps."""
+def test_parameter_server_has_no_number() -> None:
+    """1.4.11, id_in_cluster of ps."""
     with pytest.raises(ValueError, match="id_in_cluster got task_type 'ps'"):
         id_in_cluster(CHIEF, "ps", 0)
-    with pytest.raises(ValueError, match="worker_count got task_type 'ps'"):
-        worker_count(CHIEF, "ps")
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.cross_device_ops.hierarchical_copy_all_reduce import LEADER_BYTES
-from mpidist.transport.costs.cost_model import ALGORITHMS, NEVER, CostModel, name_placement
+from mpidist.transport.costs.cost_model import ALGORITHMS, LEADER_BYTES, NEVER, CostModel
 
 pytestmark = pytest.mark.no_mpi
 
@@ -48,11 +46,6 @@ def test_more_bytes_never_take_less_time(
     assert 0 <= times[0] <= times[1] * (1 + 1e-12)
 
 
-@given(models)
-def test_json_brings_back_the_same_model(model: CostModel) -> None:
-    assert CostModel.from_json(model.to_json()) == model
-
-
 @given(models, placements)
 def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]) -> None:
     chunk, depth = model.chunk_bytes(placement), model.depth(placement)
@@ -75,7 +68,6 @@ def test_choice_is_what_the_thresholds_say(model: CostModel, placement: tuple[in
         assert (chosen == "one_round") == (nbytes <= model.one_round_bytes(placement))
     else:
         assert (chosen == "pipeline") == (nbytes >= model.least_bytes(placement))
-    assert CostModel.from_json(model.to_json()).choose(nbytes, placement) == chosen  # as on another rank
 
 
 @given(models, placements)
@@ -117,8 +109,6 @@ def test_pipeline_hides_the_work_of_nodes_behind_a_slow_link() -> None:
     link = 2 * 64 * MIB * 0.5 / 25e6
     assert link < model.seconds("pipeline", 64 * MIB, (2, 2)) < 1.1 * link
     assert model.seconds("hierarchical", 64 * MIB, (2, 2)) > model.seconds("pipeline", 64 * MIB, (2, 2))
-    assert model.seconds("ring", 64 * MIB, (2, 2)) == pytest.approx(1.5 * link, rel=0.1)
-    assert model.seconds("recursive_doubling", 64 * MIB, (2, 2)) == pytest.approx(2 * link, rel=0.1)
 
 
 def test_small_arrays_and_uneven_nodes_go_through_a_leader() -> None:
@@ -138,39 +128,7 @@ def test_one_rank_has_nothing_to_reduce(algorithm: str, nbytes: int) -> None:
     assert CostModel().seconds(algorithm, nbytes, (1,)) <= nbytes / 1e9
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "nbytes", "placement"),
-    [("tree", 1, (2,)), ("ring", -1, (2,)), ("ring", 1, ()), ("ring", 1, (2, 0))],
-)
-def test_wrong_questions_are_errors(algorithm: str, nbytes: int, placement: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"must be one of|there is no all-reduce"):
-        CostModel().seconds(algorithm, nbytes, placement)
-
-
 @pytest.mark.parametrize("value", [0, -1.0, 5e-324, 1e200, 10**25, math.inf, math.nan, True, "1", None])
 def test_wrong_numbers_are_errors(value: object) -> None:
     with pytest.raises(ValueError, match="link_seconds must be a positive number"):
         CostModel(link_seconds=value)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"link_seconds": 1}', "nonsense"])
-def test_other_json_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        CostModel.from_json(text)
-
-
-def test_json_with_another_number_is_an_error() -> None:
-    values = json.loads(CostModel().to_json()) | {"warp_seconds": 1.0}
-    with pytest.raises(ValueError, match="a cost model has"):
-        CostModel.from_json(json.dumps(values))
-
-
-@pytest.mark.parametrize("placement", [(1,), (2,), (2, 2), (4, 2, 1), (1, 1), (128,) * 1024])
-def test_explanation_is_short_and_names_what_is_taken(placement: tuple[int, ...]) -> None:
-    model = CostModel()
-    lines = model.explain(placement).splitlines()
-    assert len(lines) <= 20
-    assert max(map(len, lines)) <= 120
-    if sum(placement) > 1:
-        assert name_placement(placement) in lines[0]
-        assert sum(f" {model.choose(MIB, placement)} " in line for line in lines) >= 1

@@ -34,7 +34,7 @@ from fault_jobs import (
 )
 from mpi4py import MPI
 
-from mpidist.transport.failures.job_abort import EXIT_CODE_OF_PARTING
+from mpidist.transport.failures.job_abort import EXIT_CODE_AFTER_FAILURE
 
 __all__ = ["job"]
 
@@ -141,7 +141,7 @@ def test_death_is_seen_by_all_at_once_without_a_deadline(
     """Also on other nodes: those of its own tell them. Then a program ends that cannot end in peace."""
     program = DIES.format(death=DEATHS[death], options="", then="" if is_caught else "raise error")
     ended = job(program, placement, is_blind=True)
-    assert ended.status == (EXIT_CODE_OF_PARTING if is_caught else 1)
+    assert ended.status == (EXIT_CODE_AFTER_FAILURE if is_caught else 1)
     died = ended.of("fault")[placement.faulty].at
     gone = f"the process of rank {placement.faulty} of {placement.size} ranks is gone"
     its_line = rf"\n  rank {placement.faulty}: its process \d+ is gone: it was killed, or ended without a word; it "
@@ -169,7 +169,7 @@ if is_faulty:
 def test_death_is_seen_by_ranks_that_are_at_their_end(job: Job, placement: Placement) -> None:
     """They wait for it in `close`, and MPI would wait for it for ever."""
     ended = job(CLOSES, placement, is_blind=True)
-    assert ended.status == EXIT_CODE_OF_PARTING
+    assert ended.status == EXIT_CODE_AFTER_FAILURE
     said = "\n".join(line for rank in placement.others for line in ended.lines_of(rank))
     assert f"while the program ended: PeerFailedError: close() (call 4) on rank {placement.others[0]}" in said or (
         "the process of rank" in said
@@ -183,7 +183,9 @@ def require_parting(ended: Ended, placement: Placement, state: str) -> None:
     """Require that the ranks that end in spite of a lost one say why the job has an exit code."""
     said = [line for rank in placement.others for line in ended.lines_of(rank)]
     said = [line for line in said if "waits up to 30 s" not in line]  # on nodes that know nothing of the lost one yet
-    reason = rf"this job ends with exit code {EXIT_CODE_OF_PARTING}: a call failed before, and not all ranks can end: "
+    reason = (
+        rf"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: a call failed before, and not all ranks can end: "
+    )
     # A rank of another node may be gone first for its neighbours: ended by the job's end, before they are themselves.
     assert all(re.match(rf"{reason}.*rank \d+: its process \d+ is ", line) for line in said), said
     assert any(f"rank {placement.faulty}: its process" in line and f" is {state}" in line for line in said), said
@@ -225,7 +227,7 @@ STOPS = DIES.format(death="os.kill(os.getpid(), signal.SIGSTOP)", options="DEADL
 def test_stopped_rank_is_named_at_the_deadline(job: Job, placement: Placement) -> None:
     """And the launcher ends it with the others, stopped as it is."""
     ended = job(STOPS, placement)
-    assert ended.status == EXIT_CODE_OF_PARTING
+    assert ended.status == EXIT_CODE_AFTER_FAILURE
     rank = placement.faulty
     stopped = rf"rank {rank} of {placement.size} ranks is stopped"
     its_line = rf"\n  rank {rank}: its process \d+ is stopped, by a signal or a debugger; it "

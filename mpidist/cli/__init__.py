@@ -1,4 +1,4 @@
-"""The commands of `python -m mpidist`, a module each.
+"""The commands of `python -m mpidist`, one in each module.
 
 A command has a `NAME`, a line of `HELP`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit status.
 """

@@ -1,4 +1,4 @@
-"""The proof that MPI takes device memory, in a process of its own: MPI that does not may crash it.
+"""The proof that MPI takes device memory, in a process of its own: an MPI that does not may crash the process.
 
     python -m mpidist.cli.cuda_aware_child DEVICE
 

@@ -1,6 +1,6 @@
-"""Can MPI take device memory? What MPI says of itself, and what a child process proves.
+"""Whether MPI takes device memory: by what MPI says, and by the proof of a child process.
 
-MPI that cannot take device memory reads it as host memory, and crashes: so it is never tried in this process.
+An MPI that cannot take device memory reads it as host memory, and crashes: so this process never tries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Answer", "child_command", "child_environment", "hint", "prove"]
 
 PROOF_SECONDS: Final = 60.0
 _TAIL: Final = 2000  # characters of what a child wrote
-# A child with any of them would join the job of its parent, or wait for it. Settings of the MPI library stay.
+# With one of these variables the child would join its parent's job, or wait for it. Settings of the library stay.
 _LAUNCHERS: Final = (
     "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
     "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
@@ -34,7 +34,7 @@ _LAUNCHERS: Final = (
 @final
 @dataclass(frozen=True)
 class Answer:
-    """Whether MPI takes device memory, and how that is known."""
+    """Whether MPI takes device memory, and the reason for the answer."""
 
     works: bool
     reason: str
@@ -72,13 +72,13 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
-    """Let a child process give MPI device memory, and wait for it. What becomes of the child is the answer.
+    """Let a child process pass device memory to MPI, and wait for the child. How the child ends is the answer.
 
     Args:
         command: Prints `RIGHT` and exits with 0 if MPI can.
         seconds: How long the child may take.
     """
-    with tempfile.TemporaryFile() as output:  # a pipe ends with the last process that holds it, which may never be
+    with tempfile.TemporaryFile() as output:  # not a pipe: it stays open while any process holds it
         try:
             child = subprocess.Popen(
                 list(command),

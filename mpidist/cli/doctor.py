@@ -39,7 +39,7 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 NAME: Final = "doctor"
 HELP: Final = "print what mpidist sees here, and what to do about what is missing"
 
-# What a launcher leaves in the environment; the first that is there names it.
+# A variable that a launcher sets, and the launcher; the first variable that is set counts.
 _LAUNCHERS: Final = (
     ("PMI_RANK", "an mpiexec of MPICH or its kin"),
     ("OMPI_COMM_WORLD_RANK", "mpiexec of Open MPI"),
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and let the first rank print. Collective."""
+    """Gather what each rank sees, and let the first rank print it. Collective."""
     try:
         load_mpi()
     except UnavailableError as error:
@@ -79,10 +79,10 @@ class _Report:
 
     Attributes:
         software: Versions, by name.
-        gpus: The GPUs that it may use; or why there are none.
-        nccl: The version of NCCL; or why it cannot be used.
-        device_mpi: Whether MPI may have device memory, and why; the first rank of a node finds out.
-        facts: What it would tell the others of its GPU.
+        gpus: The GPUs that the rank may use; or why there are none.
+        nccl: The version of NCCL; or why NCCL cannot be used.
+        device_mpi: Whether MPI takes device memory, and why; "" on ranks that are not the first of their node.
+        facts: The facts about the rank's GPU that decide on NCCL.
     """
 
     software: tuple[tuple[str, str], ...]
@@ -130,7 +130,7 @@ def _rows(group: SyncGroup, reports: Sequence[_Report], ranks: Sequence[int]) ->
 
 
 def _by_rank(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """Say once what all ranks of a node say; else who says what."""
+    """List a text that is the same on all ranks of a node once; else each text with its ranks."""
     if len(set(texts)) == 1:
         return [texts[0]]
     return [
@@ -164,7 +164,7 @@ def _gpu_name(runtime: Any, index: int) -> str:
 
 
 def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
-    """Say whether MPI may have device memory. Starts a child process, where MPI says yes."""
+    """Say whether MPI takes device memory. Starts a child process, where MPI says yes."""
     answer = hint()
     if answer.works and provider.support.num_devices:
         answer = prove(child_command(int(provider.cupy.cuda.runtime.getDevice())))
@@ -200,6 +200,6 @@ def _device_memory(group: SyncGroup, reports: Sequence[_Report]) -> str:
         return "one rank on each node, which sends to nobody there"
     try:
         reason = reason_against_nccl([report.facts for report in reports], groups, topology.hostnames)
-    except (TopologyError, UnavailableError) as error:  # as a job would be told at its first call
+    except (TopologyError, UnavailableError) as error:  # the error of a job's first call
         return f"refused: {error}"
     return f"through the host: {reason}" if reason else "NCCL"

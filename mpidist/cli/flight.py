@@ -1,11 +1,11 @@
-"""Merge the flight recorders of a job, and say where its ranks parted.
+"""Merge the flight recorders of a job, and say where its ranks diverged.
 
 Every rank keeps its last calls in memory, and writes them to a file when a call fails, when its program crashes, or
 when it is sent the signal SIGUSR1. Give the folder of a job, or the one that holds the folders of jobs:
 
     python -m mpidist flight mpidist-flight
 
-The exit status is 0 if nobody parted, 1 if ranks did, and 2 if there are no files, or one cannot be understood.
+The exit status is 0 if no rank diverged, 1 if ranks did, and 2 if there are no files, or one cannot be understood.
 """
 
 from __future__ import annotations
@@ -17,36 +17,24 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist.cli.flight_report import (
-    Call,
-    FlightFileError,
-    JobFlight,
-    Meeting,
-    Standing,
-    StrategyFlight,
-    find_difference,
-    find_job,
-    last_meetings,
-    load_job,
-)
-from mpidist.cli.flight_verdict import Verdict, judge_all, place_text, seconds_text, some_of
+from mpidist.cli.flight_job import Call, FlightFileError, JobFlight, StrategyFlight, find_job, load_job
+from mpidist.cli.flight_verdict import Verdict, judge, seconds_text, some_of
 from mpidist.transport import name_ranks
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME: Final = "flight"
-HELP: Final = "merge the flight recorders of a job, and say where its ranks parted"
+HELP: Final = "merge the flight recorders of a job, and say where its ranks diverged"
 
 _FOLDER: Final = "mpidist-flight"
 _WIDTH: Final = 100
 _MOST_PLACES: Final = 10
 _MOST_REASONS: Final = 5
-_LONG_SECONDS: Final = 60.0  # between files of one event
 _TOGETHER_SECONDS: Final = 5e-5
 
 
@@ -58,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calls", type=_count, default=0, metavar="K", help="show the last K calls too, and who came to each last"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="show all recorded calls of rank R of the job instead")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print the places and the verdicts as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     except (FlightFileError, OSError) as error:
         print(f"python -m mpidist flight: {error}", file=sys.stderr)
         return 2
-    verdicts = judge_all(job.strategies)
+    verdicts = [judge(strategy) for strategy in job.strategies]
     if arguments.json:
-        text = json.dumps(_merged(job, verdicts, arguments.calls, arguments.rank), indent=1)
+        text = json.dumps({"folder": str(folder), "strategies": [_plain(verdict) for verdict in verdicts]}, indent=1)
     elif arguments.rank is not None:
         text = "\n".join(_calls_of(job, arguments.rank))
     else:
@@ -82,17 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
         text = "\n".join([*choice, *_report(job, verdicts, arguments.calls)])
     with suppress(BrokenPipeError):  # of a pager that was left
         print(text, flush=True)
-    return int(any(verdict.parted for verdict in verdicts))
+    return int(any(verdict.has_diverged for verdict in verdicts))
 
 
 def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list[str]:
     lines = _head(job)
     for verdict in verdicts:
         lines += ["", *_wrap(_title(verdict.strategy), "")]
-        places = [place_text(standing) for standing in verdict.standings]
-        for text in some_of(places[:-1], _MOST_PLACES - 1, "more places"):
+        places = [str(place) for place in verdict.places]
+        for text in [*some_of(places[:-1], _MOST_PLACES - 1, "more places"), places[-1]]:
             lines += _wrap(text, "  ")
-        lines += _wrap(places[-1], "  ")
         for text in verdict.lines:
             lines += _wrap(text, "=> ")
         if num_calls:
@@ -104,31 +91,20 @@ def _report(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int) -> list
 
 def _head(job: JobFlight) -> list[str]:
     times = [file.written for file in job.files.values()]
-    span = max(times) - min(times)
-    missing = _num_missing(job)
+    missing = max(max((strategy.size for strategy in job.strategies), default=0) - len(job.files), 0)
     line = f"{job.folder}: {_counted(len(job.files), 'file')}"
     line += f", {_counted(missing, 'rank')} without one" if missing else ", of all ranks"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
-    lines = _wrap(f"{line}; written {when}" + f", within {seconds_text(span)}" * (len(times) > 1), "")
-    if span > _LONG_SECONDS:
-        old = [rank for rank, file in job.files.items() if max(times) - file.written > _LONG_SECONDS]
-        lines += _wrap(
-            f"Not from one event? {name_ranks(old)} wrote more than {seconds_text(_LONG_SECONDS)} before the last.", ""
-        )
-    return lines
-
-
-def _num_missing(job: JobFlight) -> int:
-    return max(max((strategy.size for strategy in job.strategies), default=0) - len(job.files), 0)
+    span = f", within {seconds_text(max(times) - min(times))}" if len(times) > 1 else ""
+    return _wrap(f"{line}; written {when}{span}", "")
 
 
 def _title(strategy: StrategyFlight) -> str:
     title = f"Strategy {strategy.group}, {_counted(strategy.size, 'rank')}"
-    world = {rank: flight.world_rank for rank, flight in strategy.ranks.items()}
+    world = {rank: flight.file.world_rank for rank, flight in strategy.ranks.items()}
     if any(rank != of_job for rank, of_job in world.items()):
-        title += (
-            f"; {name_ranks(world)} here {'is' if len(world) == 1 else 'are'} {name_ranks(world.values())} of the job"
-        )
+        verb = "is" if len(world) == 1 else "are"
+        title += f"; {name_ranks(world)} here {verb} {name_ranks(world.values())} of the job"
     return title
 
 
@@ -145,34 +121,47 @@ def _reasons(job: JobFlight) -> list[str]:
 
 
 def _table(strategy: StrategyFlight, num_calls: int) -> list[str]:
-    meetings = last_meetings(strategy, num_calls)
-    reached = {
-        rank: max((call.sequence for call in flight.calls), default=0) for rank, flight in strategy.ranks.items()
-    }
+    """Show the last calls: when the first rank came, which rank came last, and how long the slowest data took."""
+    numbers = {call.sequence for flight in strategy.ranks.values() for call in flight.calls if call.is_numbered}
+    calls: dict[int, dict[int, Call]] = {sequence: {} for sequence in sorted(numbers)[-num_calls:]}
+    for rank, flight in sorted(strategy.ranks.items()):
+        for call in flight.calls:
+            if call.sequence in calls:
+                calls[call.sequence][rank] = call
+    if not calls:
+        return ["no calls"]
     lines = [f"{'call':>9}  {'first came':<12}  {'last came':<21}  {'data':>8}  what"]
-    for meeting in meetings:
-        came = min(call.begun for call in meeting.calls.values())
-        last = (
-            f"rank {meeting.last} +{seconds_text(meeting.late_seconds)}"
-            if meeting.late_seconds > _TOGETHER_SECONDS
-            else "-"
-        )
-        data = "-" if meeting.data_seconds is None else seconds_text(meeting.data_seconds)
-        row = f"{meeting.sequence:>9}  {_clock(came)}  {last:<21}  {data:>8}  "
-        absent = [rank for rank, sequence in reached.items() if sequence < meeting.sequence]
-        lines += _wrap(_what(meeting) + (f" [not yet: {name_ranks(absent)}]" if absent else ""), row, 60)
-    return lines or ["no calls"]
+    for sequence, of_ranks in calls.items():
+        absent = [rank for rank, flight in strategy.ranks.items() if flight.number < sequence]
+        what = _what(of_ranks) + (f" [not yet: {name_ranks(absent)}]" if absent else "")
+        lines += _wrap(what, _row_of(sequence, of_ranks), 60)
+    return lines
 
 
-def _what(meeting: Meeting) -> str:
-    kinds: dict[tuple[str, str], None] = {}
+def _row_of(sequence: int, calls: Mapping[int, Call]) -> str:
+    came = {rank: call.begun for rank, call in calls.items()}
+    first = _clock(min(came.values()))
+    if all(call.agreed for call in calls.values()):
+        # All ranks see the agreement at one moment: counted from it, times do not depend on the clocks of hosts.
+        came = {rank: call.begun - call.agreed for rank, call in calls.items()}
+    last = max(came, key=came.__getitem__)
+    late = came[last] - min(came.values())
+    who = f"rank {last} +{seconds_text(late)}" if late > _TOGETHER_SECONDS else "-"
+    spans = [call.ended - call.agreed for call in calls.values() if call.agreed and call.state == "done"]
+    return f"{sequence:>9}  {first}  {who:<21}  {seconds_text(max(spans)) if spans else '-':>8}  "
+
+
+def _what(calls: Mapping[int, Call]) -> str:
+    kinds = dict.fromkeys(f"{call.call}: {call.details}" if call.details else call.call for call in calls.values())
     states: dict[str, list[int]] = {}
-    for rank, call in meeting.calls.items():
-        kinds[call.call, call.details] = None
+    for rank, call in calls.items():
         states.setdefault(call.state, []).append(rank)
-    texts = some_of([f"{call}: {details}" if details else call for call, details in kinds], 3, "others")
-    state = " | ".join(f"{name} {name_ranks(ranks)}" if len(states) > 1 else name for name, ranks in states.items())
-    return f"{' / '.join(texts)} [{state}]" if states.keys() != {"done"} else " / ".join(texts)
+    text = " / ".join(some_of([*kinds], 3, "others"))
+    if states.keys() == {"done"}:
+        return text
+    return (
+        f"{text} [{' | '.join(f'{name} {name_ranks(of)}' if len(states) > 1 else name for name, of in states.items())}]"
+    )
 
 
 def _calls_of(job: JobFlight, rank: int) -> list[str]:
@@ -181,11 +170,12 @@ def _calls_of(job: JobFlight, rank: int) -> list[str]:
     when = time.strftime("%Y-%m-%d", time.localtime(file.written))
     lines = _wrap(f"Rank {rank} on {file.host}, written {when} {_clock(file.written)}{writer}: {file.reason}", "")
     for strategy in job.strategies:
-        for flight in [found for found in strategy.ranks.values() if found.world_rank == rank]:
-            lines += ["", f"Strategy {strategy.group}, rank {flight.rank} of {strategy.size}, {flight.process}"]
-            lines.append(f"{'call':>9}  {'came':<12}  {'waited':>10}  {'data':>10}  {'state':<7}  what")
-            for call in flight.calls:
-                lines += _wrap(f"{call.call}{': ' * bool(call.details)}{call.details}", _row(call), 60)
+        for own, flight in strategy.ranks.items():
+            if flight.file is file:
+                lines += ["", f"Strategy {strategy.group}, rank {own} of {strategy.size}, {flight.process}"]
+                lines.append(f"{'call':>9}  {'came':<12}  {'waited':>10}  {'data':>10}  {'state':<7}  what")
+                for call in flight.calls:
+                    lines += _wrap(f"{call.call}{': ' * bool(call.details)}{call.details}", _row(call), 60)
     return lines
 
 
@@ -196,47 +186,15 @@ def _row(call: Call) -> str:
     return f"{number:>9}  {_clock(call.begun)}  {waited:>10}  {data:>10}  {call.state:<7}  "
 
 
-def _merged(job: JobFlight, verdicts: Sequence[Verdict], num_calls: int, rank: int | None) -> dict[str, Any]:
-    return {
-        "folder": str(job.folder),
-        "parted": any(verdict.parted for verdict in verdicts),
-        "num_missing": _num_missing(job),
-        "files": [file._asdict() for file in job.files.values()],
-        "strategies": [_merged_strategy(verdict, num_calls, rank) for verdict in verdicts],
-    }
-
-
-def _merged_strategy(verdict: Verdict, num_calls: int, world_rank: int | None) -> dict[str, Any]:
-    strategy = verdict.strategy
-    difference = find_difference(strategy)
-    told: dict[str, Any] = {
-        "group": strategy.group,
-        "size": strategy.size,
-        "missing": strategy.missing,
-        "world_ranks": {rank: flight.world_rank for rank, flight in strategy.ranks.items()},
-        "parted": verdict.parted,
-        "verdict": verdict.lines,
-        "places": [_merged_place(standing) for standing in verdict.standings],
-        "difference": None,
-    }
-    if difference is not None:
-        sides = [dict(zip(("call", "details", "ranks"), side, strict=True)) for side in difference.sides]
-        told["difference"] = {"sequence": difference.sequence, "sides": sides}
-    if num_calls:
-        meetings = last_meetings(strategy, num_calls)
-        told["calls"] = [
-            {**meeting._asdict(), "calls": {rank: call._asdict() for rank, call in meeting.calls.items()}}
-            for meeting in meetings
-        ]
-    if world_rank is not None:
-        of_rank = [flight for flight in strategy.ranks.values() if flight.world_rank == world_rank]
-        told["calls_of_rank"] = [call._asdict() for flight in of_rank for call in flight.calls]
-    return told
-
-
-def _merged_place(standing: Standing) -> dict[str, Any]:
-    last = None if standing.last is None else standing.last._asdict()
-    return {"ranks": standing.ranks, "process": standing.process, "seconds": standing.seconds, "last": last}
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    """Put a verdict into what JSON has. The calls themselves are in the files, which are JSON already."""
+    strategy, difference = verdict.strategy, None
+    places = [{**place._asdict(), "last": place.last and place.last._asdict()} for place in verdict.places]
+    if verdict.difference is not None:
+        sides = [dict(zip(("call", "details", "ranks"), side, strict=True)) for side in verdict.difference[1]]
+        difference = {"sequence": verdict.difference[0], "sides": sides}
+    told = {"group": strategy.group, "size": strategy.size, "missing": strategy.missing, "places": places}
+    return {**told, "diverged": verdict.has_diverged, "difference": difference, "verdict": verdict.lines}
 
 
 def _wrap(text: str, before: str, indent: int | None = None) -> list[str]:

@@ -27,16 +27,16 @@ _SLOWEST: Final = Reduction("max")
 
 
 def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, tuple[str, ...]]:
-    """Measure what mpidist's own parts cost here. Collective over all ranks; alike on all of them.
+    """Measure what mpidist's own parts cost here. Collective; the result is the same on all ranks.
 
     The ranks work at once, as they do in an all-reduce. A time is the median of some rounds, on the slowest rank.
 
     Args:
-        levels: Of a group with all the ranks that will be used.
-        seconds: About how long it takes.
+        levels: The levels of a group with all the ranks that jobs will use.
+        seconds: About how long to measure.
 
     Returns:
-        The model, and the names of the numbers in it that were measured. The others cannot be measured here: those of
+        The model, and the names of its numbers that were measured. The other numbers cannot be measured here: those of
         links on one node, for example.
     """
     clock = _Clock(levels.world)
@@ -53,7 +53,7 @@ def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, 
 
 @final
 class _Clock:
-    """Times that all ranks read alike: a step takes what it takes the slowest of them."""
+    """Times that are the same on all ranks: those of the slowest rank."""
 
     def __init__(self, world: Communicator) -> None:
         self._world = world
@@ -67,7 +67,7 @@ class _Clock:
     def measure(self, steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
         """Measure steps, which all ranks do equally often. Collective.
 
-        They take turns, so that a disturbance meets a few rounds of each, and not one step alone.
+        Steps take turns, so that a disturbance slows a few rounds of each step, and not all rounds of one.
         """
         budget = seconds / len(steps) / _ROUNDS
         first = {name: self.slowest(min(self._round(step, 1) for _ in range(3))) for name, step in steps.items()}
@@ -84,10 +84,10 @@ class _Clock:
 
 
 def _array_steps(node: Communicator) -> dict[str, Step]:
-    """Calls of NumPy, and barriers, copies and sums as a pipeline makes them.
+    """Return steps: calls of NumPy, and barriers, copies and sums as a pipeline makes them.
 
-    Each rank copies a block into its slot, which others have read, and takes one out of the slot that the next rank
-    has just written: what counts is the way from one core to another.
+    Each rank copies a block into its own slot, which another rank has read, and a block out of the slot that the next
+    rank has just written: so the copies are those from one core to another.
     """
     barrier, own, others = _staging(node)
     tiny, total = np.ones(8, np.float32), np.empty(8, np.float32)
@@ -120,7 +120,7 @@ def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
 
 
 def _node_steps(levels: Levels) -> dict[str, Step]:
-    """MPI's messages from each rank of a node to the next, and a pipelined call of the node."""
+    """Return steps: MPI's messages from each rank of a node to the next, and a pipelined call of the node."""
     node, tiny, total = levels.within_node, np.zeros(8, np.float32), Reduction()
     steps: dict[str, Step] = {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
     if levels.fused is not None:
@@ -129,7 +129,7 @@ def _node_steps(levels: Levels) -> dict[str, Step]:
 
 
 def _link_steps(levels: Levels, lanes: int) -> dict[str, Step]:
-    """Messages from each node to the next: one alone, and long ones of all lanes at once."""
+    """Return steps: messages from each node to the next, one alone, and long ones of all lanes at once."""
     place = levels.within_node.rank
     return {
         "link": _messages(levels.across_nodes, 8) if place == 0 else _rest,
@@ -144,7 +144,7 @@ def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, floa
     fast, slow = rates[_SWEEP[0]], min(rates.values())
     cached = takewhile(lambda size: rates[size] >= math.sqrt(fast * slow), _SWEEP)
     costs = {"call_seconds": call}
-    if ranks == 1 or "pipeline" in times:  # else no rank took anything from another one's memory
+    if ranks == 1 or "pipeline" in times:  # else no rank read the memory of another one
         costs |= {
             "copy_bytes_per_second": fast,
             "stream_bytes_per_second": slow,
@@ -162,12 +162,12 @@ def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, floa
 
 
 def _rate(nbytes: float, seconds: float, besides: float) -> float:
-    """Bytes in a second, when a part of the time went elsewhere; half of the time is theirs at least."""
+    """Return bytes a second, without the time for other work, `besides`; that is at most half of `seconds`."""
     return nbytes / max(seconds - besides, seconds / 2)
 
 
 def _messages(ring: Communicator, nbytes: int) -> Step:
-    """Send bytes to the next rank, and receive as many from the one before, at once."""
+    """Return a step that sends bytes to the next rank, and receives as many from the one before, at once."""
     if ring.size == 1:
         return _rest
     outgoing, incoming = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
@@ -176,4 +176,4 @@ def _messages(ring: Communicator, nbytes: int) -> Step:
 
 
 def _rest() -> None:
-    """Wait for the ranks that measure."""
+    """Do nothing, while other ranks measure."""

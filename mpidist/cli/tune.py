@@ -18,6 +18,7 @@ from typing import Final
 
 from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.transport import (
+    NEVER,
     CostModel,
     Placement,
     SyncGroup,
@@ -26,10 +27,11 @@ from mpidist.transport import (
     load_tuned,
     name_placement,
     save_cost_model,
+    size_text,
     tuning_path,
 )
 
-__all__ = ["HELP", "NAME", "add_arguments", "run"]
+__all__ = ["HELP", "NAME", "add_arguments", "explain", "run"]
 
 NAME: Final = "tune"
 HELP: Final = "measure this machine, so that reductions take the fastest way"
@@ -96,7 +98,7 @@ def _measure(group: SyncGroup, seconds: float) -> int:
         return 0
     print(_table(model, measured))
     print()
-    print(model.explain(topology.node_sizes))
+    print(explain(model, topology.node_sizes))
     print()
     if group.settings.pretend_nodes is not None:
         print(
@@ -125,7 +127,7 @@ def _show(placement: Placement) -> None:
     model = CostModel() if tuned is None else tuned.model
     print(_table(model, () if tuned is None else tuned.measured))
     print()
-    print(model.explain(placement))
+    print(explain(model, placement))
 
 
 def _table(model: CostModel, measured: tuple[str, ...]) -> str:
@@ -135,6 +137,52 @@ def _table(model: CostModel, measured: tuple[str, ...]) -> str:
         source = "measured" if name in measured else "a guess"
         lines.append(f"{name:<25}{value * scale:>9.4g} {unit:<5} {source:<9} {_MEANINGS[name]}")
     return "\n".join(lines)
+
+
+def explain(model: CostModel, placement: Placement) -> str:
+    """Say in a table which algorithm is taken from which size on, and why."""
+    nodes, ranks = len(placement), sum(placement)
+    if ranks == 1:
+        return "1 rank: nothing to reduce."
+    lines = [f"Predicted for {name_placement(placement)}:"]
+    names = ("one_round", "pipeline") if nodes == 1 else ("leader", "hierarchical", "pipeline")
+    lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
+    for power in range(10, 31, 2):
+        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
+        lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
+    lines += _reasons(model, placement)
+    return "\n".join(lines)
+
+
+def _reasons(model: CostModel, placement: Placement) -> list[str]:
+    chunk = model.chunk_bytes(placement)
+    if len(placement) == 1:
+        limit = model.one_round_bytes(placement)
+        return [
+            f"one_round to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
+            f"pipeline above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
+        ]
+    least = model.least_bytes(placement)
+    start = (
+        "pipeline never: its messages cost more than they save."
+        if least == NEVER
+        else (
+            f"pipeline from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
+        )
+    )
+    link, chunk_text = model.busy_link_seconds(chunk, len(placement)), size_text(chunk)
+    return [
+        start,
+        "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
+        f"chunks of {chunk_text}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
+        f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
+    ]
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Who takes part in a job, and which of them this process is.
+"""The tasks of a job, and which of them this process is.
 
 The facts
     `ClusterSpec`               jobs, and the addresses of their tasks

@@ -12,7 +12,7 @@ Tasks = Sequence[str] | Mapping[int, str]
 
 @final
 class ClusterSpec:
-    """Jobs by name, each with the addresses of its tasks in order. Never changes once made.
+    """Jobs by name, each with the addresses of its tasks in order. Immutable.
 
     Args:
         cluster: `{"worker": ["n1:8888", "n2:8888"]}`, or another `ClusterSpec`. A job may also be given as those of
@@ -133,7 +133,7 @@ def _check_tasks(job: str, tasks: object) -> dict[int, str]:
 
 
 def _by_index(tasks: object) -> object:
-    """Give tasks as a dict of indices, if they are a list or dict of them; JSON writes numbers as texts."""
+    """Give tasks as a dict of indices, if `tasks` is a list or dict; JSON writes the indices as texts."""
     if isinstance(tasks, Mapping):
         return {int(key) if isinstance(key, str) and key.isdecimal() else key: tasks[key] for key in tasks}
     # A string is a sequence of strings too, and a sign of forgotten brackets.

@@ -13,8 +13,8 @@ __all__ = ["gpus_of_task", "visible_gpus"]
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """List the GPUs that this process sees, by the names that CUDA_VISIBLE_DEVICES uses.
 
-    Without CUDA_VISIBLE_DEVICES they are numbered from 0 up to SLURM_GPUS_ON_NODE; without both there are
-    none. Neither nvidia-smi nor CUDA is asked.
+    Without CUDA_VISIBLE_DEVICES, GPUs are numbered from 0 up to SLURM_GPUS_ON_NODE; without both variables there are
+    none. Neither nvidia-smi nor CUDA is called.
 
     Raises:
         ValueError: If SLURM_GPUS_ON_NODE is needed and is no number.
@@ -23,7 +23,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
         return _numbered(_num_gpus_on_node(environ))
     # "0,1", "GPU-8932f937,MIG-4d806f22", "" and, on Slurm nodes without GPUs, "NoDevFiles"
     names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
-    # CUDA stops at the first name that it does not know: "0,-1,1" is one GPU.
+    # CUDA ignores all names from the first invalid one on: "0,-1,1" is one GPU.
     return list(takewhile(_is_gpu_name, names))
 
 

@@ -22,13 +22,13 @@ __all__ = ["MPIClusterResolver"]
 class MPIClusterResolver(ClusterResolver):
     """The ranks of a communicator as one job of workers; rank r is worker r.
 
-    MPI needs no addresses. They are made of host names, and of ports that nothing listens on, so that each
-    rank's is its own. MPI is started at the first question, not here.
+    MPI needs no addresses. The addresses here are host names with ports that nothing listens on, so that each rank has
+    one of its own. The first question starts MPI; the constructor does not.
 
     Args:
-        comm: An intracommunicator of mpi4py; default `MPI.COMM_WORLD`. It is not freed; what is sent goes
+        comm: An intracommunicator of mpi4py; default `MPI.COMM_WORLD`. The resolver does not free `comm`, and sends
             over a duplicate.
-        environ: Where to count GPUs; default `os.environ`.
+        environ: The environment for `num_accelerators`; default `os.environ`.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, *, environ: Mapping[str, str] | None = None) -> None:
@@ -88,7 +88,7 @@ class MPIClusterResolver(ClusterResolver):
         rank = self._communicator().Get_rank() if self._topology is None else self._topology.rank
         return OwnTask("worker", rank)
 
-    # The two below replace what ClusterResolver reads from the spec: they must not be collective.
+    # These two do not read the spec, as ClusterResolver's do: they must not be collective.
 
     @property
     def num_tasks(self) -> int | None:

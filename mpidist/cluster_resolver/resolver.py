@@ -1,4 +1,4 @@
-"""What every cluster resolver can tell, whatever its source."""
+"""What every cluster resolver answers, whatever its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ClusterResolver", "OwnTask"]
 
 
 class OwnTask(NamedTuple):
-    """What a resolver's source says about the calling process; None where it says nothing."""
+    """What a resolver's source says about the calling process; None where the source says nothing."""
 
     task_type: str | None = None
     task_id: int | None = None
@@ -23,10 +23,10 @@ class OwnTask(NamedTuple):
 
 
 class ClusterResolver(ABC):
-    """Who takes part in a job, and which of them this process is.
+    """The tasks of a job, and which of them this process is.
 
-    A subclass says the cluster's jobs and, in `find_own_task`, the task of this process. What is given here,
-    or set later on `task_type`, `task_id` and `rpc_layer`, wins over what the subclass finds.
+    A subclass gives the cluster's jobs and, in `find_own_task`, the task of this process. Arguments, and values that
+    are set later on `task_type`, `task_id` and `rpc_layer`, override what the subclass finds.
 
     Args:
         task_type: Job of this process, such as "worker".
@@ -35,7 +35,7 @@ class ClusterResolver(ABC):
         environment: Free text on where the cluster runs.
     """
 
-    _way_out: ClassVar[str] = "leave the resolver out"  # of a contradiction
+    _remedy: ClassVar[str] = "leave the resolver out"  # what to do if the resolver contradicts MPI
 
     # Here too, so that a subclass without an `__init__` of its own chain works.
     _task_type: str | None = None
@@ -114,7 +114,7 @@ class ClusterResolver(ABC):
 
     @property
     def assumed_hosts(self) -> Sequence[str] | None:
-        """Host of each task of chief and workers, where the resolver has only assumed it; None where it was told."""
+        """Host of each task of chief and workers, where the resolver has assumed the hosts; None otherwise."""
         return None
 
     @property
@@ -150,14 +150,14 @@ class ClusterResolver(ABC):
     def check(self, size: int, rank: int, hostnames: Sequence[str] | None = None) -> None:
         """Compare what the resolver says with what MPI says, once, before any training.
 
-        Nothing is compared with what the resolver does not know. A wrong size shows on every rank, a wrong
-        order perhaps on some only: ranks that call this together should agree on the outcome.
+        Where the resolver knows nothing, nothing is compared. A wrong size is an error on every rank, a wrong order
+        perhaps on some only: ranks that call this together should agree on the outcome.
 
         Args:
             size: Ranks in the communicator of chief and workers.
             rank: This process's rank in it.
-            hostnames: The host of each rank, if what the resolver has assumed of hosts shall be compared, too. Names
-                may differ; which ranks share a host may not.
+            hostnames: The host of each rank, to compare `assumed_hosts` with, too. Names may differ; which ranks share
+                a host may not.
 
         Raises:
             TopologyError: If they differ.
@@ -168,13 +168,13 @@ class ClusterResolver(ABC):
                 f"{who} says {self.num_tasks} tasks (chief and workers), but MPI has {size} rank(s); start "
                 f"with `mpiexec -n {self.num_tasks}` of the MPI that mpi4py was built with, or under Slurm "
                 f"with `srun --mpi=pmi2 -n {self.num_tasks}` (MPICH, Intel MPI) or "
-                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._way_out}: MPI is enough"
+                f"`srun --mpi=pmix -n {self.num_tasks}` (Open MPI), or {self._remedy}: MPI is enough"
             )
         if self.rank is not None and self.rank != rank:
             raise TopologyError(
                 f"{who} says this process is {self.task_type} {self.task_id}, index {self.rank} of chief and "
                 f"workers, but MPI says rank {rank} of {size}; start the ranks in the order of the cluster's "
-                f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._way_out}: MPI is enough"
+                f"tasks (one `srun` or one `mpiexec -n {size}`), or {self._remedy}: MPI is enough"
             )
         assumed = self.assumed_hosts
         if hostnames is not None and assumed is not None:
@@ -183,5 +183,5 @@ class ClusterResolver(ABC):
                 raise TopologyError(
                     f"{who} took the tasks to be on {list(assumed)}, as nothing in the environment says how they are "
                     f"dealt to nodes, but MPI has the ranks on {list(hostnames)}; say it (`srun -m block`), or "
-                    f"{self._way_out}: MPI is enough"
+                    f"{self._remedy}: MPI is enough"
                 )

@@ -1,10 +1,10 @@
-"""What a task's type and index mean for training: who is chief, who is counted, in which order."""
+"""What a task's type and index mean for training: which tasks are counted, and in which order."""
 
 from __future__ import annotations
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 
-__all__ = ["id_in_cluster", "is_chief", "num_synchronous_tasks", "validate_roles", "worker_count"]
+__all__ = ["id_in_cluster", "num_synchronous_tasks", "validate_roles"]
 
 ROLES = ("chief", "worker", "evaluator", "ps")
 
@@ -44,20 +44,6 @@ def validate_roles(cluster_spec: ClusterSpec, task_type: str | None, task_id: in
         raise ValueError(f"task_id {task_id} is not in job {task_type!r}, whose ids are {indices}")
 
 
-def is_chief(cluster_spec: ClusterSpec, task_type: str | None, task_id: int | None) -> bool:
-    """Tell whether the task writes checkpoints and summaries.
-
-    That is the chief, or worker 0 where the cluster has no chief; an evaluator is its own.
-
-    Raises:
-        ValueError: As `validate_roles`.
-    """
-    validate_roles(cluster_spec, task_type, task_id)
-    if task_type in ("chief", "evaluator"):
-        return True
-    return task_type == "worker" and task_id == 0 and "chief" not in cluster_spec.jobs
-
-
 def id_in_cluster(cluster_spec: ClusterSpec, task_type: str, task_id: int) -> int:
     """Number the task among those it trains with: the chief first, then the workers; evaluators apart.
 
@@ -70,20 +56,6 @@ def id_in_cluster(cluster_spec: ClusterSpec, task_type: str, task_id: int) -> in
     if task_type in ("chief", "evaluator"):
         return task_id
     raise ValueError(f"id_in_cluster got task_type {task_type!r}; it needs chief, worker or evaluator")
-
-
-def worker_count(cluster_spec: ClusterSpec, task_type: str) -> int:
-    """Count the tasks that train with a task of this type: chief and workers, or the evaluators.
-
-    Raises:
-        ValueError: As `validate_roles`, and for a parameter server, which trains with nobody.
-    """
-    validate_roles(cluster_spec, task_type, None)
-    if task_type == "evaluator":
-        return _num_tasks(cluster_spec, "evaluator")
-    if task_type in ("chief", "worker"):
-        return num_synchronous_tasks(cluster_spec)
-    raise ValueError(f"worker_count got task_type {task_type!r}; it needs chief, worker or evaluator")
 
 
 def num_synchronous_tasks(cluster_spec: ClusterSpec) -> int:

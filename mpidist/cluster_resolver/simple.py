@@ -14,7 +14,7 @@ __all__ = ["SimpleClusterResolver"]
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster as given, without looking at anything.
+    """A cluster as given; nothing is detected.
 
     Args:
         cluster_spec: The cluster.

@@ -18,7 +18,7 @@ __all__ = ["SlurmClusterResolver"]
 
 
 class _Step(NamedTuple):
-    """What was read of the step this process is in."""
+    """The step of this process, as the environment describes the step."""
 
     cluster_spec: ClusterSpec
     task_type: str
@@ -31,12 +31,12 @@ class _Step(NamedTuple):
 class SlurmClusterResolver(ClusterResolver):
     """The tasks of the Slurm step that this process is in; task r of `srun` is rank r.
 
-    The environment is read at the first question and remembered. The order of ranks is that of Slurm for the
-    distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks. Where the environment is
-    silent it is block, Slurm's default, unless this task's own place tells otherwise; a strategy then compares it
-    with MPI. What contradicts, and a distribution of another kind, is an error. GPUs are counted from
-    CUDA_VISIBLE_DEVICES, where an empty one means none, else from SLURM_GPUS_ON_NODE, else there are none. nvidia-smi
-    is never run.
+    The resolver reads the environment at the first question, and keeps what it has read. The order of ranks is that of
+    Slurm for the distributions block, cyclic and plane, on nodes with equal or unequal numbers of tasks. Where the
+    environment does not name the distribution, the resolver assumes block, Slurm's default, unless this task's own
+    place contradicts block; a strategy then compares the assumption with MPI. Variables that contradict each other, and
+    other distributions, are errors. GPUs are counted from CUDA_VISIBLE_DEVICES (an empty one means none), else from
+    SLURM_GPUS_ON_NODE, else there are none. nvidia-smi is never run.
 
     Args:
         jobs: Number of tasks by job. Jobs get consecutive ranks in alphabetical order ("ps" before "worker").
@@ -47,10 +47,10 @@ class SlurmClusterResolver(ClusterResolver):
             part of those visible, rounded down for the node with most tasks.
         tasks_per_node: Tasks on each node, of which the last may have fewer, or a dict of host names to
             numbers of tasks. Default: SLURM_STEP_TASKS_PER_NODE.
-        auto_set_gpu: Whether the first reading sets CUDA_VISIBLE_DEVICES to this task's part, which must be
-            before CUDA starts. Left alone if the part is empty.
+        auto_set_gpu: Whether the first question sets CUDA_VISIBLE_DEVICES to this task's part of the GPUs, which
+            must be before CUDA starts. An empty part leaves the variable alone.
         rpc_layer: Prefix of addresses.
-        environ: Where to read, and where `auto_set_gpu` writes; default `os.environ`.
+        environ: The environment to read, and for `auto_set_gpu` to write; default `os.environ`.
 
     Raises:
         ValueError: If a number is negative.

@@ -16,11 +16,11 @@ ADVICE = "start the step with `srun -m block`, or leave the resolver out: MPI al
 def place_tasks(
     hosts: Sequence[str], num_tasks_by_host: Sequence[int], environ: Mapping[str, str]
 ) -> tuple[list[int], bool]:
-    """Find the node of each task, and hold it against what Slurm tells this task about its own place.
+    """Find the node of each task, and compare the layout with what Slurm tells this task about its own place.
 
     Block fills one node after another, cyclic gives each node one task in turn, plane some at a time; a full
-    node is passed over. Where the environment does not say which, it is Slurm's default, block, unless this task's
-    own place contradicts that and fits cyclic.
+    node is passed over. Where the environment names no layout, it is Slurm's default, block, unless this task's
+    own place contradicts block and fits cyclic.
 
     Args:
         hosts: The step's nodes, in Slurm's order. [m]
@@ -29,8 +29,8 @@ def place_tasks(
             SLURM_LOCALID, SLURM_GTIDS and SLURMD_NODENAME of this task.
 
     Returns:
-        An index into `hosts` for each task [number of tasks], and whether that is an assumption: whether all that
-        this task sees would fit another layout, too.
+        An index into `hosts` for each task [number of tasks], and whether the layout is an assumption: whether the
+        variables of this task would fit another layout, too.
 
     Source: srun(1), option --distribution.
 
@@ -51,7 +51,7 @@ def place_tasks(
 
 
 def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-    """List how many tasks a node gets before the next node's turn; if Slurm does not say, all that may be."""
+    """List how many tasks a node gets before the next node's turn; two candidates if Slurm names no layout."""
     # block, cyclic:block, "block:cyclic:fcyclic,NoPack", plane=2; only the first word is about nodes.
     word, _, plane_size = environ.get("SLURM_DISTRIBUTION", "").split(",")[0].split(":")[0].partition("=")
     if word == "block" or len(hosts) == 1:

@@ -16,9 +16,9 @@ __all__ = ["TFConfigClusterResolver"]
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster of TF_CONFIG, read each time it is asked for.
+    """The cluster of TF_CONFIG, which is read at each question.
 
-    What is given here wins over the variable.
+    Arguments override the variable.
 
     Args:
         task_type: Job of this process.
@@ -28,7 +28,7 @@ class TFConfigClusterResolver(ClusterResolver):
         environ: Where to read TF_CONFIG; default `os.environ`.
     """
 
-    _way_out = "unset TF_CONFIG"
+    _remedy = "unset TF_CONFIG"
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ __all__ = ["UnionResolver"]
 class UnionResolver(ClusterResolver):
     """The jobs of several resolvers; the first one says which task this process is, and what accelerators it has.
 
-    Of a job that several of them have, the tasks follow each other, and are numbered anew. Where one of them knows
-    only some tasks of the job, by their indices, indices stay.
+    Where several resolvers have one job, its tasks follow each other and get new indices. Where one of these resolvers
+    knows only some tasks of the job, by their indices, all indices stay.
 
     Args:
         resolvers: The resolvers.

@@ -106,7 +106,7 @@ class Reductions:
                 while not (pending.is_waited_for or group.agreement.have_all_arrived()):
                     yield 0
                 # Another rank may wait for this one elsewhere before it tells what it passed.
-                while not (pending.may_wait or group.agreement.is_alike(call)):
+                while not (pending.may_wait or group.agreement.can_conclude_now(call)):
                     yield 0
                 has_same_placement = group.agreement.conclude(call)
                 results = yield from call.plan.execution.steps(call, pending, has_same_placement)

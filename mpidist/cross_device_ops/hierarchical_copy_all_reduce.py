@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from typing import Any, final
 
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
-from mpidist.transport import FusedReducer, Levels, Reduction
+from mpidist.transport import LEADER_BYTES, FusedReducer, Levels, Reduction
 
-__all__ = ["LEADER_BYTES", "HierarchicalCopyAllReduce"]
-
-LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank costs less than more steps would
+__all__ = ["HierarchicalCopyAllReduce"]
 
 
 @final

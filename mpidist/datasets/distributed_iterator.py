@@ -12,7 +12,7 @@ from mpidist.datasets.batches import SharedBatches, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import ErrorReport, arrays, differing, fingerprint_of, mark_shared, raise_reported
+from mpidist.transport import ErrorReport, arrays, fingerprint_of, mark_shared, mismatch_error, raise_reported
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 
@@ -196,7 +196,7 @@ class DistributedIterator(Iterator[Any]):
         raise_reported(error, [rank.error for rank in everyone], group)
         if any(rank.common != step.common for rank in everyone):
             about = {"call": self._call, "advice": self._shared.advice}
-            problem = differing([about | rank.common for rank in everyone], group.agreement.sequence)
+            problem = mismatch_error([about | rank.common for rank in everyone], group.agreement.sequence)
             mark_shared(problem, group.agreement.ranks)
             raise problem
         return next((empty for rank in everyone for empty in rank.empties), _END)

@@ -4,9 +4,11 @@ Nothing here knows of strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, differing
+from mpidist.transport.agreement import Call, CallRecord, mismatch_error
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
+    LEADER_BYTES,
+    NEVER,
     CostModel,
     Placement,
     TuningKey,
@@ -68,8 +70,10 @@ __all__ = [
     "GpuFacts",
     "InPlace",
     "Intracomm",
+    "LEADER_BYTES",
     "Launched",
     "Levels",
+    "NEVER",
     "NcclReach",
     "Pending",
     "Place",
@@ -93,7 +97,7 @@ __all__ = [
     "narrow",
     "count_text",
     "cuda",
-    "differing",
+    "mismatch_error",
     "ends_normally",
     "fingerprint_of",
     "first_line",

@@ -1,10 +1,24 @@
-"""Errors that several ranks raise alike, and which ranks these are."""
+"""Errors that several ranks raise: which ranks, and which rank prints the whole text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple, final
 
-__all__ = ["is_shared_by", "mark_shared"]
+__all__ = ["Following", "following_of", "is_shared_by", "mark_following", "mark_shared"]
+
+
+@final
+class Following(NamedTuple):
+    """What an error says that follows the error of another rank, which prints the whole text.
+
+    Attributes:
+        summary: The first line of the error.
+        may_go_on: Whether the other rank may catch its exception, and then prints nothing.
+    """
+
+    summary: str
+    may_go_on: bool
 
 
 def mark_shared(error: BaseException, ranks: Iterable[int]) -> None:
@@ -21,3 +35,14 @@ def is_shared_by(error: BaseException, ranks: frozenset[int]) -> bool:
     """Whether all these ranks of the job raise this error alike."""
     raised_on: frozenset[int] = vars(error).get("raised_on", frozenset())
     return ranks <= raised_on
+
+
+def mark_following(error: BaseException, summary: str, may_go_on: bool) -> None:
+    """Note in an error that it follows the error of another rank: see `Following`."""
+    vars(error)["following"] = Following(summary, may_go_on)
+
+
+def following_of(error: BaseException) -> Following | None:
+    """Return what `mark_following` has noted in an error; `None` if it was not called."""
+    following: Following | None = vars(error).get("following")
+    return following

@@ -2,7 +2,7 @@
 
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds
-from mpidist.transport.agreement.mismatch_report import differing
+from mpidist.transport.agreement.mismatch_report import mismatch_error
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 
 __all__ = [
@@ -14,5 +14,5 @@ __all__ = [
     "MpiAgreement",
     "NodeRounds",
     "SoloAgreement",
-    "differing",
+    "mismatch_error",
 ]

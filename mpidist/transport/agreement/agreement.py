@@ -15,7 +15,7 @@ from mpidist.transport.fingerprint import fingerprint_of
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
 
-# The calls of a rank that leaves its group: because it closes the group, or because its program ends.
+# The last calls of a rank in its group: the rank closes the group, or its program ends.
 CLOSE: Final = "close()"
 END: Final = "end of program"
 _MAX_FINGERPRINTS: Final = 1024  # remembered
@@ -27,15 +27,15 @@ class CallRecord(ABC):
     Attributes:
         name: The name of the call, for people.
         fingerprint: A digest of everything that must be equal on all ranks.
-        timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
+        timeout_seconds: How long to wait; `None` is the group's own deadline, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
-            learn of the error.
-        placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
-            ranks, or on none.
+            raise the error, too.
+        placement: Digest of where the arguments lie in shared memory. Ranks may differ; `join` returns whether they
+            are equal. 0 on all ranks, or on none.
         details: What the flight recorder says of the call.
-        leaves: Whether this is the last call of the rank, and the other ranks have to leave, too.
+        is_last: Whether the rank leaves the group with this call, so that the other ranks must leave with it.
         timeout: How long this rank waits in the call, once it has joined: in seconds; `None` or 0 for ever.
-        is_compared: Whether the ranks meet in a round to compare the call.
+        is_compared: Whether the ranks compare the call in a round of messages, or in a barrier of their node.
     """
 
     name = ""
@@ -44,13 +44,13 @@ class CallRecord(ABC):
     error: Exception | None = None
     placement = 0
     details = ""
-    leaves = False
+    is_last = False
     timeout: float | None = None
     is_compared = True
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
-        """Say what the fingerprint stands for, as name and text; asked only when ranks differ. Local."""
+        """List what the fingerprint was made of, as name and text. Local; called only when ranks differ."""
 
 
 @final
@@ -67,7 +67,7 @@ class Call(CallRecord):
         error: Exception | None = None,
         placement: int = 0,
         details: str = "",
-        leaves: bool = False,
+        is_last: bool = False,
     ) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -75,7 +75,7 @@ class Call(CallRecord):
         self.error = error
         self.placement = placement
         self.details = details
-        self.leaves = leaves
+        self.is_last = is_last
         self._describe = describe
 
     def describe(self) -> Mapping[str, str]:
@@ -87,9 +87,9 @@ class Agreement(ABC):
 
     Attributes:
         sequence: The number of the call that was joined last.
-        end: Notes that the call which was joined last is over. Local.
-        check_peers: Raises if another rank has given up waiting. Local; for those who wait for ranks in other ways.
-        ranks: The ranks, as they are numbered in the whole job.
+        end: Records that the call which was joined last is over. Local.
+        check_peers: Raises if waiting for the other ranks cannot help. Local; for waits outside of the agreement.
+        ranks: The ranks of the group, as they are numbered in the whole job.
     """
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
@@ -101,10 +101,11 @@ class Agreement(ABC):
 
     @abstractmethod
     def arrive(self, record: CallRecord) -> None:
-        """Join a round with a call, without waiting: `join` is this and `conclude`. One round at a time.
+        """Join a round with a call, without waiting: `join` is `arrive` and `conclude`. One round at a time.
 
         Raises:
-            DeadlineExceededError: If other ranks have given up waiting. And what made the group unusable.
+            DeadlineExceededError: If other ranks have given up waiting.
+            Exception: What made the group unusable, if it is.
         """
 
     @abstractmethod
@@ -112,8 +113,8 @@ class Agreement(ABC):
         """Whether all ranks have joined the round. Local."""
 
     @abstractmethod
-    def is_alike(self, record: CallRecord) -> bool:
-        """Whether `conclude` has nothing to wait for, now that all have joined: no differences to be told. Local."""
+    def can_conclude_now(self, record: CallRecord) -> bool:
+        """Whether `conclude` returns at once: all ranks have joined and are equal, so nothing is exchanged. Local."""
 
     @abstractmethod
     def conclude(self, record: CallRecord) -> bool:
@@ -129,7 +130,7 @@ class Agreement(ABC):
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.
             PeerFailedError: If a rank has left while others call. On every other rank.
-            DeadlineExceededError: If not all ranks came in time.
+            DeadlineExceededError: If not all ranks joined in time.
             Exception: `error`, if every rank has the same one.
         """
         self.arrive(record)
@@ -141,7 +142,7 @@ class Agreement(ABC):
 
         Args:
             call: As in `CallRecord`.
-            key: Equal only for equal descriptions; for this rank's own use, to make them once.
+            key: Key of this rank's cache of digests; equal only for equal descriptions.
             describe: What must be equal on all ranks, as name and text.
         """
         known = self._fingerprints.get((call, key))
@@ -153,28 +154,28 @@ class Agreement(ABC):
 
     @abstractmethod
     def all_reduce_or(self, flags: int) -> int:
-        """Unite the bits of all ranks' `flags`. Collective; call it after `join`."""
+        """Combine all ranks' `flags`, bit by bit. Collective; after `join`."""
 
     @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Show every rank's picklable `item` to all ranks, in rank order. Collective; call it after `join`."""
+        """Gather every rank's picklable `item` on all ranks, in rank order. Collective; after `join`."""
 
     @property
     def is_node_barrier(self) -> bool:
-        """Whether `join` is a barrier of the node's shared memory, too, that nothing but an error leaves out."""
+        """Whether every `join` that raises no error is a barrier of the node's shared memory, too."""
         return False
 
     @abstractmethod
     def break_off(self, error: BaseException) -> None:
         """Give up in the middle of a call, because of an error of this rank alone. Local.
 
-        The others, who wait for this rank's part of the work, learn of it, and the group is unusable. An error that
-        the agreement itself raised on all ranks is none of these, and does nothing.
+        The other ranks, which wait for this rank's part, raise `PeerFailedError`, and the group is unusable. Nothing
+        happens if `error` is one that the agreement itself raised on all ranks.
         """
 
     @abstractmethod
     def has_raised(self, error: BaseException) -> bool:
-        """Whether all ranks have this error, or cannot be told of any more. Local."""
+        """Whether all ranks raise this error, or cannot be told of the error any more. Local."""
 
     @abstractmethod
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
@@ -203,12 +204,12 @@ class SoloAgreement(Agreement):
         super().__init__(end=lambda: None, check_peers=lambda: None, ranks=frozenset())
 
     def arrive(self, record: CallRecord) -> None:
-        pass  # nobody else comes
+        pass  # there is no other rank
 
     def have_all_arrived(self) -> bool:
         return True
 
-    def is_alike(self, record: CallRecord) -> bool:
+    def can_conclude_now(self, record: CallRecord) -> bool:
         return True
 
     def conclude(self, record: CallRecord) -> bool:
@@ -223,7 +224,7 @@ class SoloAgreement(Agreement):
         return [item]
 
     def break_off(self, error: BaseException) -> None:
-        pass  # nobody waits for this rank, and its next call is a new one
+        pass  # no other rank waits
 
     def has_raised(self, error: BaseException) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""One comparison of all ranks at a time: has everybody come, and with the same words?"""
+"""One comparison of all ranks at a time: have all ranks joined, and with the same numbers?"""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 
 
 class Rounds(ABC):
-    """Rounds in which each rank shows two whole numbers of 63 bits.
+    """Rounds in which each rank shows two integers of 63 bits.
 
     Attributes:
         is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
         start: Joins a round, with a fingerprint and a placement. Local.
-        is_complete: Says whether all ranks have joined. Local; asked until it says so.
-        is_equal: Says whether all ranks showed the same fingerprint, and the same placement, in the round that is
-            complete. Local.
+        is_complete: Returns whether all ranks have joined. Local; called until it returns true.
+        compare: Returns whether all ranks showed the same fingerprint, and whether the same placement, in the complete
+            round. Local.
     """
 
     is_node_barrier = False
     start: Callable[[int, int], None]
     is_complete: Callable[[], bool]
-    is_equal: Callable[[], tuple[bool, bool]]
+    compare: Callable[[], tuple[bool, bool]]
 
     @property
     @abstractmethod
@@ -41,7 +41,7 @@ class MpiRounds(Rounds):
     """One all-reduce of 32 bytes a round, on any ranks.
 
     Args:
-        comm: The ranks. It stays its owner's.
+        comm: The ranks. The caller frees `comm`.
     """
 
     def __init__(self, comm: Intracomm) -> None:
@@ -51,7 +51,7 @@ class MpiRounds(Rounds):
         self._received = np.zeros(4, np.int64)
         self._request: Any = None
         self._is_complete = True
-        self.start, self.is_complete, self.is_equal = self._start, self._test, self._compare
+        self.start, self.is_complete, self.compare = self._start, self._test, self._compare
 
     def _start(self, fingerprint: int, placement: int) -> None:
         self._sent[:] = fingerprint, -fingerprint, placement, -placement
@@ -63,8 +63,8 @@ class MpiRounds(Rounds):
         return self._is_complete
 
     def _compare(self) -> tuple[bool, bool]:
-        most, least, far, near = self._received.tolist()
-        return most == -least, far == -near
+        largest, negated_smallest, far, negated_near = self._received.tolist()
+        return largest == -negated_smallest, far == -negated_near
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class NodeRounds(Rounds):
 
     def __init__(self, barrier: NodeBarrier) -> None:
         self._barrier = barrier
-        self.start, self.is_complete, self.is_equal = barrier.post_words, barrier.passed, barrier.shows_the_same
+        self.start, self.is_complete, self.compare = barrier.post_words, barrier.passed, barrier.shows_the_same
 
     @property
     def memory(self) -> tuple[Any, ...]:

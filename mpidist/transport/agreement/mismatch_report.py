@@ -1,4 +1,4 @@
-"""What ranks are told when they did not make the same call."""
+"""The errors of ranks that did not make the same call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
 from mpidist.transport.text import name_ranks
 
-__all__ = ["differing", "have_same_kind_of_error", "peer_left"]
+__all__ = ["mismatch_error", "have_same_kind_of_error", "peer_left_error"]
 
 _MAX_LINES: Final = 8
 
 
-def peer_left(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
-    """Make the error of those who call while others leave."""
+def peer_left_error(everyone: list[dict[str, str]], leavers: list[int], sequence: int) -> PeerFailedError:
+    """Make the error of ranks that call while other ranks leave the group."""
     others = [rank for rank in range(len(everyone)) if rank not in leavers]
     calls = sorted({everyone[rank]["call"] for rank in others})
     ways = {everyone[rank]["call"] for rank in leavers}
@@ -35,14 +35,14 @@ def have_same_kind_of_error(everyone: list[dict[str, str]]) -> bool:
     return len(kinds) == 1 and "" not in kinds and len({fields["call"] for fields in everyone}) == 1
 
 
-def differing(everyone: list[dict[str, str]], sequence: int) -> InvalidArgumentError:
-    """Make the error of ranks that did not pass the same, to be raised on all of them.
+def mismatch_error(everyone: list[dict[str, str]], sequence: int) -> InvalidArgumentError:
+    """Make the error of ranks that did not pass the same arguments, to be raised on all of them.
 
-    The text has only the fields that differ, and ranks that agree in one group.
+    The text has only the fields that differ, each with the ranks that passed the same in one group.
 
     Args:
-        everyone: Each rank's fields, by name. All have a "call". A field "advice" is what people can do about it, and
-            comes last, if all ranks have the same.
+        everyone: Each rank's fields, by name. All have a "call". A field "advice" says what people can do about the
+            difference; it is the last line, if all ranks have the same.
         sequence: The number of the call.
     """
     calls = {fields["call"] for fields in everyone}

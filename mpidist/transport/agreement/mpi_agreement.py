@@ -11,8 +11,8 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
-from mpidist.transport.agreement.mismatch_report import differing, have_same_kind_of_error, peer_left
-from mpidist.transport.failures import BROKE_OFF, Watchdog
+from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
+from mpidist.transport.failures import BROKE_OFF, CallWatchdog
 from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
@@ -27,10 +27,10 @@ class MpiAgreement(Agreement):
     """The agreement of MPI ranks.
 
     Args:
-        comm: A communicator for this object and its watch alone, which it frees.
-        watch: Looks after those that this rank waits for.
-        check: Whether to compare calls that need no round otherwise. A call with a deadline still waits for all ranks,
-            and ranks of one node meet in their barrier, which compares for nothing.
+        comm: A communicator for this object and its watch alone. This object frees it.
+        watch: The watch over calls in `comm`.
+        check: Whether to compare calls that need no round otherwise. Without, a call with a deadline still waits for
+            all ranks, and ranks of one node still compare: their barrier does so at no cost.
         timeout_seconds: The group's own deadline, or `None`.
         rounds: How ranks compare; by default over `comm`.
         sequence: The number of the last call before this object was made.
@@ -39,7 +39,7 @@ class MpiAgreement(Agreement):
     def __init__(
         self,
         comm: Intracomm,
-        watch: Watchdog,
+        watch: CallWatchdog,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
@@ -48,40 +48,40 @@ class MpiAgreement(Agreement):
         super().__init__(watch.recorder.end, watch.check_peers, ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
-        self._watch = watch
+        self._watch, self._watchdog = watch, watch.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self._has_round_for_all = check or self.is_node_barrier
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
-        self._confirms = False  # whether this call has a second round
-        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
-        self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
+        self._has_second_round = False  # of this call, which has a deadline
+        self._compared: tuple[bool, bool] | None = None  # what the first round returned
+        self._last_refusal: Exception | None = None  # raised by all ranks; the group stays usable
         self._note_agreed = watch.recorder.agree
 
     def arrive(self, record: CallRecord) -> None:
         watch = self._watch
-        if watch.broken is not None:
-            raise self._again(watch.broken)
+        if self._watchdog.broken is not None:
+            raise self._repeated(self._watchdog.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
-        watch.begin(self.sequence, record.name, record.details, timeout, record.leaves)
-        if not self._has_round_for_all and not self._needs_round(record):
+        watch.begin(self.sequence, record.name, record.details, timeout, record.is_last)
+        if not self._has_round_for_all and not self._must_meet(record):
             record.is_compared = False
             return
         error, fingerprint = record.error, record.fingerprint
         if error is not None:
             fingerprint = fingerprint_of(("error", record.name, repr(error)))
-        if timeout or record.leaves:
-            watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
-        self._found, self._confirms = None, bool(timeout)
+        if timeout or record.is_last:
+            self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
+        self._compared, self._has_second_round = None, bool(timeout)
         self._rounds.start(fingerprint ^ bool(timeout), record.placement)
 
-    def _needs_round(self, record: CallRecord) -> bool:
-        """Whether ranks meet before a call although nobody wants them to compare what they pass."""
-        if record.leaves:
+    def _must_meet(self, record: CallRecord) -> bool:
+        """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
+        if record.is_last:
             return True
-        if record.error is not None:  # the other ranks may move data at once: only a note can reach them
+        if record.error is not None:  # the other ranks may move data at once, so only a note reaches them
             self.break_off(record.error)
             return False
         return bool(record.timeout) or record.placement != 0  # which is 0 on all ranks, or on none
@@ -89,37 +89,37 @@ class MpiAgreement(Agreement):
     def have_all_arrived(self) -> bool:
         if not self._rounds.is_complete():
             return False
-        if self._found is None:
-            self._found = self._rounds.is_equal()
-            if self._confirms and self._found[0]:
-                self._watch.meet()
-                # A rank that comes after others gave up completes the first round, but waits in vain in this one.
+        if self._compared is None:
+            self._compared = self._rounds.compare()
+            if self._has_second_round and self._compared[0]:
+                self._watch.mark_joined()
+                # A rank that joins after others gave up completes the first round, and waits in vain in this one.
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()
         return True
 
-    def is_alike(self, record: CallRecord) -> bool:
-        return not record.is_compared or (self._found or self._rounds.is_equal())[0]
+    def can_conclude_now(self, record: CallRecord) -> bool:
+        return not record.is_compared or (self._compared or self._rounds.compare())[0]
 
     def conclude(self, record: CallRecord) -> bool:
         error = record.error
         if error is not None:
-            self._refused = error
+            self._last_refusal = error
         if not record.is_compared:
             if error is not None:
                 self._watch.recorder.fail()
                 raise error
             self._note_agreed()
             return True
-        have_arrived = self.have_all_arrived if self._confirms else self._rounds.is_complete  # the shorter way
+        have_arrived = self.have_all_arrived if self._has_second_round else self._rounds.is_complete
         if not have_arrived():
-            if self._watch.broken is not None:  # by an earlier call, that this rank waited for meanwhile
-                raise self._again(self._watch.broken)
-            self._watch.limit(record.timeout)
+            if self._watchdog.broken is not None:  # by an earlier call that this rank has waited for since `arrive`
+                raise self._repeated(self._watchdog.broken)
+            self._watch.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
-        equal, same_placement = self._found or self._rounds.is_equal()
+        equal, same_placement = self._compared or self._rounds.compare()
         if not equal:
-            self._explain(record)
+            self._raise_mismatch(record)
         if error is not None:
             self._watch.recorder.fail()
             mark_shared(error, self.ranks)
@@ -133,15 +133,15 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
-        goes_on_alike = error is self._refused or is_shared_by(error, self.ranks)
+        goes_on_alike = error is self._last_refusal or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
-            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watch.broken = RuntimeError(
+            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watchdog.broken = RuntimeError(
                 f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
             )
 
     def has_raised(self, error: BaseException) -> bool:
-        return self.broken is not None or error is self._refused
+        return self.broken is not None or error is self._last_refusal
 
     def all_reduce_or(self, flags: int) -> int:
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
@@ -150,7 +150,7 @@ class MpiAgreement(Agreement):
         return int(united[0])
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """See `Agreement.all_gather_object`. Polled, as everything here: ranks may be gone for ever."""
+        """See `Agreement.all_gather_object`. Polled like every wait here, because ranks may be gone."""
         text = np.frombuffer(pickle.dumps(item), np.uint8)
         length, lengths = np.array([text.size]), np.empty(self._comm.size, np.int64)
         request = self._comm.Iallgather(length, lengths)
@@ -164,57 +164,57 @@ class MpiAgreement(Agreement):
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
         self._watch.restart(since)
         if record is not None:
-            self._watch.limit(record.timeout)
+            self._watch.timeout = record.timeout
 
     @property
     def broken(self) -> Exception | None:
-        return self._watch.broken
+        return self._watchdog.broken
 
     def free(self) -> None:
-        notes = self._watch.stop_answering()
-        if self.all_reduce_or(any(notes.sent)):  # long waits that ended well
-            notes.take(self.all_gather_object(notes.sent), self._watch.check_peers)
+        notes = self._watchdog.stop_answering()
+        if self.all_reduce_or(any(notes.sent)):  # notes of long waits that ended without an error
+            notes.drain(self.all_gather_object(notes.sent), self._watch.check_peers)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
-        """Wait for all ranks. If they do not come, this group is broken, and MPI may still write `memory`."""
+        """Wait for all ranks. If one does not join, this group is broken, and MPI may still write `memory`."""
         try:
             poll(test, self._watch.check_peers)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
                 raise
-            # Ctrl-C while waiting: the others may see this call completed
-            self._watch.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watch.broken = RuntimeError(
+            # Ctrl-C while waiting: on the other ranks this call may complete
+            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
+            self._watchdog.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
             )
             raise
 
-    def _explain(self, record: CallRecord) -> None:
-        """Raise what all ranks raise whose calls differ; ranks that leave raise nothing. Collective."""
+    def _raise_mismatch(self, record: CallRecord) -> None:
+        """Raise the error of ranks whose calls differ; ranks that leave return. Collective."""
         error = record.error
         fields = {"call": record.name, "timeout": "set" if record.timeout else "none"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
         else:
             fields.update(record.describe())
-        told = self.all_gather_object((record.leaves, fields))
-        everyone = [fields for _, fields in told]
-        leavers = [rank for rank, (leaves, _) in enumerate(told) if leaves]
+        gathered = self.all_gather_object((record.is_last, fields))
+        everyone = [fields for _, fields in gathered]
+        leavers = [rank for rank, (is_last, _) in enumerate(gathered) if is_last]
         if leavers and len(leavers) < len(everyone):
-            self._watch.broken = peer_left(everyone, leavers, self.sequence)
-            if not record.leaves:
-                raise self._watch.broken
-        if record.leaves:
+            self._watchdog.broken = peer_left_error(everyone, leavers, self.sequence)
+            if not record.is_last:
+                raise self._watchdog.broken
+        if record.is_last:
             return
         self._watch.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):
-            mark_shared(error, self.ranks)  # in the words of each rank: printing one will do
+            mark_shared(error, self.ranks)  # each rank has its own text: one of them is printed
             raise error
-        self._refused = problem = differing(everyone, self.sequence)
+        self._last_refusal = problem = mismatch_error(everyone, self.sequence)
         mark_shared(problem, self.ranks)
         raise problem
 
-    def _again(self, first: Exception) -> Exception:
+    def _repeated(self, first: Exception) -> Exception:
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")

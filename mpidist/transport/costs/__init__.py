@@ -1,13 +1,14 @@
-"""How long which way takes: the cost model, and what was measured for it."""
+"""How long an all-reduce takes: the cost model, and the file of measured numbers."""
 
-from mpidist.transport.costs.cost_file import TuningKey, load_cost_model, load_tuned, save_cost_model, tuning_path
-from mpidist.transport.costs.cost_model import CostModel, Placement, name_placement
+from mpidist.transport.costs.cost_file import TuningKey, load_tuned, save_cost_model, tuning_path
+from mpidist.transport.costs.cost_model import LEADER_BYTES, NEVER, CostModel, Placement, name_placement
 
 __all__ = [
     "CostModel",
+    "LEADER_BYTES",
+    "NEVER",
     "Placement",
     "TuningKey",
-    "load_cost_model",
     "load_tuned",
     "name_placement",
     "save_cost_model",

@@ -1,7 +1,7 @@
 """The file that keeps the cost model of this machine.
 
-The file is named after what its numbers hold for: the placement of the ranks, the MPI library and the processor. Who
-has no file gets no model, and never an error.
+The name of the file is a hash of what its numbers hold for: the placement of the ranks, the MPI library and the
+processor. A missing or unusable file is no error: the default numbers are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, final
@@ -25,7 +25,6 @@ from mpidist.transport.mpi import load_mpi
 __all__ = [
     "Tuned",
     "TuningKey",
-    "load_cost_model",
     "load_tuned",
     "save_cost_model",
     "tuning_path",
@@ -39,7 +38,7 @@ _FORMAT: Final = 1
 @final
 @dataclass(frozen=True)
 class TuningKey:
-    """What measured numbers hold for. It names no host.
+    """What measured numbers hold for. No host is among it.
 
     Attributes:
         placement: Number of ranks of each node.
@@ -63,7 +62,7 @@ class TuningKey:
 
 
 def tuning_path(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Path:
-    """Say where a key's file is: in `MPIDIST_TUNE_DIR`, else `mpidist` in `XDG_CACHE_HOME` or in `~/.cache`.
+    """Return the path of a key's file: in `MPIDIST_TUNE_DIR`, else `mpidist` in `XDG_CACHE_HOME` or in `~/.cache`.
 
     Raises:
         RuntimeError: If there is no home.
@@ -77,12 +76,12 @@ def tuning_path(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Path
 @final
 @dataclass(frozen=True)
 class Tuned:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         model: The numbers.
-        measured: The names of those that were measured; the others are mpidist's guesses.
-        date: When, as ISO 8601 writes it.
+        measured: The names of the numbers that were measured; the others are mpidist's guesses.
+        date: When they were measured, in ISO 8601.
     """
 
     model: CostModel
@@ -90,20 +89,12 @@ class Tuned:
     date: str
 
 
-def load_cost_model(key: TuningKey, environ: Mapping[str, str] = os.environ) -> CostModel | None:
-    """Read the numbers of a key.
-
-    Local: let one rank read, and send to the others what it found, so that all choose alike.
+def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
+    """Read the file of a key. Local: let one rank read, and send the others what it found, so that all choose alike.
 
     Returns:
         `None` where there is no file, and, with a warning that says why, where there is one that cannot be used.
     """
-    tuned = load_tuned(key, environ)
-    return None if tuned is None else tuned.model
-
-
-def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned | None:
-    """Read the whole file of a key, as `load_cost_model` does. Local."""
     path: object = "the file of measured costs"
     try:
         path = tuning_path(key, environ)
@@ -118,13 +109,13 @@ def load_tuned(key: TuningKey, environ: Mapping[str, str] = os.environ) -> Tuned
 def save_cost_model(
     key: TuningKey, model: CostModel, measured: tuple[str, ...], environ: Mapping[str, str] = os.environ
 ) -> Path:
-    """Write the numbers of a key, so that a reader finds the old file or the new one, whole.
+    """Write the numbers of a key: in one step, so that a reader finds the old file or the new one.
 
     Args:
-        key: What they hold for.
+        key: What the numbers hold for.
         model: The numbers.
-        measured: Names of those that were measured; the others are mpidist's guesses.
-        environ: Says where.
+        measured: The names of the numbers that were measured; the others are mpidist's guesses.
+        environ: The environment, which chooses the folder.
 
     Raises:
         OSError: If the file cannot be written.
@@ -148,8 +139,10 @@ def _parse(text: str, key: TuningKey) -> Tuned:
     found = content.get("format")
     _require(found == _FORMAT, f"its format is {found!r}, and this version of mpidist reads {_FORMAT}")
     _require(content.get("key") == _plain(key), "it was measured for another machine or placement")
-    model = CostModel.from_json(json.dumps(content.get("model")))
-    return Tuned(model, tuple(map(str, content.get("measured", ()))), str(content.get("date")))
+    values = content.get("model")
+    names = {field.name for field in fields(CostModel)}
+    _require(isinstance(values, dict) and set(values) == names, f"a cost model has {', '.join(sorted(names))}")
+    return Tuned(CostModel(**values), tuple(map(str, content.get("measured", ()))), str(content.get("date")))
 
 
 def _plain(key: TuningKey) -> dict[str, Any]:
@@ -162,7 +155,7 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def _processor() -> str:
-    """Name the processor's model, or what kind it is."""
+    """Return the processor's model, or else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")

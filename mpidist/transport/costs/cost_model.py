@@ -1,10 +1,10 @@
 """What an all-reduce costs, by formula: which algorithm to take, and in what chunks.
 
-Alpha-beta models: a step costs a latency and the bytes that it moves. All is computed from a few measured numbers and
-the placement of the ranks, alike on all ranks; nothing here communicates.
+Alpha-beta models: a step costs a latency and the bytes that it moves. All results follow from a few measured numbers
+and the placement of the ranks, so they are the same on all ranks; nothing here communicates.
 
 In the formulas: n bytes; K nodes of G ranks, P in all; L lanes, the ranks of each node that add (those that every node
-has); m, what of n is in one chunk. Times are in seconds, sizes in bytes.
+has); m, the bytes of one chunk. Times are in seconds, sizes in bytes.
 
 Sources: Hockney, "The communication challenge for MPP", Parallel Computing 1994 (alpha and beta); Thakur, Rabenseifner
 and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005 (steps and bytes of MPI's own).
@@ -12,15 +12,14 @@ and Gropp, "Optimization of collective communication operations in MPICH", IJHPC
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias, final
 
-from mpidist.transport.text import size_text
+from mpidist.transport.shared_memory import LINE_BYTES
 
-__all__ = ["ALGORITHMS", "NEVER", "CostModel", "Placement", "name_placement"]
+__all__ = ["ALGORITHMS", "LEADER_BYTES", "NEVER", "CostModel", "Placement", "name_placement"]
 
 Placement: TypeAlias = tuple[int, ...]  # number of ranks of each node
 
@@ -29,12 +28,11 @@ NEVER: Final = 1 << 62  # bytes: more than any array has
 _LEAST_CHUNK: Final = 512 << 10
 _MOST_CHUNK: Final = 2 << 20
 _LEAST_SHARD: Final = 32 << 10
-_LINE: Final = 128  # bytes, as `LINE_BYTES` of `shared_memory.window`
-_LEADER_BYTES: Final = 16 << 10  # as in HierarchicalCopyAllReduce
+LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank costs less than more steps would
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
-_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: where thresholds are looked for
+_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # bytes: the bounds of the search for thresholds
 _LATENCY_SHARE: Final = 0.1  # of a shard's time on the link
-_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # whatever the unit: their products stay finite
+_LEAST_NUMBER, _MOST_NUMBER = 1e-12, 1e18  # in any unit: products stay finite
 
 
 @final
@@ -76,23 +74,6 @@ class CostModel:
                     f"{name} must be a positive number, {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}, got {value!r}"
                 )
 
-    @classmethod
-    def from_json(cls, text: str) -> CostModel:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: If it is something else.
-        """
-        values = json.loads(text)
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
-            raise ValueError(f"a cost model has {', '.join(sorted(names))}")
-        return cls(**values)
-
-    def to_json(self) -> str:
-        """Write all numbers as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
     def seconds(self, algorithm: str, nbytes: int, placement: Placement) -> float:
         """Predict the time of an all-reduce of an array of the caller's.
 
@@ -101,22 +82,18 @@ class CostModel:
             nbytes: Size of the array.
             placement: Number of ranks of each node.
         """
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-        if not placement or min(placement) < 1 or nbytes < 0:
-            raise ValueError(f"there is no all-reduce of {nbytes} bytes among nodes of {placement} ranks")
         if sum(placement) == 1:
             return nbytes / self.stream_bytes_per_second
         return ALGORITHMS[algorithm](self, nbytes, placement)
 
     def choose(self, nbytes: int, placement: Placement) -> str:
-        """Name the faster of the algorithms that mpidist has for a placement."""
+        """Name the fastest of the algorithms for a placement."""
         if len(placement) == 1:
             return "one_round" if nbytes <= self.one_round_bytes(placement) else "pipeline"
         return "pipeline" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
 
     def one_round_bytes(self, placement: Placement) -> int:
-        """Size up to which one round beats the pipeline: the power of two next to it. 0 across nodes."""
+        """Return the size up to which one round is faster than the pipeline, a power of two. 0 across nodes."""
         if len(placement) > 1:
             return 0
         size = 1 << (self.chunk_bytes(placement).bit_length() - 1)
@@ -125,9 +102,9 @@ class CostModel:
         return size if size >= _SMALLEST else 0
 
     def least_bytes(self, placement: Placement) -> int:
-        """Size, a power of two, from which on the pipeline beats what is done without it: node, nodes, node in turn.
+        """Return the size from which on the pipeline is faster than node, nodes and node in turn, a power of two.
 
-        `NEVER` if it does not. 0 on one node.
+        `NEVER` if the pipeline is not. 0 on one node.
         """
         if len(placement) == 1:
             return 0
@@ -137,35 +114,42 @@ class CostModel:
         return 2 * size if size < _LARGEST else NEVER
 
     def chunk_bytes(self, placement: Placement) -> int:
-        """Size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
+        """Return the size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
 
-        Within these bounds, every lane has 32 KiB of it, and between nodes a latency is at most a tenth of a chunk's
-        time on the link, 2 m (K - 1) / K / link.
+        Within these bounds, every lane has 32 KiB of the chunk, and between nodes a latency is at most a tenth of
+        a chunk's time on the link, 2 m (K - 1) / K / link.
         """
         nodes = len(placement)
         size = _LEAST_SHARD * min(placement)
         if nodes > 1:
             across = self.link_seconds * self.link_bytes_per_second / _LATENCY_SHARE
             size = max(size, math.ceil(across * nodes / (2 * (nodes - 1))))
-        return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // _LINE) * _LINE
+        return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // LINE_BYTES) * LINE_BYTES
 
     def depth(self, placement: Placement) -> int:
-        """How many shards a lane has under way between nodes: 2 to 8. 0 on one node.
+        """Return how many shards a lane has under way between nodes: 2 to 8. 0 on one node.
 
-        As many as are added while one is under way, 2 latencies and its time on the link; and one that waits.
+        As many as a lane adds while one shard is under way (2 latencies and its time on the link), and one that waits.
         """
         if len(placement) == 1:
             return 0
         chunk = self.chunk_bytes(placement)
-        link = self._link(chunk, len(placement))
+        link = self.busy_link_seconds(chunk, len(placement))
         under_way = 2 * self.link_seconds + link
         return min(
-            max(1 + math.ceil(under_way / max(link, self._chunk_work(chunk, placement))), _LEAST_DEPTH), _MOST_DEPTH
+            max(1 + math.ceil(under_way / max(link, self._work(chunk, 1, placement))), _LEAST_DEPTH), _MOST_DEPTH
         )
 
-    def explain(self, placement: Placement) -> str:
-        """Say in a table which algorithm is taken from which size on, and why."""
-        return _explain(self, placement)
+    def busy_link_seconds(self, nbytes: float, nodes: int) -> float:
+        """Predict how long the bytes of the least all-reduce across nodes keep a link busy: 2 n (K - 1) / K / link."""
+        return 2 * nbytes * (nodes - 1) / nodes / self.link_bytes_per_second
+
+    def tree_seconds(self, nbytes: float, ranks: int, latency: float, rate: float) -> float:
+        """Predict MPI's own all-reduce of P ranks: the better of log P steps of n, and 2 log P of 2 n (P - 1) / P."""
+        steps = math.ceil(math.log2(ranks))
+        doubling = steps * (latency + nbytes / rate + nbytes / self.add_bytes_per_second)
+        share = nbytes * (ranks - 1) / ranks
+        return min(doubling, 2 * steps * latency + 2 * share / rate + share / self.add_bytes_per_second)
 
     def _beats(self, one: str, other: str, nbytes: int, placement: Placement) -> bool:
         return self.seconds(one, nbytes, placement) <= self.seconds(other, nbytes, placement)
@@ -175,23 +159,8 @@ class CostModel:
         fits = nbytes * ranks <= self.cache_bytes
         return moved / (self.copy_bytes_per_second if fits else self.stream_bytes_per_second)
 
-    def _link(self, nbytes: float, nodes: int) -> float:
-        """Time that the bytes of the least all-reduce across nodes keep a link busy: 2 n (K - 1) / K / link."""
-        return 2 * nbytes * (nodes - 1) / nodes / self.link_bytes_per_second
-
-    def _tree(self, nbytes: float, ranks: int, latency: float, rate: float) -> float:
-        """MPI's own all-reduce among P ranks: the better of log P steps of n, and 2 log P of 2 n (P - 1) / P in all."""
-        steps = math.ceil(math.log2(ranks))
-        doubling = steps * (latency + nbytes / rate + nbytes / self.add_bytes_per_second)
-        share = nbytes * (ranks - 1) / ranks
-        return min(doubling, 2 * steps * latency + 2 * share / rate + share / self.add_bytes_per_second)
-
-    def _chunk_work(self, chunk: int, placement: Placement) -> float:
-        """What a rank does for one chunk of m bytes, messages across nodes included: `_work` of m."""
-        return self._work(chunk, 1, placement)
-
     def _work(self, nbytes: int, chunks: int, placement: Placement) -> float:
-        """What a rank does of a pipeline, seconds.
+        """Predict the time that a rank works in a pipeline.
 
         Copies n (L - 1) / L in, adds n / L from G places, copies n out; a barrier and 3 + 2 G calls a chunk. Between
         nodes, for each chunk, it sends 2 (K - 1) messages, and adds n / L / K from K - 1 places.
@@ -211,9 +180,9 @@ class CostModel:
         return self._copy(nbytes, nbytes, ranks) + self.sync_seconds + added + (1 + ranks) * self.call_seconds
 
     def _pipeline(self, nbytes: int, placement: Placement) -> float:
-        """The longer of a rank's work and the link's; the other of them for one chunk, to fill and drain; 2 latencies.
+        """The longer of a rank's work and the link's; the shorter for one chunk, to fill and drain; 2 latencies.
 
-        With d shards in flight, a chunk takes no less than a d-th of the time that one is under way.
+        With d shards under way, a chunk takes no less than a d-th of the time of one shard.
         """
         nodes, chunk = len(placement), self.chunk_bytes(placement)
         chunks = max(1, math.ceil(nbytes / chunk))
@@ -222,18 +191,13 @@ class CostModel:
         if nodes == 1:
             return seconds + work
         first = min(nbytes, chunk)
-        under_way = (2 * self.link_seconds + self._link(first, nodes)) / self.depth(placement)
-        fill = min(self._chunk_work(first, placement), self._link(first, nodes))
-        return seconds + max(work, self._link(nbytes, nodes), chunks * under_way) + fill + 2 * self.link_seconds
-
-    def _mpi(self, nbytes: int, placement: Placement) -> float:
-        """`MPI_Allreduce` of all ranks: the better of recursive doubling, and halving within nodes, then across."""
-        within = self._tree(nbytes, max(placement), self.mpi_seconds, self.mpi_bytes_per_second)
-        halving = within + self._tree_across(nbytes, len(placement))
-        return min(self._recursive_doubling(nbytes, placement), halving)
+        link, link_of_first = self.busy_link_seconds(nbytes, nodes), self.busy_link_seconds(first, nodes)
+        under_way = (2 * self.link_seconds + link_of_first) / self.depth(placement)
+        fill = min(self._work(first, 1, placement), link_of_first)
+        return seconds + max(work, link, chunks * under_way) + fill + 2 * self.link_seconds
 
     def _tree_across(self, nbytes: float, nodes: int) -> float:
-        return self._tree(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
+        return self.tree_seconds(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
 
     def _leader(self, nbytes: int, placement: Placement) -> float:
         """Reduce in shared memory, as a pipeline does; MPI's own all-reduce among the K leaders; a copy in and out."""
@@ -242,21 +206,6 @@ class CostModel:
             return across
         broadcast = self.pipeline_seconds + self.sync_seconds + self._copy(nbytes, nbytes, max(placement))
         return self._pipeline(nbytes, (max(placement),)) + across + broadcast
-
-    def _ring(self, nbytes: int, placement: Placement) -> float:
-        """2 (P - 1) steps of n / P bytes each, all at the pace of the slowest link."""
-        ranks = sum(placement)
-        message = self.mpi_seconds + nbytes / ranks / self.mpi_bytes_per_second
-        if len(placement) > 1:
-            message = max(message, self.link_seconds + nbytes / ranks / self.link_bytes_per_second)
-        return (ranks - 1) * (2 * message + nbytes / ranks / self.add_bytes_per_second)
-
-    def _recursive_doubling(self, nbytes: int, placement: Placement) -> float:
-        """Log G steps of n bytes within nodes, and log K across, in which the ranks of a node share its link."""
-        within, across = (math.ceil(math.log2(count)) for count in (max(placement), len(placement)))
-        shared = nbytes * max(placement) / self.link_bytes_per_second
-        seconds = within * (self.mpi_seconds + nbytes / self.mpi_bytes_per_second)
-        return seconds + across * (self.link_seconds + shared) + (within + across) * nbytes / self.add_bytes_per_second
 
     def _hierarchical(self, nbytes: int, placement: Placement) -> float:
         """Within nodes, across, and within again, in turn: the pipeline's work in two calls, and MPI's own across."""
@@ -271,16 +220,13 @@ ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
     "pipeline": CostModel._pipeline,
     "leader": CostModel._leader,
     "hierarchical": CostModel._hierarchical,
-    "mpi": CostModel._mpi,
-    "ring": CostModel._ring,
-    "recursive_doubling": CostModel._recursive_doubling,
 }
 
 
 def _staged(nbytes: int, placement: Placement) -> str:
     """Name what `HierarchicalCopyAllReduce` does by itself: small arrays, and uneven nodes, go through a leader."""
     is_even = len(set(placement)) == 1 < placement[0]
-    return "hierarchical" if is_even and nbytes > _LEADER_BYTES else "leader"
+    return "hierarchical" if is_even and nbytes > LEADER_BYTES else "leader"
 
 
 def name_placement(placement: Placement) -> str:
@@ -292,48 +238,3 @@ def name_placement(placement: Placement) -> str:
     if len(set(placement)) == 1:
         return f"{text}, {placement[0]} on each"
     return f"{text}, {min(placement)} to {max(placement)} on each"
-
-
-def _explain(model: CostModel, placement: Placement) -> str:
-    nodes, ranks = len(placement), sum(placement)
-    if ranks == 1:
-        return "1 rank: nothing to reduce."
-    lines = [f"Predicted for {name_placement(placement)}:"]
-    names = ("one_round", "pipeline", "mpi") if nodes == 1 else ("leader", "hierarchical", "pipeline", "mpi")
-    lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
-    for power in range(10, 31, 2):
-        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
-        lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
-    lines += _reasons(model, placement)
-    return "\n".join(lines)
-
-
-def _reasons(model: CostModel, placement: Placement) -> list[str]:
-    chunk = model.chunk_bytes(placement)
-    if len(placement) == 1:
-        limit = model.one_round_bytes(placement)
-        return [
-            f"one_round to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
-            f"pipeline above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
-        ]
-    least = model.least_bytes(placement)
-    start = (
-        "pipeline never: its messages cost more than they save."
-        if least == NEVER
-        else (
-            f"pipeline from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
-        )
-    )
-    link, chunk_text = model._link(chunk, len(placement)), size_text(chunk)
-    return [
-        start,
-        "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
-        f"chunks of {chunk_text}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
-        f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
-    ]
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

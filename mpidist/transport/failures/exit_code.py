@@ -1,4 +1,4 @@
-"""With which code the program is about to end."""
+"""The exit code with which the program is about to end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
 def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
     """Call a function when a `SystemExit` that nobody caught is about to end the program.
 
-    Python has no hook for this. But then the interpreter itself asks the exception for its code, and not a function of
-    Python: a property in the place of `SystemExit.code` notices that, whoever raised the exception.
+    Python has no hook for this. But the interpreter then reads `SystemExit.code` with no function of Python on the
+    stack: a property in the place of `SystemExit.code` sees that, wherever the exception was raised.
 
     Args:
         is_ending: The function. Whatever it does, the program ends after it.
 
     Returns:
-        What puts everything back.
+        A function that undoes this one.
     """
 
     def code_of(error: SystemExit) -> Any:
@@ -60,19 +60,19 @@ def status_of(error: SystemExit) -> int:
 
 
 def ends_normally(error: BaseException) -> bool:
-    """Whether an exception is no failure: the end of a program with exit status 0, or of a generator."""
+    """Whether an exception is no failure: it ends the program with exit status 0, or it ends a generator."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and status_of(error) == 0)
 
 
 def where_raised(error: SystemExit) -> str:
-    """Return the lines of a traceback of the exception, as far as they are known."""
+    """Return the lines of the exception's traceback, or of the stack that `_exit` stored."""
     if _WHERE in vars(error):
         return str(vars(error)[_WHERE])
     return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _exit(code: Any = None, /) -> NoReturn:
-    """Do what `sys.exit` does, and remember where."""
+    """Do what `sys.exit` does, and store the stack in the exception."""
     error = SystemExit(code)
     if status_of(error):
         vars(error)[_WHERE] = "".join(traceback.format_stack(sys._getframe(1)))

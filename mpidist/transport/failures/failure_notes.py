@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other, read by whoever waits. No rank is waited for to read or write one."""
+"""Notes that ranks send each other when one fails: small messages. No rank waits to send or to read one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
 
-GAVE_UP: Final = 1  # tags: the writer waits no more
+GAVE_UP: Final = 1  # tags, of what the writer does: it waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
 ENDED: Final = 3  # its program has failed
-FOLLOWS: Final = 4  # it does so because others have
-STALLED: Final = 5  # it waits on, and wonders
-LEFT: Final = 7  # an exception of its own left the strategy's `with` statement, or was under way in `close()`
+FOLLOWS: Final = 4  # it waits no more, because other ranks have given up
+STALLED: Final = 5  # still waiting: asks other nodes what their ranks are doing, or answers
+LEFT: Final = 7  # it left: an exception of its own left the `with` statement, or was under way in `close()`
 RESETS: Final = 6  # it makes no call any more before the next reset
 
 
 @final
 class FailureNote(NamedTuple):
-    """What a rank tells the others.
+    """What a rank tells the other ranks.
 
     Attributes:
         tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `FOLLOWS`, `STALLED` or `RESETS`.
-        sequence: The number of the call that it was in.
+        sequence: The number of the call that the writer was in.
         text: What happened, for people.
-        is_lost: Whether it knows of a rank that will never come.
-        seen: The ranks that it sees on its node.
-        statuses: What it was doing, and those of them that it waited for.
+        is_lost: Whether some rank takes part in no call any more.
+        seen: The ranks on the writer's status board.
+        statuses: The status of the writer, and of the ranks on its board that it waited for.
     """
 
     tag: int
@@ -50,10 +50,10 @@ class FailureNotes:
     """The notes of a communicator's ranks: one small message each.
 
     Args:
-        comm: The ranks. Its messages from rank to rank are all notes.
+        comm: The ranks. All messages from rank to rank in `comm` are notes.
 
     Attributes:
-        sent: How many notes this rank has left for each rank.
+        sent: How many notes this rank has sent to each rank.
     """
 
     def __init__(self, comm: Intracomm) -> None:
@@ -65,12 +65,12 @@ class FailureNotes:
         self._under_way: list[tuple[Any, Any]] = []
         weakref.finalize(self, _keep, self._under_way)
 
-    def have_come(self) -> bool:
-        """Whether there is one to read. Local."""
+    def has_unread(self) -> bool:
+        """Whether there is a note to read. Local."""
         return self._probe(*self._anybody)
 
     def read(self) -> list[tuple[int, FailureNote]]:
-        """Read what has come, with the ranks that wrote it. Local."""
+        """Return the notes that have arrived, each with the rank that wrote it. Local."""
         mpi, found = load_mpi(), []
         status = mpi.Status()
         while (message := self._comm.Improbe(*self._anybody, status)) is not None:
@@ -80,8 +80,8 @@ class FailureNotes:
             found.append((status.Get_source(), pickle.loads(text.tobytes())))
         return found
 
-    def take(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
-        """Wait until all notes are here that were ever sent: MPI frees no communicator with messages left in it.
+    def drain(self, sent: Sequence[Sequence[int]], check_peers: Callable[[], None]) -> None:
+        """Receive all notes that were ever sent: MPI frees no communicator with messages left in it.
 
         Args:
             sent: [ranks], what each rank has `sent`; none of them sends any more.
@@ -100,7 +100,7 @@ class FailureNotes:
             self._under_way.pop()
 
     def send(self, note: FailureNote, ranks: Iterable[int]) -> None:
-        """Leave a note for other ranks. Local: nobody waits for it to be read."""
+        """Send a note to other ranks. Local: no rank waits until the note is read."""
         text = np.frombuffer(pickle.dumps(note), np.uint8)
         for rank in ranks:
             if rank != self._comm.rank:
@@ -109,6 +109,6 @@ class FailureNotes:
 
 
 def _keep(under_way: list[tuple[Any, Any]]) -> None:
-    """Leave what nobody waits for any more to MPI, which may still read it."""
+    """Keep the notes under way for ever: MPI may still read them."""
     if under_way:
         never_free(tuple(under_way))

@@ -24,11 +24,11 @@ class GroupFlight(NamedTuple):
     """The calls of one rank in one group.
 
     Attributes:
-        group: A name that all its ranks know the group by.
+        group: The name of the group, the same on all its ranks.
         rank: The rank in the group.
         size: How many ranks the group has.
         process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
-        entries: Its last calls, oldest first.
+        entries: The rank's last calls, oldest first.
     """
 
     group: str
@@ -43,7 +43,7 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
 
     Args:
         environ: The environment. `MPIDIST_FLIGHT_DIR=off` is for no files.
-        token: A name for jobs that no scheduler named.
+        token: A name for the job, where no scheduler has named it.
     """
     parent = environ.get("MPIDIST_FLIGHT_DIR", "").strip() or _FOLDER
     try:
@@ -53,14 +53,14 @@ def flight_folder(environ: Mapping[str, str], token: str) -> Path | None:
 
 
 def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[GroupFlight], written_by: int) -> None:
-    """Write what is known of a rank, in place of what was written of it before.
+    """Write the file of a rank, in place of an earlier one.
 
     Args:
-        folder: Made if it is not there.
+        folder: Created if it does not exist.
         world_rank: The rank in the world, which names the file.
-        reason: Why it is written, for people.
-        groups: Its calls.
-        written_by: The rank in the world that writes: another one of its node, where it cannot do so itself.
+        reason: Why the file is written, for people.
+        groups: The calls of the rank.
+        written_by: The rank in the world that writes: another one of the node, where the rank itself cannot.
 
     Raises:
         OSError: If the file cannot be written.
@@ -79,14 +79,14 @@ def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[Gr
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{world_rank}.json"
     if written_by != world_rank and _has_just_written(path, world_rank):
-        return  # it knows more of itself than a neighbour does
+        return  # the rank's own file says more than a neighbour's would
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(told))
-    partial.replace(path)  # nobody reads half of it
+    partial.replace(path)  # readers find a whole file
 
 
 def _has_just_written(path: Path, rank: int) -> bool:
-    """Whether a rank has written its file itself, a moment ago."""
+    """Whether a rank has written its own file, a moment ago."""
     try:
         told = json.loads(path.read_text())
     except (OSError, ValueError):

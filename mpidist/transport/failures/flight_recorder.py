@@ -1,4 +1,4 @@
-"""What a rank called last, in memory that its neighbours can read, also when it cannot answer any more."""
+"""The last calls of a rank, in memory that other ranks of its node can read when the rank does not answer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class FlightEntry(NamedTuple):
     """One call of a rank. Times in nanoseconds of the node's monotonic clock; 0 for what has not happened.
 
     Attributes:
-        sequence: Its number among the calls that all ranks make together; 0 for one that is not among them.
-        call: Its name.
+        sequence: The number of the call among those that all ranks make together; 0 for other calls.
+        call: The name of the call.
         details: Operation, arrays, bytes, algorithm and packs, where there are any.
-        begun: When the rank came.
-        agreed: When all ranks had come, and found that they make the same call.
-        ended: When it was over; below zero if it ended with an error.
+        begun: When the rank joined the call.
+        agreed: When all ranks had joined, and were found to make the same call.
+        ended: When the call ended; negative if it ended with an error.
     """
 
     sequence: int
@@ -48,7 +48,7 @@ class FlightEntry(NamedTuple):
 
     @property
     def state(self) -> str:
-        """`waiting` for ranks that have not come, `moving` data, `done` or `failed`."""
+        """`waiting` for ranks that have not joined, `moving` data, `done` or `failed`."""
         if self.ended:
             return "done" if self.ended > 0 else "failed"
         return "moving" if self.agreed else "waiting"
@@ -71,7 +71,7 @@ class FlightRecorder:
         self._at = _RING
 
     def begin(self, sequence: int, call: str, details: str = "") -> None:
-        """Note that a call begins."""
+        """Record that a call begins."""
         text = self._texts.get((call, details))
         if text is None:
             text = self._keep(call, details)
@@ -81,36 +81,36 @@ class FlightRecorder:
         self._words[0] = self._count = count + 1
 
     def agree(self) -> None:
-        """Note that all ranks have come to it."""
+        """Record that all ranks have joined the call."""
         self._words[self._at + 3] = _now()
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record that the call has ended."""
         self._words[self._at + 4] = _now()
 
     def fail(self) -> None:
-        """Note that it is over, with an error. Keeps the first end of a call."""
+        """Record that the call has ended with an error, unless an end is recorded already."""
         if not self._words[self._at + 4]:
             self._words[self._at + 4] = -_now()
 
     @property
     def begun(self) -> float:
-        """When the last call was begun, in seconds of the monotonic clock."""
+        """When the last call began, in seconds of the monotonic clock."""
         return float(self._words[self._at + 2]) / 1e9
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks have come to the last call."""
+        """Whether all ranks have joined the last call."""
         return bool(self._words[self._at + 3])
 
     def last(self) -> FlightEntry | None:
-        """Return the call that was begun last."""
+        """Return the last call."""
         return last_in(self._memory)
 
     def _keep(self, call: str, details: str) -> int:
         self._num_texts += 1
         number = self._num_texts
-        if len(self._texts) >= _NUM_TEXTS:  # the oldest goes, and its calls lose their names
+        if len(self._texts) >= _NUM_TEXTS:  # the oldest text is dropped, and its calls lose their names
             self._texts.pop(next(iter(self._texts)))
         self._texts[call, details] = number
         text = f"{call}\t{details}".encode()[: _TEXT_BYTES - 8].ljust(_TEXT_BYTES - 8, b"\0")
@@ -120,14 +120,14 @@ class FlightRecorder:
 
 
 def entries_in(memory: Array) -> list[FlightEntry]:
-    """Read the calls that a recorder of any rank of the node keeps, oldest first."""
-    memory = memory.copy()  # its owner may go on
+    """Read the calls that the recorder of a rank of the node holds, oldest first."""
+    memory = memory.copy()  # the owner of the memory may write on
     count = _word(memory, 0)
     return [_entry(memory, number) for number in range(max(0, count - MAX_CALLS), count)]
 
 
 def last_in(memory: Array) -> FlightEntry | None:
-    """Read the call that was begun last, or nothing if there was none."""
+    """Read the last call; `None` if there was none."""
     count = _word(memory, 0)
     return _entry(memory, count - 1) if count else None
 

@@ -17,11 +17,11 @@ __all__ = ["leave_mpi_to_parent"]
 @final
 class _Process:
     is_forked_from_rank = False
-    status = 0  # with which this process ends
+    status = 0  # the exit status of this process
 
 
 def leave_mpi_to_parent() -> None:
-    """See that this process leaves MPI alone when it ends, if it has just been forked from a rank."""
+    """Let this process end without ending MPI, if it has just been forked from a rank."""
     if is_forked_from_rank(os.environ):
         _Process.is_forked_from_rank, _Process.status = True, 0
         watch_exits(_note_exit)
@@ -37,7 +37,7 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
     sys.__excepthook__(kind, error, trace)
 
 
-@atexit.register  # as early as this module is imported, so that it comes after those of the program
+@atexit.register  # registered at import, so that it runs after the functions that the program registers
 def _end_without_mpi() -> None:
     """End a process that was forked from a rank: mpi4py would end MPI in it, which waits for the rank's launcher."""
     if _Process.is_forked_from_rank:

@@ -1,4 +1,4 @@
-"""What happens when a rank's program fails: it says so once, and ends the job."""
+"""What a rank does when its program fails: print the error once, and end the job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
+from mpidist.transport.shared_errors import following_of
 from mpidist.transport.text import text_of
 
-__all__ = ["EXIT_CODE_OF_PARTING", "Job", "end_job", "install", "register_job", "report", "tell", "uninstall"]
+__all__ = [
+    "EXIT_CODE_AFTER_FAILURE",
+    "Job",
+    "end_job",
+    "install",
+    "register_job",
+    "report",
+    "uninstall",
+    "write_line",
+]
 
-EXIT_CODE_OF_PARTING: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
+EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
@@ -32,25 +42,25 @@ _ABORT_SECONDS: Final = 3.0  # for MPI to do so
 
 @final
 class Job(NamedTuple):
-    """What ending a job takes.
+    """The callbacks that end a job.
 
     Attributes:
-        abort: Ends all ranks with the exit code that it is given: `MPI_Abort`.
+        abort: Ends all ranks with an exit code: `MPI_Abort`.
         rank: This rank in the world.
-        hostname: Its host.
-        tell: Tells other ranks that this one has failed, and why.
-        keep: Keeps what the ranks called last; the argument says why.
-        is_concerned: Whether ranks may wait for what this thread does.
-        is_told_by_lower_rank: Whether a rank before this one has failed, too, and says so.
+        hostname: The host of this rank.
+        tell_end: Tells the other ranks that this rank's program has failed, and why.
+        save_flights: Writes flight recorders to files; the argument says why.
+        is_thread_of_a_group: Whether other ranks may wait for what this thread does.
+        has_lower_rank_ended: Whether a lower rank has failed, too, and has told of it.
     """
 
     abort: Callable[[int], None]
     rank: int
     hostname: str
-    tell: Callable[[str], None]
-    keep: Callable[[str], str]
-    is_concerned: Callable[[], bool]
-    is_told_by_lower_rank: Callable[[], bool]
+    tell_end: Callable[[str], None]
+    save_flights: Callable[[str], str]
+    is_thread_of_a_group: Callable[[], bool]
+    has_lower_rank_ended: Callable[[], bool]
 
     @property
     def prefix(self) -> str:
@@ -59,17 +69,17 @@ class Job(NamedTuple):
 
 
 _jobs: list[Job] = []  # at most one
-_keeping: list[int] = []  # the signal that is looked after
-_before: list[Callable[[], None]] = []  # puts back what was there
+_saving: list[int] = []  # the signal whose handler runs
+_undo: list[Callable[[], None]] = []  # undoes `install`
 
 
 def register_job(job: Job) -> None:
-    """Remember what ending the job takes, for a program that could end but for other ranks."""
+    """Store the job's callbacks, so that `end_job` can abort a job whose other ranks do not finish."""
     _jobs[:] = [job]
 
 
-def tell(text: str) -> None:
-    """Write a line for people, with this rank's name in front."""
+def write_line(text: str) -> None:
+    """Write a line to standard error, with this rank's name in front."""
     if _jobs:
         _write(f"{text}\n", _jobs[0].prefix)
 
@@ -78,47 +88,47 @@ def install(job: Job) -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
 
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
-    makes calls which other ranks wait for. SIGUSR1 keeps what the ranks called last, if it had no other meaning.
+    makes calls which other ranks wait for. SIGUSR1 writes the flight recorders to files, unless the program handles it.
     """
     register_job(job)
-    if _before or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
+    if _undo or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
         return
     hook, thread_hook = sys.excepthook, threading.excepthook
 
     def put_back() -> None:
         sys.excepthook, threading.excepthook = hook, thread_hook
 
-    _before.append(put_back)
-    _before.append(watch_exits(_end_with_code))
+    _undo.append(put_back)
+    _undo.append(watch_exits(_end_with_code))
     sys.excepthook = _fail
     threading.excepthook = lambda arguments: _fail_in_thread(arguments, thread_hook)
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _keep)
-        _before.append(lambda: _default(signal.SIGUSR1))
+        signal.signal(signal.SIGUSR1, _save_on_signal)
+        _undo.append(lambda: _default(signal.SIGUSR1))
 
 
 def uninstall() -> None:
-    """Let exceptions be those of this process alone again, as in one that was forked from a rank."""
+    """Undo `install`: exceptions end this process alone. For a process that was forked from a rank."""
     _jobs.clear()
-    while _before:
-        _before.pop()()
+    while _undo:
+        _undo.pop()()
 
 
 def end_job(reason: str) -> None:
-    """End the job of a program that could end but for other ranks, and say why. Returns only without a job."""
+    """Abort the job, and say why: the other ranks do not finish. Returns only where no job is registered."""
     if _jobs:
-        tell(f"this job ends with exit code {EXIT_CODE_OF_PARTING}: {reason}")
-        _abort(_jobs[0], EXIT_CODE_OF_PARTING)
+        write_line(f"this job ends with exit code {EXIT_CODE_AFTER_FAILURE}: {reason}")
+        _abort(_jobs[0], EXIT_CODE_AFTER_FAILURE)
 
 
 def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, prefix: str) -> None:
     """Write a traceback to standard error in one piece, `prefix` before every line.
 
-    Of an error that this package tells on purpose its own inner frames say nothing: the program's are shown.
+    Of an error that this package raises on purpose, the frames within the package are left out.
     """
-    is_told = kind.__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
-    if is_told or kind is KeyboardInterrupt:
+    is_deliberate = kind.__module__ == errors.__name__ or getattr(error, "raised_on_all_ranks", False)
+    if is_deliberate or kind is KeyboardInterrupt:
         frames = [frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)]
         limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
         _write("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
@@ -130,51 +140,52 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     """End the job because of an exception that nobody caught."""
     job = _jobs[0]
     try:
-        _say(job, kind, error, trace)
-    except BaseException as problem:  # no memory, for example: the job has to end nevertheless
+        _report_failure(job, kind, error, trace)
+    except BaseException as problem:  # no memory, for example: the job must end nevertheless
         _write(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
     finally:
         _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
 
 
-def _say(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if getattr(error, "follows_rank", None) is not None:  # that rank says it all, and ends this one
-        _write(f"{kind.__name__}: {vars(error)['summary']}\n", job.prefix)
+def _report_failure(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    following = following_of(error)
+    if following is not None:  # the other rank prints the whole error, and ends this one
+        _write(f"{kind.__name__}: {following.summary}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
-        if not vars(error)["may_go_on"]:
+        if not following.may_go_on:
             return
     if not getattr(error, "raised_on_all_ranks", False):
-        job.tell(text_of(error))
+        job.tell_end(text_of(error))
         if issubclass(kind, Exception):
-            job.keep(text_of(error))
-    _let_lower_rank_speak(job)
+            job.save_flights(text_of(error))
+    _wait_for_lower_rank(job)
     report(kind, error, trace, job.prefix)
 
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
     error = arguments.exc_value
-    if error is None or isinstance(error, SystemExit) or not _jobs[0].is_concerned():
+    if error is None or isinstance(error, SystemExit) or not _jobs[0].is_thread_of_a_group():
         otherwise(arguments)
     else:
         _fail(arguments.exc_type, error, arguments.exc_traceback)
 
 
-def _let_lower_rank_speak(job: Job) -> None:
-    """Wait for a rank that has failed as well, as with a mistake in the program or Ctrl-C, to end this rank."""
+def _wait_for_lower_rank(job: Job) -> None:
+    """Give a lower rank that fails as well, by the same mistake or Ctrl-C, time to end this rank."""
     if job.rank > 0:
-        time.sleep(_LOWER_RANK_FIRST_SECONDS)  # it says the same, and once is enough
-        if job.is_told_by_lower_rank():
+        time.sleep(_LOWER_RANK_FIRST_SECONDS)  # it prints the same error, and once is enough
+        if job.has_lower_rank_ended():
             time.sleep(_FOLLOW_SECONDS)
 
 
 def _end_with_code(error: SystemExit) -> None:
-    """End the job if a program ends with another code than 0, in the middle of the job."""
+    """End the job if this rank's program ends with another code than 0."""
     job, code = _jobs[0], status_of(error)
     if code == 0:
         return
     try:
-        job.tell(f"SystemExit: {error.args[0]}")
-        _let_lower_rank_speak(job)
+        job.tell_end(f"SystemExit: {error.args[0]}")
+        _wait_for_lower_rank(job)
         where = where_raised(error)
         head = "Traceback (most recent call last):\n" if where else ""
         _write(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
@@ -182,16 +193,16 @@ def _end_with_code(error: SystemExit) -> None:
         _abort(job, code)
 
 
-def _keep(number: int, frame: FrameType | None) -> None:
-    if _keeping:  # a signal while the last one is still looked after
+def _save_on_signal(number: int, frame: FrameType | None) -> None:
+    if _saving:  # a second signal, while the first one is handled
         return
-    _keeping.append(number)
+    _saving.append(number)
     try:
-        where = _jobs[0].keep(signal.Signals(number).name)
+        where = _jobs[0].save_flights(signal.Signals(number).name)
         if where:
             _write(f"{where}\n", _jobs[0].prefix)
     finally:
-        _keeping.clear()
+        _saving.clear()
 
 
 def _default(number: signal.Signals) -> None:

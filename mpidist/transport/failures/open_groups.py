@@ -1,4 +1,4 @@
-"""The groups that this process is in, and what becomes of them when it ends, fails or is forked."""
+"""The groups that this process is in, and what happens to them when the process ends, fails or is forked."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
     "OpenGroup",
     "add",
     "advance_others",
-    "forget",
-    "hear_end_of_a_lower_rank",
+    "remove",
+    "has_lower_rank_ended",
     "is_thread_of_a_group",
-    "keep_flights",
+    "save_flights",
     "record_build_failure",
     "num_open",
-    "prepare_end",
-    "require_built",
+    "install_job_abort",
+    "require_no_build_failure",
     "tell_end",
-    "too_many",
+    "no_communicators_left",
 ]
 
 
@@ -40,61 +40,61 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def end_with_program(self) -> None:
-        """Leave it, with all ranks, because the program of this rank ends."""
+        """Leave the group, with all ranks, because the program of this rank ends."""
 
     @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
-        """Wait a while for all ranks of a group that failed, so that MPI can be ended with them.
+        """Wait a while for all ranks of a group that failed, so that all of them can finalize MPI together.
 
         Returns:
-            Who does not come, for people; nothing if all came.
+            Which ranks are missing, for people; `None` if none is.
         """
 
     @abstractmethod
     def disown(self) -> None:
-        """Leave it to the process that this one was forked from. Local."""
+        """Leave the group to the process that this process was forked from. Local."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Let its calls get on that were started and not waited for, if this thread makes its calls. Local."""
+        """Advance the calls that were started and not waited for, if this thread makes the group's calls. Local."""
 
     @abstractmethod
     def tell_end(self, text: str) -> None:
-        """Tell the other ranks that this one's program has failed. Local."""
+        """Tell the other ranks that this rank's program has failed. Local."""
 
     @abstractmethod
-    def hears_end_of_a_lower_rank(self) -> bool:
-        """Whether a rank before this one has told of the end of its program. Local."""
+    def has_lower_rank_ended(self) -> bool:
+        """Whether a lower rank has told of the end of its program. Local."""
 
     @abstractmethod
     def flights(self) -> Mapping[int, GroupFlight]:
-        """Read the flight recorders of this rank and of those of its node that cannot do so, by rank of the world."""
+        """Read the flight recorders of this rank, and of ranks of its node that are late, by rank of the world."""
 
     @property
     @abstractmethod
     def folder(self) -> Path | None:
-        """Where flight recorders are kept."""
+        """The folder for flight recorders; `None` if none are written."""
 
     @abstractmethod
     def is_of_this_thread(self) -> bool:
-        """Whether this thread makes its calls."""
+        """Whether this thread makes the group's calls."""
 
 
 _open: Final[list[OpenGroup]] = []
-_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together
+_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some may never end MPI
 _unbuilt: Final[list[str]] = []  # why groups were not built
 
 
 def add(group: OpenGroup) -> None:
-    """Remember a group until it is closed."""
+    """Register a group, until `remove`."""
     if group not in _open:
         _open.append(group)
     if group in _failed:
         _failed.remove(group)
 
 
-def forget(group: OpenGroup, has_failed: bool) -> None:
-    """Remember a group no more; or only that it failed, and its ranks have not parted."""
+def remove(group: OpenGroup, has_failed: bool) -> None:
+    """Unregister a group. A group that has failed is kept apart: its ranks are awaited at the end of the program."""
     if group in _open:
         _open.remove(group)
     if has_failed and group not in _failed:
@@ -102,22 +102,22 @@ def forget(group: OpenGroup, has_failed: bool) -> None:
 
 
 def record_build_failure(reason: str) -> None:
-    """Remember that a group could not be built, for want of ranks: MPI cannot be ended with them either."""
+    """Record that building a group timed out; MPI_Finalize would hang, so the job is aborted at exit."""
     _unbuilt.append(reason)
 
 
-def require_built() -> None:
-    """Refuse to build groups after one that was not built: what its ranks sent for it may still be under way.
+def require_no_build_failure() -> None:
+    """Refuse to build a group after building one timed out: messages for that one may still be under way.
 
     Raises:
-        UnavailableError: If there was one.
+        UnavailableError: If building a group has timed out.
     """
     if _unbuilt:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
 
-def prepare_end(world: Intracomm, aborts: bool) -> None:
-    """See that this rank's failure, from now on, ends the others. Local.
+def install_job_abort(world: Intracomm, aborts: bool) -> None:
+    """Make a failure of this rank's program end all ranks of the job, from now on. Local.
 
     Args:
         world: All ranks of the job.
@@ -136,9 +136,9 @@ def prepare_end(world: Intracomm, aborts: bool) -> None:
         world.Get_rank(),
         socket.gethostname(),
         tell_end,
-        keep_flights,
+        save_flights,
         is_thread_of_a_group,
-        hear_end_of_a_lower_rank,
+        has_lower_rank_ended,
     )
     job_abort.register_job(job)
     if aborts:
@@ -155,7 +155,7 @@ def is_thread_of_a_group() -> bool:
     return any(group.is_of_this_thread() for group in _open)
 
 
-def too_many(error: Exception, ranks: frozenset[int]) -> UnavailableError:
+def no_communicators_left(error: Exception, ranks: frozenset[int]) -> UnavailableError:
     """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
     failed = count_text(len(_failed), "strategy", "strategies")
     left = f", and {failed} that a failure ended give theirs back at the end of the program" if _failed else ""
@@ -169,9 +169,9 @@ def too_many(error: Exception, ranks: frozenset[int]) -> UnavailableError:
 
 
 def advance_others(group: OpenGroup) -> None:
-    """Let calls get on that were started in other groups, while this thread waits in a call of `group`. Local.
+    """Advance the calls that were started in other groups, while this thread waits in a call of `group`. Local.
 
-    Another rank may wait for such a call before it comes to the one that this rank waits in.
+    Another rank may wait for such a call before that rank joins the call that this rank waits in.
     """
     if len(_open) > 1:
         for other in _open:
@@ -180,24 +180,24 @@ def advance_others(group: OpenGroup) -> None:
 
 
 def tell_end(text: str) -> None:
-    """Tell the other ranks of all groups that this one's program has failed. Local."""
+    """Tell the other ranks of all groups that this rank's program has failed. Local."""
     for group in _open:
         group.tell_end(text)
 
 
-def hear_end_of_a_lower_rank() -> bool:
-    """Whether a rank before this one, in any group, has told of the end of its program. Local."""
-    return any(group.hears_end_of_a_lower_rank() for group in (*_open, *_failed))
+def has_lower_rank_ended() -> bool:
+    """Whether a lower rank, in any group, has told of the end of its program. Local."""
+    return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
 
 
-def keep_flights(reason: str) -> str:
-    """Write the flight recorders of this rank, and of neighbours that cannot, to files. Local.
+def save_flights(reason: str) -> str:
+    """Write the flight recorders of this rank, and of late ranks of its node, to files. Local.
 
     Args:
         reason: Why, for people.
 
     Returns:
-        Where they are and how to read them, for people; nothing if they are not wanted, or cannot be written.
+        Where the files are and how to read them, for people; "" if none are wanted.
     """
     groups = (*_open, *_failed)
     folders = [group.folder for group in groups if group.folder is not None]
@@ -217,7 +217,7 @@ def keep_flights(reason: str) -> str:
 
 
 def _leave_to_parent() -> None:
-    """Touch nothing of the parent's in a process that was forked from it, also at its end."""
+    """Let a forked process use none of its parent's groups, and not end MPI either."""
     job_abort.uninstall()
     _failed.clear()
     _unbuilt.clear()
@@ -230,22 +230,22 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register
-def _leave_all() -> None:
-    """Tell the other ranks that this one's program ends, so that nobody waits for it, and MPI can be ended.
+def _leave_groups_at_exit() -> None:
+    """Leave all groups, so that no rank waits for this one, and MPI can be finalized.
 
-    After a call that failed, other ranks may never come to end MPI, which would wait for them for ever.
+    After a call that failed, other ranks may never finalize MPI, and MPI_Finalize of this rank would wait for ever.
     """
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
         try:
             group.end_with_program()
-        except Exception as error:  # the other groups have to be left, too
-            job_abort.tell(f"while the program ended: {text_of(error)}")
-            forget(group, has_failed=True)
+        except Exception as error:  # the other groups must be left, too
+            job_abort.write_line(f"while the program ended: {text_of(error)}")
+            remove(group, has_failed=True)
     for reason in _unbuilt[:1]:
         if not load_mpi().Is_finalized():
             job_abort.end_job(reason)
     while _failed and not load_mpi().Is_finalized():
-        lacking = _failed.pop().wait_for_peers_at_exit()
-        if lacking is not None:
-            job_abort.end_job(lacking)
+        missing = _failed.pop().wait_for_peers_at_exit()
+        if missing is not None:
+            job_abort.end_job(missing)

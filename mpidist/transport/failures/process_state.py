@@ -1,4 +1,4 @@
-"""Is another process of this machine alive? Asked of the kernel, because MPI does not say."""
+"""Whether another process of this machine is alive: read from /proc, because MPI does not tell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STATES: Final = {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "x": GONE}
 
 @final
 class Process(NamedTuple):
-    """A process, told apart from a later one that got its number.
+    """A process, told apart from a later process with the same id.
 
     Attributes:
-        pid: Its number, in `namespace`.
-        begun: When it began, in ticks since the machine was started.
-        namespace: Where the number holds: containers have numbers of their own. 0 where this is not known.
+        pid: The process id, in `namespace`.
+        begun: When the process began, in ticks since the machine was started.
+        namespace: The namespace of process ids: each container has its own. 0 where it is unknown.
     """
 
     pid: int
@@ -40,10 +40,10 @@ class Process(NamedTuple):
             return cls(pid, 0, 0)
 
     def state(self, seen_from: Process) -> str:
-        """Say whether it is `RUNNING` (or asleep), `STOPPED` by a signal or a debugger, or `GONE`.
+        """Return `RUNNING` (or asleep), `STOPPED` by a signal or a debugger, `GONE`, or `UNKNOWN`.
 
         Args:
-            seen_from: The calling process; what another namespace is in is `UNKNOWN`.
+            seen_from: The calling process; processes of other namespaces are `UNKNOWN`.
         """
         if not self.namespace or self.namespace != seen_from.namespace:
             return UNKNOWN
@@ -57,7 +57,7 @@ class Process(NamedTuple):
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state of a process, and when it began."""
+    """Return the state letter of a process, and when the process began."""
     text = Path(f"/proc/{pid}/stat").read_text()
     fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
     return fields[0], int(fields[19])

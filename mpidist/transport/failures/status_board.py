@@ -1,4 +1,4 @@
-"""What the ranks of a node are doing, for all of them to see."""
+"""What the ranks of a node are doing, in memory that all of them read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _PROCESS_AT: Final = 8  # after the recorder's count: pid, begin and namespace o
 
 
 def name_call(call: str, sequence: int) -> str:
-    """Name a call with its number, if it is one of those that are numbered."""
+    """Name a call with its number, if the call has one."""
     return f"{call} (call {sequence})" if 0 < sequence < RESET else call
 
 
 @final
 class Status(NamedTuple):
-    """What a rank was doing when it, or a rank of its node, looked.
+    """What a rank was doing when its status was read, by itself or by a rank of its node.
 
     Attributes:
         rank: The rank, in its group.
-        last: The call that it began last; `None` if it made none.
-        seconds: Since when the state of that call holds: how long it waits, moves data, or has been done.
-        process: Whether its process is `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
-        pid: The number of its process.
+        last: The rank's last call; `None` if it made none.
+        seconds: For how long that call has been in its state: waiting, moving data, done or failed.
+        process: The state of the rank's process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
+        pid: The process id.
     """
 
     rank: int
@@ -47,20 +47,20 @@ class Status(NamedTuple):
 
     @property
     def is_able(self) -> bool:
-        """Whether its process can do anything."""
+        """Whether the rank's process is neither gone nor stopped."""
         return self.process not in (GONE, STOPPED)
 
     @property
     def is_resetting(self) -> bool:
-        """Whether it waits in a reset."""
+        """Whether the rank waits in a reset."""
         return self.last is not None and self.last.sequence >= RESET and self.last.state == "waiting"
 
     def is_waiting_in(self, sequence: int) -> bool:
-        """Whether it has come to a call, and does not know yet that the others have."""
+        """Whether the rank has joined a call, and has not found yet that all others have."""
         return self.last is not None and self.last.sequence == sequence and self.last.state == "waiting"
 
     def has_joined(self, sequence: int) -> bool:
-        """Whether it has come to a call, or to a reset, and can still do its part."""
+        """Whether the rank has joined a call, a later one, or a reset, and its process can still do its part."""
         at = 0 if self.last is None else self.last.sequence
         return self.is_able and at >= sequence and (at >= RESET) == (sequence >= RESET)
 
@@ -89,17 +89,17 @@ def _past(text: str) -> str:
 
 @final
 class StatusBoard:
-    """The flight recorders of a node's ranks, in memory that all of them read. Making it is collective.
+    """The flight recorders of a node's ranks, in memory that all of them read. The constructor is collective.
 
-    Where ranks cannot share memory, a rank sees itself alone.
+    Where ranks cannot share memory, the board of a rank has that rank alone.
 
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone.
-        ranks: The numbers that they have in their group.
+        ranks: The rank of each of them in the group.
 
     Attributes:
-        recorder: This rank's own.
-        ranks: The ranks that can be seen from here.
+        recorder: This rank's own flight recorder.
+        ranks: The ranks on the board.
     """
 
     def __init__(self, comm: Intracomm | None, ranks: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class StatusBoard:
         self.recorder = FlightRecorder(self._parts[own])
 
     def free(self) -> None:
-        """Give back the memory. Local; no rank may look at the board any more."""
+        """Free the memory. Local; no rank may read the board any more."""
         self._window.discard()
 
     def gone(self) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class StatusBoard:
         return tuple(rank for rank, process in processes if process.pid and process.state(self._process) == GONE)
 
     def status(self, rank: int) -> Status:
-        """Say what a rank of this node is doing. Local."""
+        """Return the status of a rank of this node. Local."""
         place = self.ranks.index(rank)
         last, process = last_in(self._parts[place]), self._processes()[place]
         since = 0 if last is None else max(last.begun, last.agreed, abs(last.ended))
@@ -134,7 +134,7 @@ class StatusBoard:
         return Status(rank, last, (time.monotonic_ns() - since) / 1e9, state, process.pid)
 
     def statuses(self) -> dict[int, Status]:
-        """Say what all ranks of this node are doing. Local."""
+        """Return the status of each rank of this node. Local."""
         return {rank: self.status(rank) for rank in self.ranks}
 
     def entries(self, rank: int) -> list[FlightEntry]:

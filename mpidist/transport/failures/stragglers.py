@@ -1,82 +1,61 @@
-"""Who keeps the others waiting, and what people are told about it."""
+"""Which ranks are awaited, which of them are late, and what people are told about the late ones."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
+from mpidist.transport.failures.failure_notes import FailureNote
 from mpidist.transport.failures.process_state import GONE, STOPPED
 from mpidist.transport.failures.status_board import Status
 from mpidist.transport.text import name_ranks
 
-__all__ = ["Stragglers"]
+__all__ = ["Awaited", "Stragglers"]
 
 _MAX_LINES: Final = 8
 
 
 @final
 class Stragglers(NamedTuple):
-    """The ranks that a call waits for.
+    """The ranks that are late.
 
     Attributes:
-        known: What those ranks were doing of which somebody knows.
-        unheard: The ranks that nobody knows anything of: those of nodes that did not answer.
+        known: What those ranks were doing whose status is known.
+        unheard: The late ranks whose status is unknown: those of nodes that did not answer.
         hostnames: The host of each rank.
+        lack: What a late rank whose process runs does not do, in words: of one rank, and of several.
+        advice: What a program must do so that no rank is late, as a sentence without its full stop; may be empty.
     """
 
     known: Mapping[int, Status]
     unheard: Sequence[int]
     hostnames: Sequence[str]
-
-    @classmethod
-    def of(
-        cls,
-        sequence: int,
-        statuses: Mapping[int, Status],
-        seen: Container[int],
-        hostnames: Sequence[str],
-        is_agreed: bool = False,
-    ) -> Stragglers:
-        """Pick the ranks that have not come to a call, or cannot do their part in it.
-
-        Args:
-            sequence: The number of the call.
-            statuses: What is known, of any ranks.
-            seen: The ranks that somebody sees who has told what ranks have not come.
-            hostnames: The host of each rank.
-            is_agreed: Whether all have come: then those that started it, and do not look after it, keep the others.
-        """
-        known = {rank: status for rank, status in statuses.items() if not status.has_joined(sequence)}
-        if is_agreed and not known:
-            known = {rank: status for rank, status in statuses.items() if status.is_waiting_in(sequence)}
-        return cls(known, [rank for rank in range(len(hostnames)) if rank not in seen], hostnames)
+    lack: tuple[str, str] = ("did not join it", "did not join it")
+    advice: str = ""
 
     @property
     def ranks(self) -> list[int]:
-        """All of them, in order."""
+        """All late ranks, in order."""
         return sorted([*self.known, *self.unheard])
 
     @property
     def gone(self) -> list[int]:
-        """Those whose processes are gone."""
+        """The late ranks whose processes are gone."""
         return sorted(rank for rank, status in self.known.items() if status.process == GONE)
 
     @property
     def stopped(self) -> list[int]:
-        """Those whose processes are stopped."""
+        """The late ranks whose processes are stopped."""
         return sorted(rank for rank, status in self.known.items() if status.process == STOPPED)
 
     @property
     def absent(self) -> list[int]:
-        """Those that run, or that nobody knows of, and do not come."""
+        """The late ranks whose processes run, or are unknown."""
         return sorted({*self.ranks} - {*self.stopped, *self.gone})
 
-    def sentence(self, is_agreed: bool) -> str:
-        """Say which ranks these are, and what they do not do.
-
-        Args:
-            is_agreed: Whether all ranks have come to the call, and some do not go on.
-        """
+    def sentence(self) -> str:
+        """Say which ranks are late, and what they do not do."""
         size = len(self.hostnames)
         if self.gone:
             what, is_ = ("process", "is") if len(self.gone) == 1 else ("processes", "are")
@@ -85,14 +64,13 @@ class Stragglers(NamedTuple):
             return f"all {size} ranks joined it, but its data did not come in time"
         texts = []
         if self.absent:
-            lack = _verb(self.absent, "does not get on", "do not get on") if is_agreed else "did not join it"
-            texts.append(f"{name_ranks(self.absent)} of {size} ranks {lack}")
+            texts.append(f"{name_ranks(self.absent)} of {size} ranks {_verb(self.absent, *self.lack)}")
         if self.stopped:
             texts.append(f"{name_ranks(self.stopped)} of {size} ranks {_verb(self.stopped, 'is', 'are')} stopped")
         return ", and ".join(texts)
 
     def lines(self) -> list[str]:
-        """Say of each rank what it did last; of many, only the first ones."""
+        """Say of each late rank what the rank did last; of many ranks, only the first ones."""
         lines = [f"rank {rank}: {self.known[rank]}" for rank in sorted(self.known)[:_MAX_LINES]]
         if len(self.known) > _MAX_LINES:
             lines.append(f"... and {len(self.known) - _MAX_LINES} ranks more")
@@ -104,6 +82,53 @@ class Stragglers(NamedTuple):
         if len(hosts) > _MAX_LINES:
             lines.append(f"... and nothing from {len(hosts) - _MAX_LINES} hosts more")
         return lines
+
+
+class Awaited(ABC):
+    """What a rank waits for. A `Watchdog` asks this object who is awaited, and why they are late.
+
+    Attributes:
+        ranks: The ranks that are awaited: the wait fails when the process of one of them is gone.
+        timeout: How long this rank may wait, in seconds; `None` or 0 for ever.
+        sequence: The number of the call that this rank waits in; 0 where calls have no numbers.
+        is_last: Whether the group is closed with this wait, so that a failure cannot be reset.
+        given_up: What ranks that gave up waiting had waited for, as it ends the sentence "... had given up waiting".
+    """
+
+    ranks: Collection[int] = ()
+    timeout: float | None = None
+    sequence = 0
+    is_last = False
+    given_up = ""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name the wait, for people: `reduce (call 7)`."""
+
+    @abstractmethod
+    def is_late(self, status: Status) -> bool:
+        """Whether a rank of this node has not done yet what this rank waits for."""
+
+    @abstractmethod
+    def is_shared_with(self, status: Status) -> bool:
+        """Whether a rank of this node waits for the same, so that one of these ranks speaks for all of them."""
+
+    @abstractmethod
+    def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        """Whether what another rank has noted ends this wait."""
+
+    @abstractmethod
+    def stragglers(
+        self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
+    ) -> Stragglers:
+        """Pick the ranks that are late.
+
+        Args:
+            statuses: What is known, of any ranks.
+            seen: The ranks of nodes that were heard of.
+            hostnames: The host of each rank.
+        """
 
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:

@@ -1,7 +1,10 @@
-"""What a rank looks after while it waits for others: the clock, their notes, and their processes.
+"""What a rank checks while it waits for other ranks: the clock, their failure notes, and their processes.
 
-Whoever waits asks `look` now and then. It raises when there is no sense in waiting further: time is up, another rank
-has given up or ended, or its process is gone. MPI itself notices none of these.
+Whoever waits calls `check_peers` now and then. It raises when waiting further cannot help: the deadline has passed,
+another rank has given up or ended, or its process is gone. MPI itself notices none of these.
+
+A `Watchdog` does not count calls. Which ranks are awaited, and which failures of others end the wait, it asks an
+`Awaited`: `CallWatchdog` is one, for calls in lock step; a rank that waits for any message gives another one.
 """
 
 from __future__ import annotations
@@ -24,50 +27,52 @@ from mpidist.transport.failures.failure_notes import (
     FailureNote,
     FailureNotes,
 )
-from mpidist.transport.failures.status_board import Status, StatusBoard, name_call
-from mpidist.transport.failures.stragglers import Stragglers
+from mpidist.transport.failures.status_board import Status, StatusBoard
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.shared_errors import mark_following
 from mpidist.transport.text import name_ranks
 
 __all__ = ["PROBES", "Watchdog"]
 
 logger = logging.getLogger("mpidist.transport")
 
-_LOOK_SECONDS: Final = 0.1  # between two looks at processes
+_CHECK_SECONDS: Final = 0.1  # between two checks of the clock and of processes
 _ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
-_FIRST_HAND_SECONDS: Final = 0.05  # for the note of a rank that others follow
+_FIRST_NOTE_SECONDS: Final = 0.05  # for the note of a rank that others follow
 PROBES: Final = 20
-_MET_SECONDS: Final = 0.02  # in which a rank that comes too late hears that others gave up before
-_ASKS: Final = "?"
-# What ranks did that take no part in any call any more, most telling first.
+_QUESTION: Final = "?"
+# What ranks did that take part in no call any more, most telling first.
 _ENDS: Final = {
     ENDED: "ended",
     LEFT: "left because of an exception",
     BROKE_OFF: "broke off in the middle of a call, with an error",
 }
-_NEW: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
+_CLOSE_AND_REBUILD: Final = "The strategy cannot be used any more: close it, and make a new one on all ranks"
 
 
 @final
 class Watchdog:
-    """One rank's watch over the calls of its group, one call at a time.
+    """One rank's watch over its waits, one wait at a time.
 
     Args:
-        comm: The ranks. Messages from rank to rank in it are this object's alone.
+        awaited: What this rank waits for.
+        comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         board: What the ranks of this node are doing.
         hostnames: The host of each rank.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
         remedy: What people can do after a failure, as a sentence without its full stop.
-        on_failure: Called with the text of a failure, for what has to be kept of it; returns what to tell people.
+        on_failure: Called with the text of a failure, to save what explains it; returns what to tell people.
 
     Attributes:
-        broken: What made the group unusable, or `None`.
-        recorder: This rank's flight recorder.
-        meanwhile: Called while this rank waits: lets what it started in other groups get on.
+        broken: The failure that made the group unusable, or `None`.
+        meanwhile: Called while this rank waits, to advance what this rank started in other groups.
+        resets: The note of each rank that has called reset().
     """
 
     def __init__(
         self,
+        awaited: Awaited,
         comm: Intracomm,
         board: StatusBoard,
         hostnames: tuple[str, ...],
@@ -77,7 +82,8 @@ class Watchdog:
     ) -> None:
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken: Exception | None = None
-        self.recorder = board.recorder
+        self.resets: dict[int, FailureNote] = {}
+        self._awaited = awaited
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._notes = FailureNotes(comm)
         self._board = board
@@ -85,301 +91,259 @@ class Watchdog:
         self._stall_seconds = stall_seconds
         self._remedy = remedy
         self._on_failure = on_failure
-        self._heard: dict[int, FailureNote] = {}
-        self._stalled: dict[int, FailureNote] = {}
-        self._sequence = 0
-        self._call = ""
-        self._timeout: float | None = None
+        self._received: dict[int, FailureNote] = {}
+        self._answers: dict[int, FailureNote] = {}
         self._since = 0.0
-        self._next_look = 0.0
-        self._is_new = False  # whether this rank was not kept waiting yet in its call
+        self._next_check = 0.0
         self._warn_at = math.inf
         self._gone: tuple[int, ...] = ()
-        self._met = math.inf
-        self._answers = True
-        self._is_last = False  # whether the strategy is closed with this call
-        self._resetting: dict[int, int] = {}  # the last calls of ranks that are in reset()
+        self._may_answer = True
 
-    def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
-        """Note that this rank comes to a call. Local.
+    def begin(self, since: float | None = None) -> None:
+        """Begin a new wait. Local.
 
         Args:
-            sequence: Its number.
-            call: Its name.
-            details: What the flight recorder shall say of it.
-            timeout: How long this rank may be kept waiting in it, in seconds; `None` or 0 for ever.
-            is_last: Whether this rank closes the group with it.
+            since: When the wait began, in seconds of the monotonic clock; `None` is now.
         """
-        self._sequence, self._call, self._timeout, self._is_new = sequence, call, timeout, True
-        self._is_last = is_last
-        self._next_look, self._met = 0.0, math.inf
-        self.recorder.begin(sequence, call, details)
+        self._warn_at, self._gone = math.inf, ()
+        self.restart(since)
 
     def restart(self, since: float | None = None) -> None:
-        """Count the time that this rank is kept waiting from now on: it did other work since the call began.
+        """Count the time of the wait anew: from now, or from `since`. A warning that was given stays the only one."""
+        self._since, self._next_check = time.monotonic() if since is None else since, 0.0
 
-        Args:
-            since: From when on instead, in seconds of the monotonic clock.
+    def check_peers(self) -> None:
+        """Raise if waiting further cannot help. Local.
+
+        Raises:
+            DeadlineExceededError: If the deadline has passed, here or on another rank.
+            PeerFailedError: If a rank broke off, ended, or is gone.
         """
-        self._begin_waiting(time.monotonic() if since is None else since)
-
-    def meet(self) -> None:
-        """Note that all ranks have come to the call: who does not get on now does not look after what it started."""
-        self._met = time.monotonic()
-
-    def limit(self, timeout: float | None) -> None:
-        """Set how long this rank may be kept waiting, in seconds; `None` or 0 for ever."""
-        self._timeout = timeout
+        self.meanwhile()
+        if self._received or self._notes.has_unread():
+            self._check_notes(is_waiting=True)
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._check_clock_and_processes(now)
 
     def require_no_notes(self, probes: int = 1, is_waiting: bool = False) -> None:
         """Raise if another rank has given up or ended. Local.
 
         Args:
-            is_waiting: Whether this rank has waited for others: then it finds out for whom.
             probes: How often to ask MPI, which may need several calls to find a message, after work without any.
+            is_waiting: Whether this rank has waited for others: then the error names the ranks that are late.
         """
         for _ in range(probes):
-            if self._heard or self._notes.have_come():
-                self._hear(is_waiting)
+            if self._received or self._notes.has_unread():
+                self._check_notes(is_waiting)
 
     def require_nobody_left(self, call: str, probes: int = 1) -> None:
-        """Raise if another rank makes no call of the group any more, so that it does not come to reset either. Local.
+        """Raise if another rank makes no call of the group any more, not even reset(). Local.
 
         Raises:
             PeerFailedError: If a rank has left because of an exception, or its program has failed.
         """
         for _ in range(probes):
             self._read()
-        for _, _, reason in _ends_of({rank: note for rank, note in self._heard.items() if note.tag != BROKE_OFF}):
-            raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_NEW}")
+        for _, reason in _ends_of({rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}):
+            raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
 
-    def check_peers(self) -> None:
-        """Raise if there is no sense in waiting on. Local.
-
-        Raises:
-            DeadlineExceededError: If time is up, here or on another rank.
-            PeerFailedError: If a rank broke off, ended, or is gone.
-        """
-        self.meanwhile()
-        if self._heard or self._notes.have_come():
-            self._hear(is_waiting=True)
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._check(now)
-
-    def hears_end_of_a_lower_rank(self) -> bool:
-        """Whether a rank before this one has told of the end of its program, or of what will end it. Local."""
+    def has_lower_rank_ended(self) -> bool:
+        """Whether a lower rank has told of the end of its program, or of an error that will end its program. Local."""
         for _ in range(PROBES):  # MPI may need several calls to find a message, after work without any
             self._read()
         ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
-        return any(note.tag in ends and rank < self._rank for rank, note in self._heard.items())
+        return any(note.tag in ends and rank < self._rank for rank, note in self._received.items())
 
     def tell_end(self, text: str) -> None:
-        """Tell the other ranks that this one's program has failed. Local."""
+        """Tell the other ranks that this rank's program has failed. Local."""
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
 
     def tell_leaving(self, text: str) -> None:
-        """Tell the other ranks that this one leaves their group, because of an exception. Local."""
+        """Tell the other ranks that this rank leaves their group, because of an exception. Local."""
         if self.broken is None:
             self.tell(LEFT, text, is_lost=True)
 
     def tell_reset(self) -> None:
-        """Tell the other ranks that this one makes no call any more before a reset. Local."""
+        """Tell the other ranks that this rank makes no call any more before a reset. Local."""
         if self.broken is None:
             self.tell(RESETS, "")
 
     def stop_answering(self) -> FailureNotes:
-        """Write no more notes; return those of all calls, to be taken before the communicator is freed. Local."""
-        self._answers = False
+        """Send no more notes; return those of all waits, to be drained before the communicator is freed. Local."""
+        self._may_answer = False
         return self._notes
 
     def tell(self, tag: int, text: str, is_lost: bool = False, to: Iterable[int] | None = None) -> None:
-        """Leave a note for other ranks, so that none of them waits for this one. Local.
+        """Send a note to other ranks, so that none of them waits for this one. Local.
 
         Args:
             tag: Which kind of `FailureNote`.
             text: What happened, for people.
-            is_lost: Whether a rank will never come: this one, for example.
+            is_lost: Whether some rank never takes part again: this one, for example.
             to: The ranks; by default all others.
         """
-        late = [status for status in self._board.statuses().values() if not status.has_joined(self._sequence)]
+        late = [status for status in self._board.statuses().values() if self._awaited.is_late(status)]
         own = self._board.status(self._rank)
         others = (status for status in late if status.rank != self._rank)
-        note = FailureNote(tag, self._sequence, text, is_lost, self._board.ranks, (own, *others))
+        note = FailureNote(tag, self._awaited.sequence, text, is_lost, self._board.ranks, (own, *others))
         if to is None:
-            # What all ranks of a node find out, one of them tells other nodes, or as many notes as pairs of ranks went.
-            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._speaks()
+            # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.
+            is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker()
             to = range(self._size) if is_for_all else self._board.ranks
         self._notes.send(note, to)
 
-    def _check(self, now: float) -> None:
-        if self._is_new:
-            self._begin_waiting(self.recorder.begun or now)
-        waited = now - self._since
-        gone = self._board.gone()
-        is_gone = bool(gone) and gone == self._gone  # seen twice, with a look between at whether what we want has come
+    def give_up(self, reason: str) -> NoReturn:
+        """Tell the other ranks that what this rank waits for cannot happen, and raise.
+
+        Raises:
+            PeerFailedError: Always.
+        """
+        self.tell(GAVE_UP, reason, is_lost=True)
+        self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
+
+    def _check_clock_and_processes(self, now: float) -> None:
+        waited, timeout = now - self._since, self._awaited.timeout
+        gone = self._gone_and_awaited()
+        is_gone = bool(gone) and gone == self._gone  # seen twice, and what this rank waits for was tested between
         self._gone = gone
-        for rank, last in self._resetting.items():
-            if last < self._sequence:
-                reason = f"rank {rank} called reset() instead, after call {last}"
-                self.tell(GAVE_UP, reason, is_lost=True)
-                self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), None)
-        if is_gone or (self._timeout and waited >= self._timeout):
-            self.require_no_notes(PROBES, is_waiting=True)  # before this rank says what another has said
-            self._give_up()
-        if self._stall_seconds and not self._timeout:
-            self._wonder(now, waited)
-        self._next_look = now + _LOOK_SECONDS
-        if now >= self._met + _MET_SECONDS:
-            self.recorder.agree()
-            self._met = math.inf
-        self._next_look = min(self._next_look, self._met + _MET_SECONDS)
-        if self._timeout:
-            self._next_look = min(self._next_look, self._since + self._timeout)
+        if is_gone or (timeout and waited >= timeout):
+            self.require_no_notes(PROBES, is_waiting=True)  # before this rank tells what another rank has told
+            self._fail_by_own_finding()
+        if self._stall_seconds and not timeout:
+            self._warn_of_stall(now, waited)
+        self._next_check = now + _CHECK_SECONDS
+        if timeout:
+            self._next_check = min(self._next_check, self._since + timeout)
 
-    def _begin_waiting(self, since: float) -> None:
-        """Count the time that this rank is kept waiting in its call. Nothing of an earlier call counts."""
-        if self._is_new:
-            self._is_new, self._warn_at, self._gone = False, math.inf, ()
-        self._since, self._next_look = since, 0.0
+    def _gone_and_awaited(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self._board.gone() if rank in self._awaited.ranks)
 
-    def _hear(self, is_waiting: bool) -> None:
+    def _check_notes(self, is_waiting: bool) -> None:
+        """Read the notes, and raise if one of them ends the wait."""
         self._read()
-        heard, until = self._heard_of_this_call(), time.monotonic() + _FIRST_HAND_SECONDS
-        # A rank that gives up because another one does, does not say why: the note of the first rank is under way.
-        while heard and all(note.tag == FOLLOWS for note in heard.values()) and time.monotonic() < until:
-            time.sleep(_FIRST_HAND_SECONDS / 50)
+        ending, until = self._ending_notes(), time.monotonic() + _FIRST_NOTE_SECONDS
+        # A rank that gives up because another rank does, does not say why: the note of the first rank is under way.
+        while ending and all(note.tag == FOLLOWS for note in ending.values()) and time.monotonic() < until:
+            time.sleep(_FIRST_NOTE_SECONDS / 50)
             self._read()
-            heard = self._heard_of_this_call()
-        if not heard:
+            ending = self._ending_notes()
+        if not ending:
             return
-        for tag, first, reason in _ends_of(heard):
-            self._follow(reason, first, is_waiting=False, may_go_on=tag == LEFT)
-        ranks = [rank for rank, note in heard.items() if note.tag == GAVE_UP] or list(heard)
-        reason = f"{name_ranks(ranks)} had given up waiting, for it or for an earlier call{self._why_given_up()}"
-        self._follow(reason, min(ranks), is_waiting)
+        for tag, reason in _ends_of(ending):
+            self._fail_after_others(reason, is_waiting=False, may_go_on=tag == LEFT)
+        ranks = [rank for rank, note in ending.items() if note.tag == GAVE_UP] or list(ending)
+        reason = f"{name_ranks(ranks)} had given up waiting{self._awaited.given_up}{self._why_given_up()}"
+        self._fail_after_others(reason, is_waiting)
 
-    def _heard_of_this_call(self) -> dict[int, FailureNote]:
-        # This rank may still finish a call when others have given up on the next one: that is the next one's affair.
-        # A rank that left has done its part of its last call.
-        return {
-            rank: note
-            for rank, note in self._heard.items()
-            if note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self._sequence
-        }
+    def _ending_notes(self) -> dict[int, FailureNote]:
+        return {rank: note for rank, note in self._received.items() if self._awaited.is_ended_by(rank, note)}
 
     def _read(self) -> None:
         for rank, note in self._notes.read():
             if note.tag == RESETS:
-                self._resetting[rank] = note.sequence
+                self.resets[rank] = note
             elif note.tag != STALLED:
-                self._heard[rank] = note
-            elif note.text == _ASKS:
-                if self._answers and self.broken is None and self._speaks():
+                self._received[rank] = note
+            elif note.text == _QUESTION:
+                if self._may_answer and self.broken is None and self._is_speaker():
                     self.tell(STALLED, "", to=[rank])
             else:
-                self._stalled[rank] = note
+                self._answers[rank] = note
 
     def _why_given_up(self) -> str:
-        """Say what the others know of the rank that they waited for, if it is more than that it did not come."""
-        texts = dict.fromkeys(note.text for note in self._heard.values() if note.tag in (GAVE_UP, FOLLOWS))
+        """Say what the others wrote of the rank that they waited for, if it is more than that the rank is late."""
+        texts = dict.fromkeys(note.text for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS))
         return "".join(f": {text}" for text in texts if text)
 
-    def _follow(self, reason: str, first: int, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
-        """Fail because others have. `may_go_on`: whether the first of them may catch its exception."""
-        is_lost = any(note.is_lost for note in self._heard.values())
-        # What this rank heard, ranks of other nodes may hear from it alone.
+    def _fail_after_others(self, reason: str, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
+        """Fail because other ranks have. `may_go_on`: whether the first of them may catch its exception."""
+        is_lost = any(note.is_lost for note in self._received.values())
+        # What this rank was told, ranks of other nodes may be told by this rank alone.
         self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
-        late = self._late() if is_waiting else Stragglers({}, (), self._hostnames)
+        late = self._stragglers() if is_waiting else Stragglers({}, (), self._hostnames)
         if late.ranks:
-            reason = f"{late.sentence(self.recorder.is_agreed)}, and {reason}"
+            reason = f"{late.sentence()}, and {reason}"
         kind = PeerFailedError if is_lost or late.gone else DeadlineExceededError
-        self._fail(kind, f"cannot complete: {reason}", late, first, may_go_on)
+        self._fail(kind, f"cannot complete: {reason}", late, follows=True, may_go_on=may_go_on)
 
-    def _give_up(self) -> NoReturn:
-        """Fail because time is up, or a process is gone."""
-        self.tell(GAVE_UP, "", bool(self._board.gone()))
-        late = self._late()
-        first = min((rank for rank, note in self._heard.items() if note.tag == GAVE_UP), default=self._rank)
-        follows = first if first < self._rank else None  # that rank has found it out, too
-        sentence = late.sentence(self.recorder.is_agreed)
+    def _fail_by_own_finding(self) -> NoReturn:
+        """Fail because the deadline has passed, or a process is gone."""
+        self.tell(GAVE_UP, "", bool(self._gone_and_awaited()))
+        late = self._stragglers()
+        # A lower rank that has given up, too, prints the whole text.
+        follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
         if late.gone:
-            self._fail(PeerFailedError, f"cannot complete: {sentence}", late, follows)
-        is_absent = bool(late.absent) and not self.recorder.is_agreed
-        rule = ". Every rank must make the same calls in the same order" if is_absent else ""
-        self._fail(DeadlineExceededError, f"waited {self._timeout or 0:g} s, and {sentence}{rule}", late, follows)
+            self._fail(PeerFailedError, f"cannot complete: {late.sentence()}", late, follows)
+        advice = f". {late.advice}" if late.absent and late.advice else ""
+        reason = f"waited {self._awaited.timeout or 0:g} s, and {late.sentence()}{advice}"
+        self._fail(DeadlineExceededError, reason, late, follows)
 
     def _fail(
-        self, kind: type[Exception], reason: str, late: Stragglers, follows: int | None, may_go_on: bool = False
+        self, kind: type[Exception], reason: str, late: Stragglers, follows: bool, may_go_on: bool = False
     ) -> NoReturn:
-        self.recorder.fail()
-        summary = f"{self._name} on rank {self._rank} {reason}"
-        is_for_good = self._is_last or any(note.tag == LEFT for note in self._heard.values())
-        head = f"{summary}. {_NEW if is_for_good else self._remedy}"
+        self._board.recorder.fail()
+        summary = f"{self._awaited.name} on rank {self._rank} {reason}"
+        is_for_good = self._awaited.is_last or any(note.tag == LEFT for note in self._received.values())
+        head = f"{summary}. {_CLOSE_AND_REBUILD if is_for_good else self._remedy}"
         self.broken, lines = kind(head), late.lines()
-        kept = self._on_failure(head)
-        if kept:
-            lines.append(kept)
+        saved = self._on_failure(head)
+        if saved:
+            lines.append(saved)
         self.broken = error = kind("\n  ".join([head, *lines]))
-        if follows is not None:
-            vars(error).update(follows_rank=follows, summary=summary, may_go_on=may_go_on)  # that rank says it all
+        if follows:
+            mark_following(error, summary, may_go_on)
         raise error
 
-    def _late(self) -> Stragglers:
-        """Find out which ranks keep the others waiting. Takes a moment if other nodes do not answer."""
+    def _stragglers(self) -> Stragglers:
+        """Find out which ranks are late. Takes a moment if other nodes do not answer."""
         until = time.monotonic() + _ANSWER_SECONDS
         while True:
             self._read()
-            known, seen = self._known(self._heard), self._seen(self._heard)
+            known, seen = self._known(self._received), self._seen(self._received)
             # A rank that is in a reset already has left a note of where it was before.
-            is_all = len(seen) == self._size and not any(status.is_resetting for status in known.values())
+            is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
             if is_all or time.monotonic() > until:
-                return Stragglers.of(self._sequence, known, seen, self._hostnames, self.recorder.is_agreed)
+                return self._awaited.stragglers(known, seen, self._hostnames)
             time.sleep(_ANSWER_SECONDS / 100)
 
     def _seen(self, notes: dict[int, FailureNote]) -> set[int]:
-        """The ranks of this node, and of those that notes came from."""
+        """List the ranks of this node, and of the nodes that sent notes."""
         return {rank for note in notes.values() for rank in note.seen} | {*self._board.ranks}
 
     def _known(self, notes: dict[int, FailureNote]) -> dict[int, Status]:
-        """What this node's board and notes tell of the ranks."""
+        """Merge what this node's board and notes say of the ranks."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
-        # What a rank wrote itself tells where it waited; meanwhile it may have gone on, to a reset.
+        # What a rank wrote itself says where it waited; since then the rank may have gone on, to a reset.
         return known | self._board.statuses() | {rank: note.statuses[0] for rank, note in notes.items()}
 
-    def _wonder(self, now: float, waited: float) -> None:
-        """Warn, once in a call and on one rank of a node, that this wait is long."""
+    def _warn_of_stall(self, now: float, waited: float) -> None:
+        """Warn, once in a wait and on one rank of a node, that the wait is long. First, ask the other nodes."""
         if self._warn_at == math.inf:
-            if waited >= self._stall_seconds and self._speaks():
-                self._stalled.clear()
-                if self._answers:
-                    self.tell(STALLED, _ASKS)
+            if waited >= self._stall_seconds and self._is_speaker():
+                self._answers.clear()
+                if self._may_answer:
+                    self.tell(STALLED, _QUESTION)
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
             self._warn_at = -math.inf  # said once
             self._read()
-            known, seen = self._known(self._stalled), self._seen(self._stalled)
-            late = Stragglers.of(self._sequence, known, seen, self._hostnames)
-            reason = "; ".join([late.sentence(self.recorder.is_agreed), *late.lines()])
-            logger.warning(
-                "mpidist: %s on rank %d has waited for %.0f s, and %s", self._name, self._rank, waited, reason
-            )
+            known, seen = self._known(self._answers), self._seen(self._answers)
+            late = self._awaited.stragglers(known, seen, self._hostnames)
+            reason, name = "; ".join([late.sentence(), *late.lines()]), self._awaited.name
+            logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
-    @property
-    def _name(self) -> str:
-        return name_call(self._call, self._sequence)
-
-    def _speaks(self) -> bool:
-        """Whether this rank is the first of those of its node that wait."""
-        joined = [status.rank for status in self._board.statuses().values() if status.has_joined(self._sequence)]
-        return not joined or self._rank == min(joined)
+    def _is_speaker(self) -> bool:
+        """Whether this rank is the first of those of its node that wait for the same."""
+        waiting = [rank for rank, status in self._board.statuses().items() if self._awaited.is_shared_with(status)]
+        return not waiting or self._rank == min(waiting)
 
 
-def _ends_of(heard: Mapping[int, FailureNote]) -> Iterator[tuple[int, int, str]]:
-    """List how ranks ended their part in all calls: the kind of note, the first rank, and a sentence; worst first."""
+def _ends_of(received: Mapping[int, FailureNote]) -> Iterator[tuple[int, str]]:
+    """List how ranks ended their part in all calls: the kind of note, and a sentence; most telling first."""
     for tag, what in _ENDS.items():
-        ranks = [rank for rank, note in heard.items() if note.tag == tag]
+        ranks = [rank for rank, note in received.items() if note.tag == tag]
         if ranks:
-            texts = "; ".join(dict.fromkeys(heard[rank].text for rank in ranks))
-            yield tag, ranks[0], f"{name_ranks(ranks)} {what}: {texts}"
+            texts = "; ".join(dict.fromkeys(received[rank].text for rank in ranks))
+            yield tag, f"{name_ranks(ranks)} {what}: {texts}"

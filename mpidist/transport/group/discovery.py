@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from mpidist.errors import DeadlineExceededError, TopologyError
-from mpidist.transport.costs import CostModel, TuningKey, load_cost_model
+from mpidist.transport.costs import CostModel, TuningKey, load_tuned
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
 from mpidist.transport.settings import Settings
@@ -71,7 +71,7 @@ def meet(comm: Intracomm, settings: Settings) -> None:
         UnavailableError: If an earlier group could not be built.
         DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
     """
-    open_groups.require_built()
+    open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
     start = time.monotonic()
     warn_at = start + stall if stall else math.inf
@@ -135,8 +135,8 @@ def _agreed_settings(comm: Intracomm) -> Settings:
 
 def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
     """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
-    model = load_cost_model(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
-    agreed: CostModel | None = comm.bcast(model, 0)
+    tuned = load_tuned(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
+    agreed: CostModel | None = comm.bcast(tuned and tuned.model, 0)
     return agreed
 
 

@@ -13,6 +13,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.failures import (
     PROBES,
     RESET,
+    CallWatchdog,
     GroupFlight,
     StatusBoard,
     Stragglers,
@@ -60,7 +61,7 @@ class Membership:
         self._parting = comm.Dup()  # for one barrier that nothing was given up in before
         self._resets = self._make_watch(comm, "End the job, and start it again")
 
-    def make_watch(self, comm: Intracomm) -> Watchdog:
+    def make_watch(self, comm: Intracomm) -> CallWatchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
@@ -78,7 +79,7 @@ class Membership:
             DeadlineExceededError: If not all come in time.
             PeerFailedError: If a rank is gone, or has left because of an exception.
         """
-        watch = self._resets
+        watch, watchdog = self._resets, self._resets.watchdog
 
         def check_peers() -> None:
             if calls is not None:
@@ -87,10 +88,10 @@ class Membership:
 
         if calls is not None:
             calls.require_nobody_left("reset()", PROBES)
-        if watch.broken is not None:
-            raise type(watch.broken)(f"an earlier reset() failed: {watch.broken}")
+        if watchdog.broken is not None:
+            raise type(watchdog.broken)(f"an earlier reset() failed: {watchdog.broken}")
         watch.begin(RESET, "reset()", "", timeout)
-        watch.require_no_notes(PROBES)
+        watchdog.require_no_notes(PROBES)
         mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
             request = self.comm.Iallgather(mine, all_of_them)
@@ -115,7 +116,9 @@ class Membership:
                 raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
             if not has_told:
                 has_told = True
-                job_abort.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
+                job_abort.write_line(
+                    f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before"
+                )
 
         try:
             poll_or_keep(request.Test, check_peers, (request,))
@@ -130,8 +133,8 @@ class Membership:
         at = 0 if own.last is None else own.last.sequence
         statuses = board.statuses()
         joined = [rank for rank, status in statuses.items() if status.has_joined(at)]
-        speaks = board.rank == min(joined, default=board.rank)
-        behind = Stragglers.of(at, statuses, board.ranks, self._topology.hostnames).known if speaks else {}
+        is_speaker = board.rank == min(joined, default=board.rank)
+        behind = [rank for rank in statuses if rank not in joined] if is_speaker else []
         return {
             self._world_ranks[rank]: GroupFlight(self._token, rank, size, statuses[rank].process, board.entries(rank))
             for rank in sorted({board.rank, *behind})
@@ -143,9 +146,9 @@ class Membership:
         self.comm.Free()
         self._board.free()
 
-    def _make_watch(self, comm: Intracomm, remedy: str) -> Watchdog:
+    def _make_watch(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         hostnames = self._topology.hostnames
-        return Watchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
+        return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
     def _lost(self) -> Stragglers:
         """The ranks of this node that can do nothing more."""

@@ -78,7 +78,7 @@ class SyncGroup(OpenGroup):
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
         self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
-        self._watch: Watchdog | None = None  # over the calls of several ranks
+        self._watchdog: Watchdog | None = None  # over the calls of several ranks
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
@@ -109,13 +109,13 @@ class SyncGroup(OpenGroup):
         """
         comm, world = communicators(comm)
         settings = own_settings()
-        open_groups.prepare_end(world, settings.abort_on_error)
+        open_groups.install_job_abort(world, settings.abort_on_error)
         meet(comm, settings)
         ranks = ranks_in_world(comm)
         try:
             return cls._of_all(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
-            raise open_groups.too_many(error, ranks) from error
+            raise open_groups.no_communicators_left(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
             mark_shared(error, ranks)
             raise
@@ -244,11 +244,11 @@ class SyncGroup(OpenGroup):
             self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self._membership is not None:
-            if self._watch is not None:
-                self._watch.tell_reset()
+            if self._watchdog is not None:
+                self._watchdog.tell_reset()
             has_failed = self.agreement.broken is not None
             counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
-            flags = self._membership.meet_to_reset(counts, timeout, self._watch)
+            flags = self._membership.meet_to_reset(counts, timeout, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -274,22 +274,22 @@ class SyncGroup(OpenGroup):
         """
         if self._is_closed:
             return
-        if error is not None and self._watch is not None and self._is_own(error):
-            self._leave(self._watch, error)
+        if error is not None and self._watchdog is not None and self._is_own(error):
+            self._leave(self._watchdog, error)
             return
         try:
             self.require_mpi(CLOSE)
         except RuntimeError:
             self._is_closed = True
-            open_groups.forget(self, has_failed=False)
+            open_groups.remove(self, has_failed=False)
             raise
         why = {} if error is None or ends_normally(error) else {"exception": text_of(error)}
-        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, leaves=True))
+        self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, is_last=True))
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
         with suppress(DeadlineExceededError):  # other ranks gave up before
-            self._close(Call(END, timeout_seconds=0.0, leaves=True))
+            self._close(Call(END, timeout_seconds=0.0, is_last=True))
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
@@ -297,10 +297,10 @@ class SyncGroup(OpenGroup):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
-    def _leave(self, watch: Watchdog, error: BaseException) -> None:
+    def _leave(self, watchdog: Watchdog, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
         if not self._is_finalized():
-            watch.tell_leaving(text_of(error))
+            watchdog.tell_leaving(text_of(error))
         self.calls.abandon("an exception that left the strategy")
         self._is_closed = True
         self._give_up()
@@ -320,7 +320,7 @@ class SyncGroup(OpenGroup):
                 self._give_up()
         if has_failed:
             return
-        open_groups.forget(self, has_failed=False)
+        open_groups.remove(self, has_failed=False)
         self.shared.free()
         self._free_levels()
         if self._membership is not None:
@@ -328,7 +328,7 @@ class SyncGroup(OpenGroup):
 
     def _give_up(self) -> None:
         """Leave behind what ranks that do not come cannot free together. Local."""
-        open_groups.forget(self, has_failed=self._membership is not None)
+        open_groups.remove(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
         self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
@@ -345,12 +345,12 @@ class SyncGroup(OpenGroup):
 
     def tell_end(self, text: str) -> None:
         """See `OpenGroup.tell_end`."""
-        if self._watch is not None and not self._is_finalized():
-            self._watch.tell_end(text)
+        if self._watchdog is not None and not self._is_finalized():
+            self._watchdog.tell_end(text)
 
-    def hears_end_of_a_lower_rank(self) -> bool:
-        """See `OpenGroup.hears_end_of_a_lower_rank`."""
-        return self._watch is not None and not self._is_finalized() and self._watch.hears_end_of_a_lower_rank()
+    def has_lower_rank_ended(self) -> bool:
+        """See `OpenGroup.has_lower_rank_ended`."""
+        return self._watchdog is not None and not self._is_finalized() and self._watchdog.has_lower_rank_ended()
 
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
@@ -380,8 +380,9 @@ class SyncGroup(OpenGroup):
         fused = self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
         comm = comm.Dup()
-        self._watch = watch = membership.make_watch(comm)
-        watch.meanwhile = partial(open_groups.advance_others, self)
+        watch = membership.make_watch(comm)
+        self._watchdog = watch.watchdog
+        self._watchdog.meanwhile = partial(open_groups.advance_others, self)
         self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.set_wait_hook(watch.check_peers)
         self.devices = self._device_levels()

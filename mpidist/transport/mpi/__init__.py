@@ -1,4 +1,4 @@
-"""Messages between ranks: MPI, found, started and used on host memory."""
+"""Messages between ranks: MPI loaded, started and used on host memory."""
 
 from mpidist.transport.mpi.child_process import is_forked_from_rank, mark_rank, require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator

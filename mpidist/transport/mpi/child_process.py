@@ -1,7 +1,7 @@
-"""Whether this process is a child of a rank: it has the rank's environment, and must not start MPI in its name.
+"""Whether this process is a child of a rank: a child has the rank's environment, and must not start MPI with it.
 
-A launcher talks to the process that it started alone. A second process that starts MPI with the same environment ends
-in the middle of MPI's start, or disturbs the rank.
+A launcher has a connection to the process that it started, and to no child of that process. A child that starts MPI
+with the same environment ends in the middle of MPI's start, or disturbs the rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mpidist.errors import TopologyError
 
 __all__ = ["is_forked_from_rank", "mark_rank", "require_no_child"]
 
-# Kept in the environment, which children inherit: the process that started MPI.
+# A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
-# What tells that a launcher started this process, or one before it.
+# Variables that show that a launcher started this process, or a parent of it.
 _OF_LAUNCH: Final = ("PMI_FD", "PMI_PORT", "PMI_RANK", "PMIX_NAMESPACE", "PMIX_RANK")
-# Programs that start ranks: what they start is a rank of its own, although it is below another rank.
+# Programs that start ranks: a process that they start is a rank of its own, also below another rank.
 _LAUNCHERS: Final = (
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prted", "prterun", "slurmstepd",
     "srun",
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_Process.note_fork)
 
 
 def mark_rank(environ: MutableMapping[str, str]) -> None:
-    """Leave word for child processes that this process is a rank."""
+    """Mark this process as a rank, for its child processes."""
     environ[_MARK] = str(os.getpid())
 
 
@@ -54,7 +54,7 @@ def require_no_child(environ: Mapping[str, str]) -> None:
     """Refuse to start MPI in a child process of a rank, or to use it in a forked one.
 
     Raises:
-        TopologyError: If this process is one. The text says what to do.
+        TopologyError: If this process is such a child. The text says what to do.
     """
     pid, own = environ.get(_MARK, ""), os.getpid()
     if pid == str(own):
@@ -91,7 +91,7 @@ def _imports_script(worker: Any) -> bool:
 
 
 def _end_endless_pool(text: str, rank_pid: int) -> None:
-    """End a rank whose pool would start one worker after the other, none of which can live, and say why.
+    """End a rank whose pool would start one worker after the other, each of which must end, and say why.
 
     A `multiprocessing.Pool` replaces workers that die while they import the script, for ever. The rank need not be the
     parent of its workers: a fork server may be.
@@ -104,7 +104,7 @@ def _end_endless_pool(text: str, rank_pid: int) -> None:
 
 
 def _is_below(pid: int) -> bool:
-    """Whether a process is a parent of this one, or a parent's parent, without a launcher between."""
+    """Whether a process is an ancestor of this process, without a launcher between them."""
     parent = os.getppid()
     while parent > 1 and parent != pid:
         try:

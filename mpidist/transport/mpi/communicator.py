@@ -42,8 +42,8 @@ class MpiCommunicator(Communicator):
     """Ranks of an MPI communicator, and flat NumPy arrays.
 
     Sums of float16 and bfloat16, minima and maxima of floating-point numbers (MPI may lose a NaN), and reductions
-    that ask for it are joined in rank order: every rank receives all ranks' parts of its shard, joins them, and
-    the shards are gathered. That moves no more than MPI's own all-reduce, 2 S (P - 1) / P bytes a rank.
+    that ask for it are combined in rank order: every rank receives all ranks' parts of its shard, combines them, and
+    the shards are gathered. That moves no more bytes than MPI's own all-reduce, 2 S (P - 1) / P bytes a rank.
 
     Args:
         comm: An intra-communicator of mpi4py. This object owns it and frees it.
@@ -84,7 +84,7 @@ class MpiCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         nbytes = buffer.nbytes
         self.traffic.add("all_reduce", 2 * nbytes * (self.size - 1) // self.size)
-        if _mpi_can(buffer.dtype, reduction) and not self._goes_directly(nbytes):
+        if _is_right_in_mpi(buffer.dtype, reduction) and not self._goes_directly(nbytes):
             op, mpi_dtype = self._ops[reduction.op], _mpi_dtype(buffer.dtype)
             if nbytes <= self._max_chunk_bytes:  # spares small calls the generator
                 self._wait(self._comm.Iallreduce(self._in_place, [buffer, mpi_dtype], op), buffer)
@@ -94,7 +94,7 @@ class MpiCommunicator(Communicator):
             return
         for chunk in self._chunks(buffer):
             bounds = shard_bounds(chunk.size, self.size)
-            self._join_shard(chunk, bounds, reduction, chunk[bounds[self.rank] : bounds[self.rank + 1]])
+            self._combine_shard(chunk, bounds, reduction, chunk[bounds[self.rank] : bounds[self.rank + 1]])
             self._all_gather(chunk, bounds)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
@@ -115,7 +115,7 @@ class MpiCommunicator(Communicator):
                 into[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
                 return into
             return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
-        if _mpi_can(buffer.dtype, reduction):
+        if _is_right_in_mpi(buffer.dtype, reduction):
             mpi_dtype = _mpi_dtype(buffer.dtype)
             received = self._scratch_of(own.size, buffer.dtype) if into is None else into
             counts = [stop - start for start, stop in pairwise(bounds)]
@@ -126,7 +126,7 @@ class MpiCommunicator(Communicator):
             if into is None:
                 shard[...] = received
         else:
-            self._join_shard(buffer, bounds, reduction, shard)
+            self._combine_shard(buffer, bounds, reduction, shard)
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -189,7 +189,7 @@ class MpiCommunicator(Communicator):
             self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
     def test_all(self, requests: list[Request]) -> bool:
-        """Say whether messages are through, and let them get on. Local."""
+        """Return whether messages are complete, and advance them. Local."""
         return bool(self._test_all(requests))
 
     def free(self) -> None:
@@ -197,7 +197,7 @@ class MpiCommunicator(Communicator):
         self._pack = self._scratch = np.empty(0, np.uint8)
 
     def _wait(self, request: Request, *memory: Any) -> None:
-        """Wait until a call is through, polling: in a blocking call no deadline, signal or lost rank is noticed."""
+        """Poll until a call is complete: a blocking call would notice no deadline, signal or lost rank."""
         poll_or_keep(request.Test, self._check_peers, (request, memory), _busy_seconds(memory))
 
     def _wait_all(self, requests: list[Request], *memory: Any) -> None:
@@ -205,7 +205,7 @@ class MpiCommunicator(Communicator):
         poll_or_keep(test, self._check_peers, (requests, memory), _busy_seconds(memory))
 
     def _goes_directly(self, nbytes: int) -> bool:
-        """Whether an all-reduce is faster as messages from rank to rank than as MPI's own, when it is polled."""
+        """Whether messages from rank to rank are faster than MPI's own all-reduce, both polled."""
         return nbytes >= _DIRECT_BYTES and self.size <= _DIRECT_RANKS
 
     def _broadcast(self, chunk: Array, root: int) -> None:
@@ -232,7 +232,7 @@ class MpiCommunicator(Communicator):
         return buffer[bounds[self.rank] : bounds[self.rank + 1]]
 
     def _reduce(self, chunk: Array, reduction: Reduction, root: int) -> None:
-        if _mpi_can(chunk.dtype, reduction):
+        if _is_right_in_mpi(chunk.dtype, reduction):
             spec, op = [chunk, _mpi_dtype(chunk.dtype)], self._ops[reduction.op]
             if self.rank == root:
                 self._wait(self._comm.Ireduce(self._in_place, spec, op, root), chunk)
@@ -241,7 +241,7 @@ class MpiCommunicator(Communicator):
             return
         bounds = shard_bounds(chunk.size, self.size)
         own = chunk[bounds[self.rank] : bounds[self.rank + 1]]
-        self._join_shard(chunk, bounds, reduction, own)
+        self._combine_shard(chunk, bounds, reduction, own)
         shard = [_bytes(own), self._byte]
         if self.rank == root:
             shards = self._shards(chunk, bounds)
@@ -249,8 +249,8 @@ class MpiCommunicator(Communicator):
         else:
             self._wait(self._comm.Igatherv(shard, None, root), shard)
 
-    def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
-        """Receive every rank's part of this rank's shard and join them in rank order."""
+    def _combine_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
+        """Receive every rank's part of this rank's shard, and combine them in rank order."""
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         rows = self._scratch_of(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
         requests = [self.receive(rows[rank], rank, 0) for rank in self._others]
@@ -267,13 +267,13 @@ class MpiCommunicator(Communicator):
         self._wait_all(requests, buffer)
 
     def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
-        """Describe shards to MPI, in bytes: MPI knows no bfloat16, and moving needs no type."""
+        """Describe shards to MPI, in bytes: MPI has no bfloat16, and a copy needs no type."""
         width = buffer.itemsize
         counts = [(stop - start) * width for start, stop in pairwise(bounds)]
         return [_bytes(buffer), counts, [start * width for start in bounds[:-1]], self._byte]
 
 
-def _mpi_can(dtype: np.dtype[Any], reduction: Reduction) -> bool:
+def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
     """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
     if reduction.in_rank_order or is_half(dtype):
         return False
@@ -282,7 +282,7 @@ def _mpi_can(dtype: np.dtype[Any], reduction: Reduction) -> bool:
 
 
 def _busy_seconds(memory: tuple[Any, ...]) -> float:
-    """How long a message may take, in seconds, until this rank naps between two looks at it."""
+    """Return for how many seconds this rank polls a message without naps between two tests."""
     return _SHORT_SECONDS + sum(getattr(part, "nbytes", 0) for part in memory) / _SLOW_BYTES_PER_SECOND
 
 

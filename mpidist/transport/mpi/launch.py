@@ -1,8 +1,8 @@
-"""Whether a launcher started one world of N ranks, or N worlds of one rank that know nothing of each other.
+"""Whether a launcher started one world of N ranks, or N worlds of one rank each.
 
 A launcher and an MPI library that do not speak the same protocol (PMI-1, PMI-2 or PMIx) start N programs that
-each believe to be alone: all of them train the whole model and exit with 0. What the launcher said is still
-in the environment; here it is held against the size of the world.
+each have a world of one rank: all of them train the whole model and exit with 0. What the launcher said is still in
+the environment; this module compares it with the size of the world.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Library:
     """How ranks of one kind of MPI library are started.
 
     Attributes:
-        name: As its users call it.
-        sign: Its mark in `MPI_Get_library_version`, in lower case.
-        slurm_plugin: What `srun --mpi=` needs.
-        size_variable: Where its own mpiexec leaves the number of ranks.
-        companion: A program that its wheel puts beside its mpiexec, and no other does; "" for none.
+        name: The library's usual name.
+        sign: The text in `MPI_Get_library_version` that identifies the library, in lower case.
+        slurm_plugin: The library's plugin for `srun --mpi=`.
+        size_variable: The variable in which the library's own mpiexec passes the number of ranks.
+        companion: A program that only this library's wheel puts beside mpiexec; "" for none.
     """
 
     name: str
@@ -72,12 +72,12 @@ _ALL_VARIABLES: Final = (
 @final
 @dataclass(frozen=True)
 class _Launch:
-    """What a launcher said.
+    """What a launcher says of the ranks that it started.
 
     Attributes:
-        num_ranks: How many ranks it started.
-        variable: Where it said so.
-        by_srun: Whether it was srun, rather than an mpiexec.
+        num_ranks: How many ranks.
+        variable: The variable that says so.
+        by_srun: Whether the launcher is srun, rather than an mpiexec.
     """
 
     num_ranks: int
@@ -100,14 +100,14 @@ def check_launch(environ: Mapping[str, str], world_size: int, library_version: s
         command: The command line, interpreter first: `[sys.executable, *sys.orig_argv[1:]]`.
 
     Raises:
-        TopologyError: If the ranks do not know of each other. The text holds the command to use instead.
+        TopologyError: If each rank is alone in its world. The text holds the command to use instead.
     """
     if world_size > 1:
         return
     library = _recognise(library_version)
     launch = _find_launch(environ, library)
     if launch is not None:
-        raise TopologyError(_explain(launch, library, environ, command))
+        raise TopologyError(_wrong_launch(launch, library, environ, command))
     if "SLURM_JOB_ID" in environ and not _is_in_step(environ) and library.size_variable not in environ:
         num_tasks = _number(environ, "SLURM_NTASKS")
         if num_tasks > 1:
@@ -135,7 +135,7 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
     speaks_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT", "PMI_SIZE"))
     launch = _find_launch(environ, library)
     if launch is not None and "PMIX_NAMESPACE" in environ and not speaks_pmi:
-        raise TopologyError(_explain(launch, library, environ, command))
+        raise TopologyError(_wrong_launch(launch, library, environ, command))
 
 
 def _recognise(library_version: str) -> _Library:
@@ -145,7 +145,7 @@ def _recognise(library_version: str) -> _Library:
 
 
 def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | None:
-    """Find a launcher that says more than one rank; None where there is none, or it says one."""
+    """Find a launcher that says more than one rank; None where there is none."""
     sizes = {name: _number(environ, name) for name in _SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
     if sizes.get(library.size_variable) == 1:
@@ -179,7 +179,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _explain(launch: _Launch, library: _Library, environ: Mapping[str, str], command: Sequence[str]) -> str:
+def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str], command: Sequence[str]) -> str:
     count = launch.num_ranks
     plugin = environ.get("SLURM_MPI_TYPE", "none")
     srun_line = _srun_line(library, count, environ.get("SLURM_STEP_NUM_NODES"), command)

@@ -13,7 +13,7 @@ from mpidist.transport.mpi.launch import check_before_init
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
-else:  # known to type checkers alone: the classes exist once MPI was started
+else:  # for type checkers alone: the classes exist once MPI was started
     Intracomm = Request = object
 
 __all__ = ["Intracomm", "Request", "command_line", "load_mpi", "ranks_in_world"]
@@ -21,10 +21,10 @@ __all__ = ["Intracomm", "Request", "command_line", "load_mpi", "ranks_in_world"]
 
 @functools.cache
 def load_mpi() -> ModuleType:
-    """Import mpi4py and start MPI, if nobody has.
+    """Import mpi4py, and start MPI unless it was started.
 
     Raises:
-        UnavailableError: If mpi4py, or an MPI library for it, is not there.
+        UnavailableError: If mpi4py, or an MPI library for mpi4py, cannot be loaded.
         TopologyError: If the launcher belongs to another MPI library, with which this one would not start.
     """
     try:

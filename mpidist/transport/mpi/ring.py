@@ -1,4 +1,4 @@
-"""The ring: every rank talks to its two neighbours alone."""
+"""The ring all-reduce: every rank exchanges messages with its two neighbours alone."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ from mpidist.transport.shared_memory.schedule import Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, placement_digest
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
-from mpidist.transport.shared_memory.window import SharedWindow
+from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = [
+    "LINE_BYTES",
     "Across",
     "InPlace",
     "ShardExchange",

@@ -1,0 +1,123 @@
+"""The watch over calls in lock step: every rank makes the same calls, and each call has a number."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, final
+
+from mpidist.transport.failures.failure_notes import ENDED, LEFT, FailureNote
+from mpidist.transport.failures.status_board import Status, StatusBoard, name_call
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
+from mpidist.transport.failures.watchdog import Watchdog
+from mpidist.transport.mpi import Intracomm
+
+__all__ = ["CallWatchdog"]
+
+# After all ranks have joined: in this time, a rank that joined too late receives the note that others gave up before.
+_LATE_NOTE_SECONDS: Final = 0.02
+
+
+@final
+class CallWatchdog(Awaited):
+    """One rank's watch over the numbered calls of its group, one call at a time: all ranks of the group are awaited.
+
+    The arguments are those of `Watchdog`.
+
+    Attributes:
+        watchdog: The part that does not count calls.
+        recorder: This rank's flight recorder.
+    """
+
+    given_up = ", for it or for an earlier call"
+
+    def __init__(
+        self,
+        comm: Intracomm,
+        board: StatusBoard,
+        hostnames: tuple[str, ...],
+        stall_seconds: float = 0.0,
+        remedy: str = "",
+        on_failure: Callable[[str], str] = lambda text: "",
+    ) -> None:
+        self.ranks = range(comm.Get_size())
+        self.watchdog = Watchdog(self, comm, board, hostnames, stall_seconds, remedy, on_failure)
+        self.recorder = board.recorder
+        self._call = ""
+        self._is_new = False  # whether this rank has not waited in its call yet
+        self._agree_at = math.inf
+
+    def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
+        """Record that this rank makes a call. Local.
+
+        The watchdog begins at the first check: most calls end before.
+
+        Args:
+            sequence: The number of the call.
+            call: The name of the call.
+            details: What the flight recorder says of the call.
+            timeout: How long this rank may wait in the call, in seconds; `None` or 0 for ever.
+            is_last: Whether this rank closes the group with the call.
+        """
+        self.sequence, self._call, self.timeout, self._is_new = sequence, call, timeout, True
+        self.is_last = is_last
+        self._agree_at = math.inf
+        self.recorder.begin(sequence, call, details)
+
+    def restart(self, since: float | None = None) -> None:
+        """Count the time that this rank waits from now on: this rank did other work since the call began.
+
+        Args:
+            since: From when on instead, in seconds of the monotonic clock.
+        """
+        if self._is_new:
+            self._is_new = False
+            self.watchdog.begin(since)
+        else:
+            self.watchdog.restart(since)
+
+    def mark_joined(self) -> None:
+        """Note that all ranks have joined the call: a rank that waits further is recorded as moving data soon."""
+        self._agree_at = time.monotonic() + _LATE_NOTE_SECONDS
+
+    def check_peers(self) -> None:
+        """Raise if waiting further cannot help, as `Watchdog.check_peers` does. Local."""
+        if self._is_new:
+            self._is_new = False
+            self.watchdog.begin(self.recorder.begun)
+        self.watchdog.check_peers()
+        for rank, note in self.watchdog.resets.items():
+            if note.sequence < self.sequence:
+                self.watchdog.give_up(f"rank {rank} called reset() instead, after call {note.sequence}")
+        if time.monotonic() >= self._agree_at:
+            self.recorder.agree()
+            self._agree_at = math.inf
+
+    @property
+    def name(self) -> str:
+        return name_call(self._call, self.sequence)
+
+    def is_late(self, status: Status) -> bool:
+        return not status.has_joined(self.sequence)
+
+    def is_shared_with(self, status: Status) -> bool:
+        return status.has_joined(self.sequence)
+
+    def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        # This rank may still finish a call when others have given up on the next one: that ends the next one alone.
+        # A rank that left has done its part of its last call.
+        return note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self.sequence
+
+    def stragglers(
+        self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
+    ) -> Stragglers:
+        is_agreed = self.recorder.is_agreed
+        late = {rank: status for rank, status in statuses.items() if self.is_late(status)}
+        if is_agreed and not late:  # who joined the call, and does not check it since, is late
+            late = {rank: status for rank, status in statuses.items() if status.is_waiting_in(self.sequence)}
+        unheard = [rank for rank in self.ranks if rank not in seen]
+        if is_agreed:
+            return Stragglers(late, unheard, hostnames, ("does not get on", "do not get on"))
+        advice = "Every rank must make the same calls in the same order"
+        return Stragglers(late, unheard, hostnames, advice=advice)
