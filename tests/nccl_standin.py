@@ -72,7 +72,6 @@ class Stream:
         self.knows: dict[int, int] = {}
         self.queue: deque[Launch] = deque()
         self.waits: list[Mark] = []
-        self.captured: list[Callable[[], None]] | None = None  # of kernels, instead of their run
         world.streams[self.ptr] = self
 
     def wait_event(self, event: Event) -> None:
@@ -84,7 +83,7 @@ class Stream:
         return self
 
     def is_capturing(self) -> bool:
-        return self.captured is not None or self.ptr in self.world.captured
+        return self.ptr in self.world.captured
 
     def __enter__(self) -> Stream:
         self.before, self.world.current = self.world.current, self
@@ -128,8 +127,6 @@ class Event:
         world.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
-        if stream.captured is not None:
-            self.world.problems.append("an event was recorded in a capture, and is used outside of it")
         self.knows = dict(stream.knows)
         self.mark = Mark(list(stream.queue), list(stream.waits))
 
@@ -158,9 +155,10 @@ class FakeArray:
     """What mpidist uses of `cupy.ndarray`. All work waits for, and comes after, what the current stream holds."""
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = None, **_: Any) -> Any:
-        if method != "__call__" or out is None or any(isinstance(its, np.ndarray) for its in (*inputs, *out)):
+        if method != "__call__" or any(isinstance(its, np.ndarray) for its in (*inputs, *(out or ()))):
             return NotImplemented  # CuPy's arrays and NumPy's do not mix
-        return self._world.ufunc(function)(*inputs, out=out[0])
+        made = self._world.empty(self.shape, self.dtype) if out is None else out[0]
+        return self._world.ufunc(function)(*inputs, out=made)
 
     def __init__(self, world: StandIn, numbers: Any, allocation: Allocation) -> None:
         self._world = world
@@ -365,18 +363,12 @@ class StandIn:
         self.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
         stream.waits.clear()
 
-    def run_kernel(
-        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
-    ) -> None:
+    def run_kernel(self, work: Callable[[Any], None], args: Any, ranges: list[tuple[int, int, bool]]) -> None:
         """Run a kernel on the current stream, and note the memory that it reads and writes."""
         self.current.issue()
         for low, high, is_write in ranges:
             self.note(self.current, self.find(low, high - low), low, high, is_write)
         work(args)
-
-    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
-        """Put on a stream what is no call of NCCL."""
-        stream.queue.append(Launch([call], stream, None, holds))
 
     def query(self, ptr: int) -> int:
         self.progress()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from nccl_standin import Allocation, FakeArray, StandIn, Stream
-from standin_kernels import with_own_tables
 
 from mpidist.transport.arrays import memory_bounds
 
@@ -146,22 +145,14 @@ class LateStandIn(StandIn):
     def reach(self, stream: Stream) -> None:
         """Nothing: kernels are queued."""
 
-    def run_kernel(
-        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
-    ) -> None:
-        """Queue a kernel. Its tables, small and brought at once, are read now."""
+    def run_kernel(self, work: Callable[[Any], None], args: Any, ranges: list[tuple[int, int, bool]]) -> None:
+        """Queue a kernel."""
         stream, used = self.current, []
         stream.issue()
         for low, high, is_write in ranges:
             used.append(self.find(low, high - low))
             self.note(stream, used[-1], low, high, is_write)
-        mine, tables = with_own_tables(name, args)
-        stream.queue.append(Kernel(stream, lambda tables=tables: work(mine), used))
-
-    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
-        """Do at once what the host puts on a stream beside kernels and NCCL: copies of tables."""
-        for _ in call:
-            pass
+        stream.queue.append(Kernel(stream, lambda: work(args), used))
 
     def find(self, address: int, nbytes: int) -> Allocation:
         self.threads.add(threading.get_ident())  # every call of NCCL comes by
