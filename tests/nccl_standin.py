@@ -234,7 +234,6 @@ class StandIn:
         comm: The ranks that NCCL may join.
         device: This rank's GPU.
         nccl_version: As NCCL numbers it.
-        driver_version: As CUDA numbers it.
 
     Attributes:
         problems: What a real GPU would not have forgiven.
@@ -244,9 +243,7 @@ class StandIn:
         num_issued: Number of calls of NCCL.
     """
 
-    def __init__(
-        self, comm: Any, device: int | None = None, nccl_version: int = 22809, driver_version: int = 13000
-    ) -> None:
+    def __init__(self, comm: Any, device: int | None = None, nccl_version: int = 22809) -> None:
         self.comm = comm.Dup()
         self.device = comm.rank if device is None else device
         self.problems: list[str] = []
@@ -268,7 +265,7 @@ class StandIn:
         self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
         self.busy = threading.Lock()
         self.local = threading.local()
-        self.module = _cupy_module(self, driver_version)
+        self.module = _cupy_module(self)
         self.nccl = _nccl_module(self, nccl_version)
         self.staging = add_staging(self)
         self.cuda = Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
@@ -411,16 +408,16 @@ def _learn(one: dict[int, int], other: dict[int, int]) -> None:
         one[stream] = max(one.get(stream, 0), clock)
 
 
-def _cupy_module(world: StandIn, driver_version: int) -> Any:
+def _cupy_module(world: StandIn) -> Any:
     def device(index: int) -> Any:
         return SimpleNamespace(id=index, use=lambda: None, pci_bus_id=f"0000:{index:02x}:00.0")
 
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 8,
         getDevice=lambda: world.device,
-        getDeviceProperties=lambda index: {"uuid": bytes([index] * 16)},
         runtimeGetVersion=lambda: 12090,
-        driverGetVersion=lambda: driver_version,
+        driverGetVersion=lambda: 13000,
+        getDeviceProperties=lambda index: {},
         eventQuery=world.query,
     )
     cuda = SimpleNamespace(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,7 +98,6 @@ class LateStandIn(StandIn):
         threads: The threads that launched something.
         num_done: Number of kernels that have run.
         num_allocations: Number of allocations.
-        num_queries: How often the host asked for an event.
     """
 
     def __init__(self, comm: Any, **more: Any) -> None:
@@ -107,7 +105,7 @@ class LateStandIn(StandIn):
         self.is_held = False
         self.delay = 0
         self.threads: set[int] = set()
-        self.num_done = self.num_allocations = self.num_queries = 0
+        self.num_done = self.num_allocations = 0
         self._passed: dict[int, int] = {}
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> LateArray:
@@ -177,18 +175,3 @@ class LateStandIn(StandIn):
                 self._passed.pop(id(head), None)
                 if stream.queue and stream.queue[0] is head:
                     stream.queue.popleft()
-
-    def query(self, ptr: int) -> int:
-        self.num_queries += 1
-        if self.captured:
-            self.problems.append("an event was asked for while a CUDA graph was captured")
-        return super().query(ptr)
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[Stream]:
-        """Make a stream current for a while."""
-        before, self.current = self.current, stream
-        try:
-            yield stream
-        finally:
-            self.current = before

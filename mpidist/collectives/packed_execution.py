@@ -128,7 +128,7 @@ class PackedExecution(Execution):
         launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout, layout.after)
         pending.is_launched = True
         yield 0  # who waits for a later call launches that, too, before it waits for this one
-        while not queue.has_come(launched):
+        while not queue.is_complete(launched):
             if pending.is_waited_for:
                 self._wait(queue, launched, pending, call)
             else:
@@ -274,7 +274,7 @@ def run_on_device(
         if message.direct:
             reduce(levels, _part(message.pieces[0], results).reshape(-1), message.reduction)
             continue
-        with levels.lane():
+        with levels.pack_stream():
             buffer = levels.pack_buffer(message.count, message.wire)
             overflow = kernels.overflow_of(message.wire) if message.is_compressed else None
             kernels.pack(_parts(message.pieces, arrays), buffer, overflow)
@@ -291,6 +291,6 @@ def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
 
 def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
     array = arrays[piece.index]
-    if piece.count == array.size:  # the same object at every call, which is found fast
+    if piece.count == array.size:  # no view to be made
         return array
     return array.reshape(-1)[piece.start : piece.stop]

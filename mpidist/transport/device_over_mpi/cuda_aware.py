@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.device_over_mpi.buffers import DirectBuffers
-from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
+from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.mpi import MpiCommunicator, load_mpi
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.gpu import DeviceKernels, has_come, on_stream
+from mpidist.transport.gpu import DeviceKernels, is_complete, on_stream
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 
@@ -146,14 +146,16 @@ class Staging:
     def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
         """Poll until an event has come."""
         cupy = self.cupy
-        poll(lambda: has_come(cupy, event, what, "of device memory through the host"), check_peers)
+        poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers)
 
     @cached_property
     def _streams(self) -> _Streams:
         cuda = self.cupy.cuda
         down, up, join = (cuda.Stream(non_blocking=True) for _ in range(3))
         events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
-        return _Streams(down, up, join, cuda.Event(disable_timing=True), tuple(_Events(*of_slot) for of_slot in events))
+        return _Streams(
+            down, up, join, cuda.Event(disable_timing=True), tuple(_SlotEvents(*of_slot) for of_slot in events)
+        )
 
     def _pinned(self, nbytes: int) -> Array:
         cuda = self.cupy.cuda
@@ -181,18 +183,18 @@ class Staging:
 
 @final
 @dataclass(frozen=True)
-class _Events:
-    """Of one slot.
+class _SlotEvents:
+    """The events of one slot.
 
     Attributes:
-        came: The host may work on it.
-        rose: Its copies to the device are done.
-        free: All that read and wrote it is.
+        downloaded: Event after the copies from the device: the host may work on the slot.
+        uploaded: Event after the copies to the device.
+        released: Event after the last work that reads or writes the slot.
     """
 
-    came: Any
-    rose: Any
-    free: Any
+    downloaded: Any
+    uploaded: Any
+    released: Any
 
 
 @final
@@ -202,7 +204,7 @@ class _Streams:
     up: Any
     join: Any
     ready: Any  # the event of what the caller's stream holds
-    events: tuple[_Events, ...]
+    events: tuple[_SlotEvents, ...]
 
 
 @final
@@ -234,7 +236,7 @@ class _Pass:
             if turn:
                 self._advance(turn - 1, 1)
         for events in streams.events[: self._depth]:
-            self._staging.wait(events.free, self._what, self._check_peers)
+            self._staging.wait(events.released, self._what, self._check_peers)
 
     def _start(self, chunk: int) -> None:
         slot = chunk % self._depth
@@ -247,29 +249,29 @@ class _Pass:
         if number >= len(phases):
             return
         phase = phases[number]
-        self._staging.wait(events.came, self._what, self._check_peers)
+        self._staging.wait(events.downloaded, self._what, self._check_peers)
         phase.move()
         for host, device, nbytes in phase.up:
             self._copy(device, host, nbytes, self._to_device, streams.up.ptr)
         goes_on = number + 1 < len(phases)
         if goes_on or phase.join is not None:
-            events.rose.record(streams.up)
-            streams.join.wait_event(events.rose)
+            events.uploaded.record(streams.up)
+            streams.join.wait_event(events.uploaded)
         if phase.join is not None:
             with on_stream(self._staging.cupy, streams.join):
                 phase.join()
         if goes_on:
             self._lower(phases[number + 1], streams.join, slot)
             return
-        events.free.record(streams.up if phase.join is None else streams.join)
+        events.released.record(streams.up if phase.join is None else streams.join)
         if chunk + self._depth < self._count:
-            streams.down.wait_event(events.free)
+            streams.down.wait_event(events.released)
             self._start(chunk + self._depth)
 
     def _lower(self, phase: Phase, stream: Any, slot: int) -> None:
         for host, device, nbytes in phase.down:
             self._copy(host, device, nbytes, self._to_host, stream.ptr)
-        self._streams.events[slot].came.record(stream)
+        self._streams.events[slot].downloaded.record(stream)
 
 
 def aligned(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What a rank knows of its GPU's work: events that mark places in streams, and what comes before them."""
+"""Events that mark places in the streams of a GPU, and the work that is launched there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Final, final
 from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["Events", "Launched", "has_come", "on_stream"]
+__all__ = ["Events", "Launched", "is_complete", "on_stream"]
 
-_NOT_READY: Final = 600  # of CUDA, for an event that has not come
+_NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
-def has_come(cupy: Any, event: Any, what: str, way: str) -> bool:
-    """Say whether an event has come. Never waits.
+def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
+    """Say whether the GPU has come to an event. Never waits.
 
-    Not `Event.done`, which takes an error for an event that has not come.
+    Not `Event.done`, which takes an error of CUDA for an event that is not complete.
 
     Args:
         cupy: CuPy.
@@ -53,10 +53,10 @@ def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
 
 @final
 class Events:
-    """CUDA events, used again: a stream that was told to wait for one knows what it stood for then.
+    """CUDA events, used again: a stream that waits for an event waits for the place that the event marked then.
 
     Args:
-        cuda: What makes them.
+        cuda: What this process has of CuPy.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -71,7 +71,7 @@ class Events:
         return event
 
     def give_back(self, event: Any) -> None:
-        """Let an event be recorded anew, that nobody asks for any more."""
+        """Let an event that nobody waits for any more be recorded anew."""
         self._free.append(event)
 
     def follow(self, event: Any) -> None:
@@ -86,9 +86,9 @@ class Launched:
 
     Attributes:
         what: The call, for errors.
-        result: What launched it returned.
-        event: Comes when it is done; `None` in a CUDA graph, where nobody can ask.
-        memory: What must live as long as it.
+        result: What the function that launched the work returned.
+        event: Is complete when the work is done.
+        memory: What must live as long as the work.
         is_done: Whether the host has seen the event.
     """
 

@@ -316,8 +316,9 @@ def _places(arrays: Sequence[Array]) -> list[int]:
 
 def _places_in(buffer: Array, counts: list[int]) -> np.ndarray[Any, Any]:
     """Return the addresses of arrays that lie one after another in a buffer."""
-    offsets: np.ndarray[Any, Any] = np.cumsum([0, *counts[:-1]], dtype=np.int64)
-    return np.add(offsets * buffer.itemsize, _address_of(buffer))
+    offsets = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+    places: np.ndarray[Any, Any] = offsets * buffer.itemsize + _address_of(buffer)
+    return places
 
 
 def _dtypes(arrays: list[Array]) -> list[np.dtype[Any]]:

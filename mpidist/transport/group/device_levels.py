@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Final, final
+from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.agreement import Agreement
@@ -22,10 +22,10 @@ from mpidist.transport.device_over_mpi import (
     StagingSizes,
     takes_device_memory,
 )
-from mpidist.transport.gpu import Compiling, DeviceKernels, Events
+from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, NcclInit, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -122,7 +122,7 @@ class DeviceLevels:
 
         Raises:
             UnavailableError: If it must and cannot be had, or cannot be started. On every rank.
-            TopologyError: If ranks have other versions of NCCL or CUDA. On every rank.
+            TopologyError: If ranks have other versions of NCCL. On every rank.
         """
         if everywhere not in self._levels:
             try:
@@ -177,7 +177,7 @@ class DeviceLevels:
 
     def _wait_for_launches(self, what: str) -> None:
         if self._queue is not None:
-            self._queue.wait_for_lane(what)
+            self._queue.wait_for_stream(what)
 
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
@@ -203,8 +203,8 @@ class DeviceLevels:
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
-            lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
-            across = self._connect("across_nodes", lanes)
+            counterparts = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
+            across = self._connect("across_nodes", counterparts)
             return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
         within = self._connect("within_node", topology.nodes)
         if not spans_nodes:
@@ -254,13 +254,13 @@ class DeviceLevels:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
         device = int(self._cuda.cupy.cuda.runtime.getDevice())
-        making = NcclInit(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
+        init = nccl_handles.start_init(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
         try:
-            self._wait_for_all(_NCCL.format(name), making)
+            self._wait_for_all(_NCCL.format(name), init)
         except BaseException:
-            making.cancel()
+            init.cancel()
             raise
-        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
+        communicator = NcclCommunicator(init.take(), name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
@@ -280,18 +280,18 @@ class DeviceLevels:
             UnavailableError: If a rank cannot. On every rank.
         """
         if not self._is_compiled:
-            self._wait_for_all(_KERNELS, Compiling(self._cuda, self._kernels))
+            self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", self._kernels.compile))
             self._is_compiled = True
 
-    def _wait_for_all(self, failure: str, making: NcclInit | Compiling | None) -> None:
-        """Wait until all ranks have made what they make, or one of them has failed. Collective.
+    def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
+        """Wait until the work of all ranks is over, or that of one has failed. Collective.
 
         Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
         """
         nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
         while True:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
-            is_over, error = (True, "") if making is None else making.outcome()
+            is_over, error = (True, "") if work is None else work.outcome()
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
             seen = self._agreement.all_gather_object((is_over, error))
