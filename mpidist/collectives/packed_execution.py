@@ -276,8 +276,7 @@ def run_on_device(
             continue
         with levels.pack_stream():
             buffer = levels.pack_buffer(message.count, message.wire)
-            overflow = kernels.overflow_of(message.wire) if message.is_compressed else None
-            kernels.pack(_parts(message.pieces, arrays), buffer, overflow)
+            kernels.pack(_parts(message.pieces, arrays), buffer, message.is_compressed)
             reduce(levels, buffer, message.reduction)
             kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
     for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):

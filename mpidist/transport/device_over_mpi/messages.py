@@ -189,9 +189,7 @@ class MessagedCommunicator(Communicator, ABC):
         def join() -> None:
             parts = [flat[at * count : (at + 1) * count] for at in range(self.size - 1)]
             parts.insert(self.rank, own)
-            kernels = self._staging.kernels
-            overflow = kernels.overflow_of(target.dtype) if reduction.counts_overflow else None
-            kernels.combine(parts, reduction, target, overflow)
+            self._staging.kernels.combine(parts, reduction, target)
 
         return Phase(lambda: self._mpi.transfer(sends, receives), down, rows.all_copies(), join)
 

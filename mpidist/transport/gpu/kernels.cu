@@ -146,10 +146,9 @@ template <> struct Cast<f4> {
     INLINE f4 of(bf x) { return widened(x); }
 };
 
-// Whether a finite number has become an infinity.
+// Whether a finite number has become an infinite float16.
 template <class From, class To> INLINE u4 overflows(From, To) { return 0; }
 INLINE u4 overflows(f4 x, f2 y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7c00u; }
-INLINE u4 overflows(f4 x, bf y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7f80u; }
 
 // x / n as NumPy divides: complex numbers by Smith's way, half precision in float32.
 INLINE f4 quotient(f4 x, i8 n) { return over(x, (f4)n); }

@@ -11,7 +11,6 @@ from functools import cached_property
 from importlib.resources import files
 from itertools import pairwise, product
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, Final, final
 
 import numpy as np
@@ -42,15 +41,6 @@ Array = Any
 
 
 @final
-class _Counter(np.ndarray[Any, Any]):
-    """Pinned memory in the place of an array of device memory: kernels reach it by the same address."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
-
-
-@final
 class DeviceKernels:
     """Copies and combines arrays of device memory, many of them in one launch on the current stream.
 
@@ -77,14 +67,14 @@ class DeviceKernels:
         """Compile the kernels, as their first use would: for the current device. Takes seconds where CuPy has none."""
         self._module.compile()
 
-    def pack(self, sources: Sequence[Array], buffer: Array, overflow: Array | None = None) -> None:
+    def pack(self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
 
         Args:
             sources: Arrays of any shapes, some perhaps empty. An array that is not contiguous, not aligned to its
                 numbers' size, or whose cast has no kernel is copied before, in a launch of its own.
             buffer: [sum of the sizes], contiguous.
-            overflow: [1], of 32 bits: the kernel adds the number of finite numbers that became infinities.
+            counts_overflow: Whether finite numbers that become infinite float16 count as `overflowed`.
 
         Raises:
             ValueError: If the sizes do not fit.
@@ -98,7 +88,7 @@ class DeviceKernels:
         counts = _counts("pack", sources, buffer)
         sources = _plain(sources)
         places = _places_in(buffer, counts)
-        self._copy(_places(sources), places, counts, (_dtypes(sources), [written]), overflow=overflow)
+        self._copy(_places(sources), places, counts, (_dtypes(sources), [written]), 1, counts_overflow)
 
     def unpack(self, buffer: Array, targets: Sequence[Array], divide_by: int = 1) -> None:
         """Copy a buffer to arrays one after another, with their dtypes, and divide.
@@ -147,9 +137,7 @@ class DeviceKernels:
         sources = _plain(sources)
         self._copy(_places(sources), _places(targets), list(map(_size_of, targets)), (dtypes, dtypes), divide_by)
 
-    def combine(
-        self, parts: Array | Sequence[Array], reduction: Reduction, out: Array, overflow: Array | None = None
-    ) -> None:
+    def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
         """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
 
         The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
@@ -161,7 +149,6 @@ class DeviceKernels:
             reduction: How.
             out: [m], contiguous, of the dtype of the parts; float32 for parts of half precision, and half precision
                 for parts of float32, can be had too. It may be one of the parts.
-            overflow: As in `pack`.
 
         Raises:
             TypeError: If such dtypes cannot be joined in this way.
@@ -186,13 +173,11 @@ class DeviceKernels:
         if not out.size:
             return
         if pair in _COMBINED:
-            self._combine(rows, pair, reduction, out, overflow)
+            self._combine(rows, pair, reduction, out)
         else:
             reduction.combine(rows, out)
 
-    def _combine(
-        self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array, overflow: Array | None
-    ) -> None:
+    def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
         places, table = _places(rows), _NO_ADDRESSES
         steps = {after - before for before, after in pairwise(places)}
         stride = steps.pop() if len(steps) == 1 else 0
@@ -200,7 +185,7 @@ class DeviceKernels:
             if len(rows) > _MAX_ADDRESSES:
                 whole = self._cuda.cupy.empty(len(rows) * out.size, rows[0].dtype)
                 self.pack(rows, whole)
-                self._combine(whole.reshape(len(rows), out.size), pair, reduction, out, overflow)
+                self._combine(whole.reshape(len(rows), out.size), pair, reduction, out)
                 return
             stride, table = -1, np.zeros(1, _ADDRESSES)
             table["of"][0, : len(places)] = places
@@ -208,26 +193,26 @@ class DeviceKernels:
         are_aligned = int(not any(place % 16 for place in places))
         arguments = (
             table, places[0], stride, len(rows), count, _address_of(out), _OPS[reduction.op], reduction.divisor,
-            are_aligned, _counter(overflow),
+            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
         num_blocks = min(_MAX_BLOCKS, -(-count * width // (16 * BLOCK)))
         self._launch(f"combine_{pair.replace(' ', '_')}", num_blocks, arguments)
 
-    def overflow_of(self, dtype: np.dtype[Any]) -> Array | None:
-        """Return the counter for numbers that are rounded to `dtype`: float16 has one, which `overflowed` reads."""
-        return self._counter if dtype == np.float16 else None
-
     @property
     def overflowed(self) -> int:
-        """How many finite numbers became infinite float16 in what was launched with `overflow_of`, and is done."""
+        """How many finite numbers became infinite float16 where they count, in what was launched, and is done."""
         return int(self._counter[0]) if "_counter" in vars(self) else 0
 
+    def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
+        """Return the address of the counter for what a launch writes; 0 if nothing counts."""
+        return int(self._counter.ctypes.data) if counts_overflow and written == np.float16 else 0
+
     @cached_property
-    def _counter(self) -> Any:
-        """One number in pinned memory, which the GPU writes, rarely, and the host reads without a copy."""
+    def _counter(self) -> np.ndarray[Any, Any]:
+        """One number in pinned memory, which GPU and host reach by one address: the GPU rarely writes it."""
         cuda = self._cuda.cupy.cuda
         memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
-        counter = np.ndarray(1, np.int32, buffer=memory).view(_Counter)
+        counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
         counter[0] = 0
         return counter
 
@@ -248,8 +233,8 @@ class DeviceKernels:
         targets: Numbers,
         counts: Sequence[int],
         dtypes: tuple[list[np.dtype[Any]], list[np.dtype[Any]]],
-        divide_by: int = 1,
-        overflow: Array | None = None,
+        divide_by: int,
+        counts_overflow: bool = False,
     ) -> None:
         """Launch copies.
 
@@ -259,12 +244,12 @@ class DeviceKernels:
             counts: Its number of elements, [n].
             dtypes: Those that are read, and those that are written: [n], or [1] for the same of all.
             divide_by: What the numbers are divided by.
-            overflow: As in `pack`.
+            counts_overflow: As in `pack`.
         """
-        counter = _counter(overflow)
         if not counts:
             return
         read, written = dtypes
+        counter = self._counter_for(written[0], counts_overflow)
         pairs = list(product(read, written) if 1 in (len(read), len(written)) else zip(read, written, strict=True))
         kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divide_by != 1)) is not None]
         widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
@@ -325,14 +310,6 @@ def _dtypes(arrays: list[Array]) -> list[np.dtype[Any]]:
     """Return the dtype of each array, [n]; [1] if all have the same, as hashing each takes longer."""
     dtypes = list(map(_dtype_of, arrays))
     return dtypes[:1] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else dtypes
-
-
-def _counter(overflow: Array | None) -> int:
-    if overflow is None:
-        return 0
-    if overflow.dtype.kind not in "iu" or overflow.itemsize != 4 or overflow.size < 1:
-        raise TypeError(f"overflow must be an array [1] of 32-bit integers, got {_text(overflow)}")
-    return int(_address_of(overflow))
 
 
 def _text(array: Array) -> str:

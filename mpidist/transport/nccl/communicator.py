@@ -209,8 +209,7 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            overflow = self._kernels.overflow_of(shard.dtype) if reduction.counts_overflow else None
-            self._kernels.combine(parts, reduction, shard, overflow)
+            self._kernels.combine(parts, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
