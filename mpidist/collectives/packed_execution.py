@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         parts: For each part of the call, its arrays and the places of their results.
-        after: An event that what works on a GPU comes after; `None` for what the current stream holds.
+        after: The event that work on the GPU begins after; `None` if it begins after what the current stream holds.
     """
 
     parts: list[tuple[list[Any], list[Any]]]
@@ -93,7 +93,7 @@ class PackedExecution(Execution):
             self._levels_of = group.host_levels_of
 
     def prepare(self, call: ReductionCall, is_later: bool) -> None:
-        """Allocate results in device memory, and mark what a call that was started comes after on the GPU."""
+        """Allocate results in device memory, and mark the work on the GPU that a started call comes after."""
         if self._uses_device:
             self._group.devices.require_usable(call.name)
             call.state = self._lay_out(call, is_later)

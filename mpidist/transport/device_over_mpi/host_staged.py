@@ -22,8 +22,9 @@ Work = Callable[[Array, list[int]], object]  # on a chunk in host memory, and th
 class HostStagedCommunicator(MessagedCommunicator):
     """A communicator of host memory, for device arrays.
 
-    A call moves as much between ranks as the one it stands on, and the buffer (or the shard) once each way between
-    device and host, in chunks: while one is on the network, the next is copied down and the one before up. Between
+    Ranks send each other as much as those of the host communicator do. The buffer (or the shard) passes once each way
+    between device and host, in chunks: while a chunk is on the network, the next one is copied down and the one before
+    up. Between
     nodes MPI only carries, and GPUs add: what came goes up once more, and the result down, S / P
     bytes each. MPI adds messages below `StagingSizes.join_bytes`, and those of very many ranks; within a node shared
     memory adds.
@@ -31,9 +32,9 @@ class HostStagedCommunicator(MessagedCommunicator):
     Work comes after what the caller's current stream holds, and a call returns when its work is done.
 
     Args:
-        host: The communicator of host memory. It stays its owner's, who frees it. Traffic is counted there: one call
-            for each of this one's that messages serve; one for each chunk where the host communicator does the work.
-        staging: The slots, which communicators that are used in turn can share. They stay their owner's.
+        host: The communicator of host memory, whose owner frees it. It counts traffic: one call for each call that
+            messages serve, and one for each chunk where the host communicator does the work.
+        staging: The slots, which communicators that are used in turn can share. Their owner frees them.
     """
 
     def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:

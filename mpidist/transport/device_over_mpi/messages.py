@@ -21,16 +21,16 @@ __all__ = ["MessagedCommunicator"]
 class MessagedCommunicator(Communicator, ABC):
     """Ranks whose device memory MPI carries as bytes, in chunks, and whose GPUs add, in rank order.
 
-    A reduction takes two phases a chunk. Every rank sends each other rank its part of the chunk, and the GPU joins
-    what came in rank order, halves with a float32 accumulator: S (P - 1) / P bytes. Then the joined parts go round:
-    as much. While the GPU joins a chunk, the next one is on the network.
+    A reduction takes two phases a chunk. Every rank sends each other rank its part of the chunk, S (P - 1) / P bytes,
+    and the GPU joins the parts in rank order, halves with a float32 accumulator. Then all ranks get the joined parts:
+    as many bytes. While the GPU joins a chunk, the next one is on the network.
 
     Args:
         name: For logs and errors.
-        mpi: Carries the bytes. It stays its owner's.
-        staging: Streams and memory. It stays its owner's.
+        mpi: Carries the bytes. Its owner frees it.
+        staging: Streams and memory. Its owner frees it.
         buffers: How pieces come to MPI.
-        traffic: Where calls are counted: one for each of this object's.
+        traffic: Where the calls of this communicator are counted.
     """
 
     def __init__(self, name: str, mpi: MpiCommunicator, staging: Staging, buffers: Buffers, traffic: Traffic) -> None:
@@ -194,7 +194,7 @@ class MessagedCommunicator(Communicator, ABC):
         return Phase(lambda: self._mpi.transfer(sends, receives), down, rows.all_copies(), join)
 
     def _spread(self, pieces: Pieces) -> Phase:
-        """Give every rank this rank's piece, and get theirs."""
+        """Send this rank's piece to all ranks, and receive the pieces of all others."""
         own = pieces.parts[self.rank]
         sends = [(own, peer) for peer in self._others]
         receives = [(pieces.parts[peer], peer) for peer in self._others]
@@ -202,7 +202,7 @@ class MessagedCommunicator(Communicator, ABC):
         return Phase(lambda: self._mpi.transfer(sends, receives), down, pieces.all_copies(without=self.rank))
 
     def _collect(self, pieces: Pieces, root: int) -> Phase:
-        """Give the root this rank's piece; at the root, get theirs."""
+        """Send this rank's piece to the root; at the root, receive the pieces of all others."""
         if self.rank == root:
             parts = [pieces.parts[peer] for peer in self._others]
             return Phase(self._receiving(parts, self._others), (), pieces.all_copies(without=root))
@@ -217,5 +217,5 @@ class MessagedCommunicator(Communicator, ABC):
 
 
 def _steps_below(bit: int) -> list[int]:
-    """List the powers of two below one, the largest first."""
+    """List the powers of two below `bit`, the largest first."""
     return [1 << power for power in reversed(range(bit.bit_length() - 1))]

@@ -44,7 +44,7 @@ class Phase:
     join: Callable[[], None] | None = None
 
 
-PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # of a chunk, that has a slot, by number; one or two
+PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases, for a chunk and its slot, by number
 
 
 @final
@@ -53,7 +53,7 @@ class Staging:
 
     Three streams: `down` for the first copies of chunks, `up` for those that come back, `join` for what the GPU adds
     and the copies that follow from that. A slot is written again only when all that read it is done, by events; the
-    host polls events, and meanwhile asks what its caller gives it. Memory is allocated at first use, grows in powers
+    host polls events, and calls `check_peers` meanwhile. Memory is allocated at first use, grows in powers
     of two when nothing is under way, and is given back by `free`.
 
     After an error in the middle of a call nothing is reused or freed, since MPI and the GPU may still work on it: the
@@ -62,12 +62,13 @@ class Staging:
     Args:
         cuda: What this process has of CuPy.
         sizes: Those of chunks.
-        kernels: What joins parts on the GPU; by default its own.
+        kernels: What joins parts on the GPU; by default new ones.
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
 
     Attributes:
-        kernels: The same.
+        sizes: As above.
+        kernels: As above.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Staging:
         self._memory, self._scratch = np.empty(0, np.uint8), None
 
     def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
-        """Poll until an event has come."""
+        """Poll until an event is complete."""
         cupy = self.cupy
         poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers)
 
@@ -275,7 +276,7 @@ class _Pass:
 
 
 def aligned(nbytes: int) -> int:
-    """Round a size up, so that what comes after it begins well."""
+    """Round a size up to a multiple of 512 bytes."""
     return -(-nbytes // _LINE) * _LINE
 
 

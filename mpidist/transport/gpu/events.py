@@ -41,7 +41,7 @@ def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
 def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
     """Make a stream current for the body of a `with` statement.
 
-    CuPy's own, `with stream:`, goes back to the last one that was entered so, and forgets one made current by `use`.
+    CuPy's own `with stream:` goes back to the last stream that was entered so, not to one made current by `use`.
     """
     before = cupy.cuda.get_current_stream()
     stream.use()
@@ -64,7 +64,7 @@ class Events:
         self._free: list[Any] = []
 
     def record(self, stream: Any = None) -> Any:
-        """Mark what a stream holds now; by default the current one."""
+        """Mark what a stream, by default the current stream, holds now."""
         cuda = self._cuda.cupy.cuda
         event = self._free.pop() if self._free else cuda.Event(disable_timing=True)
         event.record(cuda.get_current_stream() if stream is None else stream)

@@ -200,7 +200,7 @@ class DeviceKernels:
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers became infinite float16 where they count, in what was launched, and is done."""
+        """How many finite numbers became infinite float16, in launches that count them and are done."""
         return int(self._counter[0]) if "_counter" in vars(self) else 0
 
     def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
@@ -209,7 +209,7 @@ class DeviceKernels:
 
     @cached_property
     def _counter(self) -> np.ndarray[Any, Any]:
-        """One number in pinned memory, which GPU and host reach by one address: the GPU rarely writes it."""
+        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes."""
         cuda = self._cuda.cupy.cuda
         memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
         counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)

@@ -98,10 +98,10 @@ class DeviceLevels:
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
 
-        The current device is a thread's own: one that was started later begins with GPU 0.
+        Each thread has its own current device: a thread that is started later begins with GPU 0.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: If the call is made in a graph, or with another GPU.
         """
         require_not_capturing(call)
         current = int(self._cuda.cupy.cuda.runtime.getDevice())
@@ -117,11 +117,11 @@ class DeviceLevels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
 
         Args:
-            everywhere: Whether NCCL must be used within nodes and between them; else it is used within nodes, if it
-                can be had.
+            everywhere: Whether NCCL must be used within nodes and between them; else NCCL is used within nodes, if
+                the ranks have it.
 
         Raises:
-            UnavailableError: If it must and cannot be had, or cannot be started. On every rank.
+            UnavailableError: If NCCL must be used and cannot, or cannot be started. On every rank.
             TopologyError: If ranks have other versions of NCCL. On every rank.
         """
         if everywhere not in self._levels:
@@ -148,7 +148,7 @@ class DeviceLevels:
         return self._kernels.overflowed
 
     def wait_for_launches(self, what: str) -> None:
-        """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
+        """Wait on the host until the GPU has done this rank's calls and current stream. `what`: the call, for errors."""
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()

@@ -176,7 +176,7 @@ class MpiCommunicator(Communicator):
         return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
 
     def start_parts(self, buffer: Array, bounds: Sequence[int], rows: Array, tag: int) -> list[Request]:
-        """Start to send all ranks the parts of their shards, and to receive those of this rank's: `rows` [P, m]. Local."""
+        """Start to send every rank its part of `buffer`, and to receive all ranks' parts as `rows` [P, m]. Local."""
         requests = [self.receive(rows[rank], rank, tag) for rank in self._others]
         return requests + [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, tag) for rank in self._others]
 

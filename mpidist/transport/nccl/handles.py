@@ -94,7 +94,7 @@ class _Ending:
             )
 
     def _is_removed(self) -> bool:
-        """Take this one from those that are waited for; say whether it was among them."""
+        """Take this end off the list of ends that are waited for; say whether it was there."""
         with _lock:  # two threads may see it end
             was_waited_for = self in _ending
             if was_waited_for:
@@ -117,7 +117,7 @@ def abort_all(reason: str) -> None:
     """Abort all communicators of this process, in one group, after a failure. Local; returns soon.
 
     Args:
-        reason: What a later use of them is told.
+        reason: What the error of a later use says.
     """
     handles = _take(None, reason)
     if handles:
@@ -167,14 +167,14 @@ def _destroy(handles: list[Handle]) -> None:
 
 
 def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> Background[Handle]:
-    """Make one communicator in a daemon thread: NCCL's constructor waits for all ranks, for ever.
+    """Start to make one communicator in a daemon thread: NCCL's constructor waits for all ranks, for ever.
 
     Args:
         cuda: What makes it.
         size: Number of ranks.
-        unique_id: What their first rank made.
-        rank: This one.
-        device: The index of its GPU, the current one.
+        unique_id: NCCL's, which the first of the ranks made.
+        rank: This rank.
+        device: The index of its GPU, the current device.
     """
 
     def make() -> Handle:

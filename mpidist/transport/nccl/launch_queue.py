@@ -1,4 +1,4 @@
-"""What a rank puts on its GPU to communicate: one order of launches, and the host ahead of them.
+"""The launches of a rank on its GPU, in one order, and how the host waits for them.
 
 A stream carries NCCL's work of all communicators of a group, so that their launches have one order on the GPU, too.
 Kernels that pack and unpack run on two pack streams in turn: while NCCL reduces one pack, the next one is packed.
@@ -49,11 +49,11 @@ class _Launching:
     """A launch that the host is in the middle of.
 
     Attributes:
-        fork: The event that its streams begin after.
+        fork: The event that the work begins after.
         first: The pack stream that the launch began on.
-        second: The other pack stream, which waits for `fork` when it is first used.
-        current: The one of them that is current.
-        num_packs: How often `pack_stream` was called.
+        second: The other pack stream, which waits for `fork` when a pack first goes there.
+        current: The pack stream that is current.
+        num_packs: Number of calls of `pack_stream`.
         memory: What must live as long as the work.
     """
 
@@ -69,14 +69,14 @@ class _Launching:
 
 @final
 class DeviceQueue:
-    """The launches of one rank and group on one GPU. For one thread: that in which the strategy is called.
+    """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
     Args:
         cuda: CuPy and NCCL.
         events: Where events come from.
 
     Attributes:
-        stream: NCCL's.
+        stream: NCCL's stream.
         num_waits: How often the host has waited.
     """
 
@@ -97,7 +97,7 @@ class DeviceQueue:
         self._check_peers: Callable[[], None] = lambda: None
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while the host waits: it raises where there is no sense in waiting on."""
+        """Call `check_peers` while the host waits: `check_peers` raises where there is no sense in waiting on."""
         self._check_peers = check_peers
 
     def add(self, handle: Handle, name: str) -> None:
@@ -106,18 +106,17 @@ class DeviceQueue:
         handle.keeps = self  # if the process ends before its work does, nothing of this may be collected
 
     def remove(self, handle: Handle) -> None:
-        """Forget a communicator that was freed, and with the last one the memory of all."""
+        """Forget a communicator that was freed, and with the last communicator all memory for packs."""
         self._names.pop(handle, None)
         if not self._names:
             for memory in (self._outside, *(one.memory for one in self._pack_streams)):
                 memory.clear()
 
     def buffer(self, key: Any, nbytes: int) -> Array:
-        """Lend memory [nbytes] to the current pack stream. What uses the memory next comes after what used it last.
+        """Lend memory [nbytes] to the current pack stream, which orders the work that uses the memory.
 
-        Outside of `launch` the host waits for what uses it. That memory is never lent to a pack stream: it was
-        allocated on the caller's stream, which would have it back, once it is replaced, before a pack stream is
-        through with it.
+        Outside of `launch` the host waits for that work. Memory lent there is never lent to a pack stream: CuPy
+        allocated the memory on the caller's stream, and could give it away while a pack stream still works on it.
         """
         memory = self._outside if self._under_way is None else self._under_way.current.memory
         buffer = memory.get(key)
@@ -126,16 +125,16 @@ class DeviceQueue:
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
-        """Do `work` on the host, so that all it does on the GPU is launched and nothing is waited for.
+        """Call `work`, which launches work on the GPU and waits for nothing.
 
-        What the caller's current stream does later comes after it, unless `after` is given.
+        The caller's current stream waits for that work, unless `after` is given.
 
         Args:
             what: The call, for errors.
             work: Calls transports and works on arrays; its current stream is a pack stream.
             memory: Arrays that must live as long as the work.
-            after: An event of `Events.record`, which the work on the GPU waits for in the place of what the caller's
-                current stream holds now; then the current stream does not wait for the work.
+            after: An event of `Events.record` that the work on the GPU begins after; by default the work begins after
+                what the caller's current stream holds now.
 
         Returns:
             The work under way, for `wait` or `is_complete`.
@@ -178,7 +177,7 @@ class DeviceQueue:
         return _SAME_STREAM if launching.num_packs % 2 else self._on_second(launching)
 
     def join(self) -> None:
-        """Let the stream that a launch began on wait for the other one. Nothing outside of `launch`."""
+        """Let the pack stream that a launch began on wait for the other pack stream. Nothing outside of `launch`."""
         launching = self._under_way
         if launching is not None and launching.num_packs > 1:
             self._end.record(launching.second.stream)
@@ -187,7 +186,7 @@ class DeviceQueue:
     def wait_for_stream(self, what: str) -> None:
         """Wait on the host until the current stream is done, within `launch`; elsewhere nothing is under way.
 
-        For work of the host in the middle of a call, which no stream can be told to wait for.
+        For calls that go on on the host, which no stream can be told to wait for.
         """
         if self._under_way is not None:
             event = self._events.record()
@@ -195,15 +194,15 @@ class DeviceQueue:
             self._events.give_back(event)
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None]) -> None:
-        """Give NCCL a group of calls, after what the current stream holds; what comes there later waits for it.
+        """Give NCCL a group of calls, after what the current stream holds, and let that stream wait for them.
 
-        The host waits, too, but within `launch`.
+        Outside of `launch` the host waits for them, too.
 
         Args:
             what: The primitive, for errors.
             handle: The communicator.
-            memory: The arrays that it reads and writes.
-            launch: Gives the work to NCCL: with CuPy's communicator, and the address of the stream.
+            memory: The arrays that the calls read and write.
+            launch: Makes the calls: with CuPy's communicator, and the address of the stream.
         """
         nccl, current, launching = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
         self._require_usable(what)
@@ -230,7 +229,7 @@ class DeviceQueue:
         self.wait(launched)
 
     def is_complete(self, launched: Launched) -> bool:
-        """Say whether work is done; then let go of its memory. Never waits.
+        """Say whether work is done; once it is, let go of the memory. Never waits.
 
         Raises:
             Exception: If NCCL failed, in this work or earlier.
@@ -258,7 +257,7 @@ class DeviceQueue:
             meanwhile: Done now and then.
 
         Raises:
-            Exception: What the hook raises, and if NCCL failed. Then all its communicators are aborted.
+            Exception: What the hook raises, or NCCL's failure. All communicators of NCCL are aborted then.
         """
         if launched.is_done:
             return
