@@ -148,7 +148,7 @@ class DeviceLevels:
         return self._kernels.overflowed
 
     def wait_for_launches(self, what: str) -> None:
-        """Wait on the host until the GPU has done this rank's calls and current stream. `what`: the call, for errors."""
+        """Wait on the host until the GPU has done this rank's calls and current stream. `what`: for errors."""
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()
