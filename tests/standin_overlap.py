@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,12 @@ class LateStandIn(StandIn):
                 self._passed.pop(id(head), None)
                 if stream.queue and stream.queue[0] is head:
                     stream.queue.popleft()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[Stream]:
+        """Make a stream current for a while."""
+        before, self.current = self.current, stream
+        try:
+            yield stream
+        finally:
+            self.current = before
