@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, final
 
@@ -24,12 +24,10 @@ from mpidist.transport.device_over_mpi import (
 )
 from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 
@@ -87,7 +85,7 @@ class DeviceLevels:
         speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
         sizes = StagingSizes(settings.staging_bytes, speed)
-        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_launches)
+        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_stream)
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device: int | None = None
@@ -139,8 +137,11 @@ class DeviceLevels:
     @cached_property
     def staged(self) -> Levels:
         """The levels through the host. Local."""
-        world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
-        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+        host = self._host
+        world, within, across = (
+            self._over(level, HostStagedCommunicator) for level in (host.world, host.within_node, host.across_nodes)
+        )
+        return Levels(world, within, across, host.is_even, own_kernels=self._kernels)
 
     @property
     def overflowed(self) -> int:
@@ -175,7 +176,7 @@ class DeviceLevels:
         self._own.clear()
         self._levels.clear()
 
-    def _wait_for_launches(self, what: str) -> None:
+    def _wait_for_stream(self, what: str) -> None:
         if self._queue is not None:
             self._queue.wait_for_stream(what)
 
@@ -220,21 +221,16 @@ class DeviceLevels:
         is_right = takes_device_memory(self._cuda.cupy)
         seen = self._agreement.all_gather_object("" if is_right else "device memory that was sent came back changed")
         _raise_first(_DEVICE_MPI, seen)
-        return self._direct(self._host.world), self._direct(self._host.across_nodes)
+        host = self._host
+        return self._over(host.world, DeviceMpiCommunicator), self._over(host.across_nodes, DeviceMpiCommunicator)
 
-    def _direct(self, host: Communicator) -> Communicator:
-        if not isinstance(host, MpiCommunicator):
+    def _over(self, host: Communicator, carried: Callable[[Any, Staging], Communicator]) -> Communicator:
+        """Make the communicator for device memory whose messages a communicator of host memory carries. Local."""
+        if isinstance(host, SoloCommunicator):
             return SoloCommunicator(host.name, device=True)
-        direct = DeviceMpiCommunicator(host, self._staging)
-        direct.set_wait_hook(self._agreement.check_peers)
-        return direct
-
-    def _staged(self, host: Communicator) -> Communicator:
-        if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
-            return SoloCommunicator(host.name, device=True)
-        staged = HostStagedCommunicator(host, self._staging)
-        staged.set_wait_hook(self._agreement.check_peers)
-        return staged
+        made = carried(host, self._staging)
+        made.set_wait_hook(self._agreement.check_peers)
+        return made
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
