@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
@@ -81,6 +82,7 @@ class Events:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Launched:
     """Work on the GPU that the host may not have waited for.
 
@@ -92,11 +94,8 @@ class Launched:
         is_done: Whether the host has seen the event.
     """
 
-    __slots__ = ("event", "is_done", "memory", "result", "what")
-
-    def __init__(self, what: str, result: Any, event: Any, memory: Any) -> None:
-        self.what = what
-        self.result = result
-        self.event = event
-        self.memory = memory
-        self.is_done = False
+    what: str
+    result: Any
+    event: Any
+    memory: Any
+    is_done: bool = False

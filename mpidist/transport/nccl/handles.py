@@ -81,19 +81,19 @@ class _Ending:
         self._thread.join(min(seconds, max(0.0, self._until - time.monotonic())))
         if self._thread.is_alive():
             return False
-        if self._is_removed() and self._error is not None:
+        if self._forget() and self._error is not None:
             logger.warning("NCCL: %s failed: %s", self.what, self._error)
         return True
 
     def cancel(self) -> None:
         """Leave it alone for ever."""
         never_free((self._keeps, self))
-        if self._is_removed():
+        if self._forget():
             logger.warning(
                 "NCCL: %s did not end within %g s; end this process soon, its GPU is not free", self.what, LIMIT_SECONDS
             )
 
-    def _is_removed(self) -> bool:
+    def _forget(self) -> bool:
         """Take this end off the list of ends that are waited for; say whether it was there."""
         with _lock:  # two threads may see it end
             was_waited_for = self in _ending

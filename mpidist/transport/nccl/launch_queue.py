@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
@@ -36,15 +37,16 @@ _SAME_STREAM: Final = nullcontext()
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _PackStream:
     """A stream for kernels, and the memory that they pack into."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.memory: dict[Any, Array] = {}
+    stream: Any
+    memory: dict[Any, Array] = field(default_factory=dict)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Launching:
     """A launch that the host is in the middle of.
 
@@ -53,18 +55,16 @@ class _Launching:
         first: The pack stream that the launch began on.
         second: The other pack stream, which waits for `fork` when a pack first goes there.
         current: The pack stream that is current.
-        num_packs: Number of calls of `pack_stream`.
         memory: What must live as long as the work.
+        num_packs: Number of calls of `pack_stream`.
     """
 
-    __slots__ = ("current", "first", "fork", "memory", "num_packs", "second")
-
-    def __init__(self, fork: Any, first: _PackStream, second: _PackStream, memory: Any) -> None:
-        self.fork = fork
-        self.first = self.current = first
-        self.second = second
-        self.num_packs = 0
-        self.memory = [memory]
+    fork: Any
+    first: _PackStream
+    second: _PackStream
+    current: _PackStream
+    memory: list[Any]
+    num_packs: int = 0
 
 
 @final
@@ -144,10 +144,11 @@ class DeviceQueue:
         if after is None:
             self._fork.record(current)
         first, second = self._pack_streams
-        self._under_way = launching = _Launching(self._fork if after is None else after, first, second, memory)
+        fork = self._fork if after is None else after
+        self._under_way = launching = _Launching(fork, first, second, first, [memory])
         try:
             try:
-                first.stream.wait_event(launching.fork)
+                first.stream.wait_event(fork)
                 first.stream.use()
                 result = work()
                 self.join()
