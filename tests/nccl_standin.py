@@ -72,6 +72,7 @@ class Stream:
         self.knows: dict[int, int] = {}
         self.queue: deque[Launch] = deque()
         self.waits: list[Mark] = []
+        self.captured: list[Callable[[], None]] | None = None  # of kernels, instead of their run
         world.streams[self.ptr] = self
 
     def wait_event(self, event: Event) -> None:
@@ -83,7 +84,7 @@ class Stream:
         return self
 
     def is_capturing(self) -> bool:
-        return self.ptr in self.world.captured
+        return self.captured is not None or self.ptr in self.world.captured
 
     def __enter__(self) -> Stream:
         self.before, self.world.current = self.world.current, self

@@ -146,9 +146,14 @@ class Module:
         assert block[0] <= 1024
         world, args = self.world, (table.copy(), *numbers)  # by value: the caller may change it at once
         ranges = _ranges_of_combine(name, args) if "combine" in name else _ranges_of_copies(args)
-        world.reach(world.current)
-        world.run_kernel(lambda args: call(self.code, name, grid[0], block[0], args), args, _joined(ranges))
-        world.num_kernels += 1
+
+        def run() -> None:
+            world.reach(world.current)
+            world.run_kernel(lambda args: call(self.code, name, grid[0], block[0], args), args, _joined(ranges))
+            world.num_kernels += 1
+
+        captured = world.current.captured
+        run() if captured is None else captured.append(run)
 
 
 def _ranges_of_copies(args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
