@@ -128,8 +128,6 @@ class Event:
         world.events[self.ptr] = self
 
     def record(self, stream: Stream) -> None:
-        if stream.captured is not None:
-            self.world.problems.append("an event was recorded in a capture, and is used outside of it")
         self.knows = dict(stream.knows)
         self.mark = Mark(list(stream.queue), list(stream.waits))
 
@@ -158,9 +156,10 @@ class FakeArray:
     """What mpidist uses of `cupy.ndarray`. All work waits for, and comes after, what the current stream holds."""
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = None, **_: Any) -> Any:
-        if method != "__call__" or out is None or any(isinstance(its, np.ndarray) for its in (*inputs, *out)):
+        if method != "__call__" or any(isinstance(its, np.ndarray) for its in (*inputs, *(out or ()))):
             return NotImplemented  # CuPy's arrays and NumPy's do not mix
-        return self._world.ufunc(function)(*inputs, out=out[0])
+        made = self._world.empty(self.shape, self.dtype) if out is None else out[0]
+        return self._world.ufunc(function)(*inputs, out=made)
 
     def __init__(self, world: StandIn, numbers: Any, allocation: Allocation) -> None:
         self._world = world
@@ -236,7 +235,6 @@ class StandIn:
         comm: The ranks that NCCL may join.
         device: This rank's GPU.
         nccl_version: As NCCL numbers it.
-        driver_version: As CUDA numbers it.
 
     Attributes:
         problems: What a real GPU would not have forgiven.
@@ -246,9 +244,7 @@ class StandIn:
         num_issued: Number of calls of NCCL.
     """
 
-    def __init__(
-        self, comm: Any, device: int | None = None, nccl_version: int = 22809, driver_version: int = 13000
-    ) -> None:
+    def __init__(self, comm: Any, device: int | None = None, nccl_version: int = 22809) -> None:
         self.comm = comm.Dup()
         self.device = comm.rank if device is None else device
         self.problems: list[str] = []
@@ -270,7 +266,7 @@ class StandIn:
         self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
         self.busy = threading.Lock()
         self.local = threading.local()
-        self.module = _cupy_module(self, driver_version)
+        self.module = _cupy_module(self)
         self.nccl = _nccl_module(self, nccl_version)
         self.staging = add_staging(self)
         self.cuda = Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
@@ -365,18 +361,12 @@ class StandIn:
         self.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
         stream.waits.clear()
 
-    def run_kernel(
-        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
-    ) -> None:
+    def run_kernel(self, work: Callable[[Any], None], args: Any, ranges: list[tuple[int, int, bool]]) -> None:
         """Run a kernel on the current stream, and note the memory that it reads and writes."""
         self.current.issue()
         for low, high, is_write in ranges:
             self.note(self.current, self.find(low, high - low), low, high, is_write)
         work(args)
-
-    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
-        """Put on a stream what is no call of NCCL."""
-        stream.queue.append(Launch([call], stream, None, holds))
 
     def query(self, ptr: int) -> int:
         self.progress()
@@ -419,16 +409,16 @@ def _learn(one: dict[int, int], other: dict[int, int]) -> None:
         one[stream] = max(one.get(stream, 0), clock)
 
 
-def _cupy_module(world: StandIn, driver_version: int) -> Any:
+def _cupy_module(world: StandIn) -> Any:
     def device(index: int) -> Any:
         return SimpleNamespace(id=index, use=lambda: None, pci_bus_id=f"0000:{index:02x}:00.0")
 
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 8,
         getDevice=lambda: world.device,
-        getDeviceProperties=lambda index: {"uuid": bytes([index] * 16)},
         runtimeGetVersion=lambda: 12090,
-        driverGetVersion=lambda: driver_version,
+        driverGetVersion=lambda: 13000,
+        getDeviceProperties=lambda index: {},
         eventQuery=world.query,
     )
     cuda = SimpleNamespace(

@@ -1,8 +1,7 @@
 """`cupy.RawModule` without a GPU: the same kernels compiled for the host, on the stand-in's memory.
 
 A kernel's threads run one after another, the last first. Before it runs, what it is going to read and write is told
-from its table, must be memory that is there, and is noted for the search for races. Copies from pinned memory are done
-late, when the stream comes to them.
+from its table, must be memory that is there, and is noted for the search for races.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-import weakref
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import pytest
 
 from mpidist.transport.gpu.copy_table import CASTS, COPIES, QUOTIENTS
 
-__all__ = ["Pinned", "add_to", "call", "library", "words_at"]
+__all__ = ["add_to", "call", "library"]
 
 COMPILER = "g++"
 # What is undefined ends the process: 16 bytes from an address that is no multiple of 16, say, which a GPU refuses.
@@ -44,19 +41,34 @@ static unsigned atomicAdd(unsigned* at, unsigned number) { unsigned was = *at; *
 #line 1 "kernels.cu"
 """
 DRIVER = """
-extern "C" void run_kernel(void* kernel, unsigned blocks, unsigned threads, const u8* a) {
-    typedef void (*Kernel)(u8, u8, u8, u8, u8, u8, u8, u8, u8, u8);
+template <class Call> static void each_thread(unsigned blocks, unsigned first, unsigned threads, Call call) {
     gridDim.x = blocks;
     blockDim.x = threads;
-    for (unsigned block = blocks; block-- > 0;)
+    for (unsigned block = blocks; block-- > first;)
         for (unsigned thread = threads; thread-- > 0;) {
             blockIdx.x = block;
             threadIdx.x = thread;
-            ((Kernel)kernel)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]);
+            call();
         }
 }
+extern "C" void run_copies(
+    void* kernel, unsigned blocks, unsigned first, unsigned threads, const Table* table, const u8* a
+) {
+    typedef void (*Kernel)(const Table, i8, i8, i8, u4*);
+    each_thread(blocks, first, threads, [&] { ((Kernel)kernel)(*table, a[0], a[1], a[2], (u4*)a[3]); });
+}
+extern "C" void run_combine(
+    void* kernel, unsigned blocks, unsigned first, unsigned threads, const Addresses* table, const u8* a
+) {
+    typedef void (*Kernel)(const Addresses, u8, i8, i8, i8, u8, i8, i8, i8, u4*);
+    each_thread(blocks, first, threads, [&] {
+        ((Kernel)kernel)(*table, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], (u4*)a[8]);
+    });
+}
 """
-WIDTHS = {"i1": 1, "u1": 1, "i2": 2, "u2": 2, "f2": 2, "bf": 2, "i4": 4, "u4": 4, "f4": 4, "c16": 16}
+MOST_PARAMETERS = 4096  # bytes, on every GPU
+ROW = 8192  # bytes
+WIDTHS = {"f2": 2, "bf": 2, "f4": 4, "c16": 16}
 READ_AND_WRITTEN = {kind: (width, width) for width, kind in COPIES.items()} | {
     kind: tuple(WIDTHS.get(code, 8) for code in pair.split())
     for table in (CASTS, QUOTIENTS)
@@ -86,54 +98,21 @@ def library(source: str) -> Any:
     return ctypes.PyDLL(str(made))  # which holds the interpreter: the place of a thread is one variable
 
 
-def call(source: str, name: str, num_blocks: int, num_threads: int, arguments: tuple[int, ...]) -> None:
-    """Run a kernel on the host's memory."""
-    its = library(source)
-    words = np.zeros(10, np.uint64)
-    words[: len(arguments)] = [argument % 2**64 for argument in arguments]
-    its.run_kernel(getattr(its, name), num_blocks, num_threads, words.ctypes.data_as(ctypes.c_void_p))
-
-
-class Pinned(np.ndarray):
-    """What mpidist uses of CuPy's pinned memory: its address, and the buffer protocol."""
-
-    ptr = property(lambda self: self.ctypes.data)
+def call(
+    source: str, name: str, num_blocks: int, num_threads: int, arguments: tuple[Any, ...], first_block: int = 0
+) -> None:
+    """Run a kernel on the host's memory: its blocks from `first_block` on."""
+    kernels = library(source)
+    table, *numbers = arguments
+    words = np.array([number % 2**64 for number in numbers], np.uint64)
+    run = kernels.run_combine if "combine" in name else kernels.run_copies
+    addresses = (its.ctypes.data_as(ctypes.c_void_p) for its in (table, words))
+    run(getattr(kernels, name), num_blocks, first_block, num_threads, *addresses)
 
 
 def add_to(world: Any, cupy: Any) -> None:
-    """Let a stand-in have kernels, pinned memory, and copies from it."""
-    pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def alloc_pinned_memory(nbytes: int) -> Pinned:
-        memory = np.zeros(nbytes, np.uint8).view(Pinned)
-        pinned[memory.ptr] = memory
-        return memory
-
-    def memcpy_async(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        assert all(type(its) is int for its in (to, source, nbytes, kind, stream)), "plain ints"
-        assert kind == 1
-        queue = world.streams[stream]
-        if queue.captured is not None:
-            world.problems.append("a table was copied in a capture")
-        if source not in pinned:
-            world.problems.append("memory was copied that is not pinned")
-        queue.issue()
-        allocation, memory = world.find(to, nbytes), pinned[source]
-        world.note(queue, allocation, to, to + nbytes, True)
-
-        def copy() -> Iterator[None]:
-            start = to - allocation.address
-            allocation.memory[start : start + nbytes] = memory[:nbytes]
-            return
-            yield
-
-        world.enqueue(copy(), queue, [allocation])
-
+    """Let a stand-in have kernels."""
     cupy.RawModule = lambda code, options=(): Module(world, code, options)
-    cupy.cuda.alloc_pinned_memory = alloc_pinned_memory
-    cupy.cuda.runtime.memcpyAsync = memcpy_async
-    cupy.cuda.runtime.memcpyHostToDevice = 1
-    world.pinned = pinned
     world.num_kernels = 0
     world.compiling = 0.0  # seconds
 
@@ -157,69 +136,43 @@ class Module:
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         assert all(type(its) is tuple for its in (grid, block, args)), "CuPy wants tuples"
-        assert all(type(its) is int and -(2**63) <= its < 2**63 for its in args), "CuPy makes int64 of them"
+        table, *numbers = args
+        assert isinstance(table, np.ndarray)
+        assert table.size == 1, "CuPy passes an array of one by value"
+        assert table.nbytes + 8 * len(numbers) <= MOST_PARAMETERS
+        assert all(type(its) is int and -(2**63) <= its < 2**63 for its in numbers), "CuPy makes int64 of them"
         assert len(grid) == len(block) == 1
         assert 0 < grid[0] < 2**31
         assert block[0] <= 1024
-        world = self.world
-        stream = world.current
+        world, args = self.world, (table.copy(), *numbers)  # by value: the caller may change it at once
+        ranges = _ranges_of_combine(name, args) if "combine" in name else _ranges_of_copies(args)
 
         def run() -> None:
-            ranges = _ranges_of_combine(name, args) if "combine" in name else _ranges_of_move(args)
-            world.run_kernel(lambda args: call(self.code, name, grid[0], block[0], args), name, args, _joined(ranges))
+            world.reach(world.current)
+            world.run_kernel(lambda args: call(self.code, name, grid[0], block[0], args), args, _joined(ranges))
             world.num_kernels += 1
 
-        if stream.captured is None:
-            world.reach(stream)
-            run()
-        else:
-            stream.captured.append(lambda: (world.reach(stream), run()))
+        captured = world.current.captured
+        run() if captured is None else captured.append(run)
 
 
-def with_own_tables(name: str, args: tuple[int, ...]) -> tuple[tuple[int, ...], list[Any]]:
-    """Let a kernel that runs later read its tables as they are now. Returns its arguments, and the tables."""
-    mine, tables = list(args), []
-    sizes = {0: args[3]} if "combine" in name else {0: 3 * args[1], 2: 0, 4: 0}
-    if "combine" not in name:
-        rows = words_at(args[0], sizes[0]).reshape(-1, 3)
-        sizes[2] = sizes[4] = int((rows[:, 2] & 0xFFFFFFFF).max()) + 1
-    for at, size in sizes.items():
-        if args[at]:
-            tables.append(words_at(args[at], size))
-            mine[at] = tables[-1].ctypes.data
-    return tuple(mine), tables
-
-
-def words_at(address: int, count: int) -> Any:
-    """Read device memory, whatever is under way: 64-bit words, [count]."""
-    return np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(address)).astype(np.int64)
-
-
-def _ranges_of_move(args: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    rows_at, num_rows, from_arrays, from_flat, to_arrays, to_flat, _, overflow = args
-    rows = words_at(rows_at, 3 * num_rows).reshape(num_rows, 3)
-    index, count, kind = rows[:, 2] & 0xFFFFFFFF, rows[:, 2] >> 32 & 0xFFFF, rows[:, 2] >> 48
-    ranges = [(rows_at, rows_at + 24 * num_rows, False)] + [(overflow, overflow + 4, True)] * bool(overflow)
-    for arrays, flat, side in ((from_arrays, from_flat, 0), (to_arrays, to_flat, 1)):
-        widths = np.array([READ_AND_WRITTEN[int(its)][side] for its in kind])
-        if arrays:
-            places = words_at(arrays, int(index.max()) + 1)
-            ranges.append((arrays, arrays + 8 * places.size, False))
-            lows = places[index] + rows[:, 0] * widths
-        else:
-            lows = flat + rows[:, 1] * widths
-        ranges += [(int(low), int(high), bool(side)) for low, high in zip(lows, lows + count * widths, strict=True)]
+def _ranges_of_copies(args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
+    table, num_arrays, num_rows, _, overflow = args
+    arrays = table["arrays"][0, :num_arrays]
+    ranges = [(overflow, overflow + 4, True)] * bool(overflow)
+    for array, after in zip(arrays, [*arrays["first_row"][1:].tolist(), num_rows], strict=True):
+        widths = READ_AND_WRITTEN[int(array["kind"])]
+        count = (after - int(array["first_row"]) - 1) * (ROW // max(widths)) + int(array["last"])
+        for side, width in zip(("source", "target"), widths, strict=True):
+            ranges.append((int(array[side]), int(array[side]) + count * width, side == "target"))
     return ranges
 
 
-def _ranges_of_combine(name: str, args: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+def _ranges_of_combine(name: str, args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
     table, first, stride, number, count, out, _, _, _, overflow = args
     read, written = (WIDTHS.get(code, 8) for code in name.split("_")[2:])
     ranges = [(out, out + count * written, True)] + [(overflow, overflow + 4, True)] * bool(overflow)
-    places = [first + at * stride for at in range(number)]
-    if table:
-        places = [int(place) for place in words_at(table, number)]
-        ranges.append((table, table + 8 * number, False))
+    places = [first + at * stride for at in range(number)] if stride >= 0 else table["of"][0, :number].tolist()
     return ranges + [(place, place + count * read, False) for place in places]
 
 

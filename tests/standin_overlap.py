@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from nccl_standin import Allocation, FakeArray, StandIn, Stream
-from standin_kernels import with_own_tables
 
 from mpidist.transport.arrays import memory_bounds
 
@@ -100,7 +99,6 @@ class LateStandIn(StandIn):
         threads: The threads that launched something.
         num_done: Number of kernels that have run.
         num_allocations: Number of allocations.
-        num_queries: How often the host asked for an event.
     """
 
     def __init__(self, comm: Any, **more: Any) -> None:
@@ -108,7 +106,7 @@ class LateStandIn(StandIn):
         self.is_held = False
         self.delay = 0
         self.threads: set[int] = set()
-        self.num_done = self.num_allocations = self.num_queries = 0
+        self.num_done = self.num_allocations = 0
         self._passed: dict[int, int] = {}
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> LateArray:
@@ -146,22 +144,14 @@ class LateStandIn(StandIn):
     def reach(self, stream: Stream) -> None:
         """Nothing: kernels are queued."""
 
-    def run_kernel(
-        self, work: Callable[[Any], None], name: str, args: Any, ranges: list[tuple[int, int, bool]]
-    ) -> None:
-        """Queue a kernel. Its tables, small and brought at once, are read now."""
+    def run_kernel(self, work: Callable[[Any], None], args: Any, ranges: list[tuple[int, int, bool]]) -> None:
+        """Queue a kernel."""
         stream, used = self.current, []
         stream.issue()
         for low, high, is_write in ranges:
             used.append(self.find(low, high - low))
             self.note(stream, used[-1], low, high, is_write)
-        mine, tables = with_own_tables(name, args)
-        stream.queue.append(Kernel(stream, lambda tables=tables: work(mine), used))
-
-    def enqueue(self, call: Iterator[None], stream: Stream, holds: list[Allocation]) -> None:
-        """Do at once what the host puts on a stream beside kernels and NCCL: copies of tables."""
-        for _ in call:
-            pass
+        stream.queue.append(Kernel(stream, lambda: work(args), used))
 
     def find(self, address: int, nbytes: int) -> Allocation:
         self.threads.add(threading.get_ident())  # every call of NCCL comes by
@@ -186,12 +176,6 @@ class LateStandIn(StandIn):
                 self._passed.pop(id(head), None)
                 if stream.queue and stream.queue[0] is head:
                     stream.queue.popleft()
-
-    def query(self, ptr: int) -> int:
-        self.num_queries += 1
-        if self.captured:
-            self.problems.append("an event was asked for while a CUDA graph was captured")
-        return super().query(ptr)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[Stream]:

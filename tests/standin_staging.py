@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,15 +79,7 @@ def add_staging(world: StandIn) -> StagingLog:
     cuda.PinnedMemory, cuda.PinnedMemoryPointer = allocate, pointer
     runtime = cuda.runtime
     runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost = TO_DEVICE, TO_HOST
-    copy_table = runtime.memcpyAsync
-
-    def memcpy_async(to: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
-        if source in world.pinned:  # a table of kernels
-            copy_table(to, source, nbytes, kind, ptr)
-        else:
-            copy(world, log, to, source, nbytes, kind, ptr)
-
-    runtime.memcpyAsync = memcpy_async
+    runtime.memcpyAsync = partial(copy, world, log)
     return log
 
 

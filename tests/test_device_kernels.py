@@ -6,9 +6,9 @@ import configparser
 import contextlib
 import ctypes
 import importlib.util
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ from nccl_standin import StandIn
 from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
-from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, Move, rows_of
-from mpidist.transport.gpu.kernel_tables import DeviceTables
+from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, tables_of
 from mpidist.transport.gpu.kernels import KERNEL_OPTIONS, DeviceKernels, kernel_source
 from mpidist.transport.reduction import Reduction
 
@@ -156,17 +155,19 @@ def test_quotients_are_those_of_numpy(kernels: DeviceKernels, pair: str, divisor
     assert kernels.num_launches == 1
 
 
-def test_every_pack_of_a_plan_has_its_kernels() -> None:
-    """What travels in another dtype, and what results come of it."""
-    for dtype in ON_DEVICE:
-        for op in ReduceOp:
-            if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
-                continue
-            wire, result = wire_and_result_dtypes(op, dtype)
-            Move("pack", wire, False).kind(dtype)
-            Move("unpack", wire, False).kind(result)
-            if op is ReduceOp.MEAN:
-                Move("unpack", wire, True).kind(result)
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_of_means_are_those_of_numpy(kernels: DeviceKernels, dtype: Any) -> None:
+    """They travel in another dtype and come back in a third, by CuPy's own operations."""
+    wire, result = wire_and_result_dtypes(ReduceOp.MEAN, dtype)
+    host = [odd_numbers_of(dtype), *(numbers_of(dtype, size) for size in SIZES)]
+    buffer = empty(sum(its.size for its in host), wire)
+    kernels.pack([up(its) for its in host], buffer)
+    assert same(down(buffer), np.concatenate(host).astype(wire))
+    for divisor in (1, 3, 1000):
+        targets = [up(np.zeros(its.size, result)) for its in host]
+        kernels.unpack(buffer, targets, divisor)
+        for its, target in zip(host, targets, strict=True):
+            assert same(down(target), (its.astype(wire) / divisor).astype(result)), divisor
 
 
 def test_one_pack_may_hold_several_dtypes(kernels: DeviceKernels) -> None:
@@ -224,7 +225,7 @@ def test_ten_thousand_small_arrays(kernels: DeviceKernels) -> None:
     assert bits(down(buffer)) == bits(host.reshape(-1, 17)[::-1])
     kernels.unpack(buffer, [back[at : at + 17] for at in range(0, whole.size, 17)][::-1])
     assert bits(down(back)) == bits(host)
-    assert kernels.num_launches == 2
+    assert kernels.num_launches == 2 * -(-10_000 // 168)
 
 
 def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels: DeviceKernels) -> None:
@@ -264,10 +265,8 @@ def test_copies_of_several_dtypes_and_divisions_in_place(kernels: DeviceKernels)
 
 
 def test_what_does_not_fit_is_refused(kernels: DeviceKernels) -> None:
-    ints, floats, half = up(np.arange(4)), up(np.ones(4, F32)), up(np.ones(4, F16))
-    with pytest.raises(TypeError, match="no kernel brings int64 to float32"):
-        kernels.pack([ints], floats)
-    with pytest.raises(TypeError, match="no kernel divides int64 to int64"):
+    ints, floats = up(np.arange(4)), up(np.ones(4, F32))
+    with pytest.raises(TypeError, match="cannot divide int64: its quotients are no int64"):
         kernels.copy([ints], [ints], 2)
     with pytest.raises(ValueError, match=r"pack needs a contiguous buffer of 8 elements, got float32\[4\]"):
         kernels.pack([floats, floats], floats)
@@ -275,8 +274,6 @@ def test_what_does_not_fit_is_refused(kernels: DeviceKernels) -> None:
         kernels.unpack(floats[::2], [floats])
     with pytest.raises(ValueError, match=r"cannot copy float32\[4\] to int64\[4\]"):
         kernels.copy([floats], [ints])
-    with pytest.raises(TypeError, match=r"overflow must be an array \[1\] of 32-bit integers, got int64\[4\]"):
-        kernels.pack([floats], half, ints)
     with pytest.raises(TypeError, match="cannot combine int64 into float32 by sum"):
         kernels.combine([ints], Reduction(), floats)
     with pytest.raises(TypeError, match="cannot divide int64"):
@@ -307,27 +304,31 @@ def test_every_half_becomes_its_float32(kernels: DeviceKernels, half: Any) -> No
 def test_float32_is_rounded_to_nearest_even(kernels: DeviceKernels, half: Any) -> None:
     """As NumPy and ml_dtypes do it, with subnormal numbers, infinities, and what is no number."""
     patterns = every_float32()
-    buffer, overflow = empty(patterns.size, half), up(np.full(1, 5, np.uint32))
-    kernels.pack([up(patterns)], buffer, overflow)
+    buffer = empty(patterns.size, half)
+    kernels.pack([up(patterns)], buffer, counts_overflow=True)
     with np.errstate(all="ignore"):
         expected = patterns.astype(half)
     assert same(down(buffer), expected)
     became = np.isfinite(patterns) & np.isinf(expected)
     assert became.any()
-    assert down(overflow)[0] == 5 + became.sum()
+    assert kernels.overflowed == became.sum() * (half == F16)
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
-def test_finite_numbers_that_became_infinities_are_counted(kernels: DeviceKernels, half: Any) -> None:
-    least = 65520.0 if half == F16 else float(np.uint32(0x7F7F8000).view(F32))
+def test_finite_numbers_that_became_infinities_are_counted(kernels: DeviceKernels) -> None:
+    """Where they count: in float16."""
+    least = 65520.0
     below = float(np.nextafter(np.float32(least), np.float32(0)))
     host = np.array([1, least, -least, below, -below, np.inf, -np.inf, np.nan, 0], F32)
-    overflow = up(np.zeros(1, np.int32))
-    for _ in range(3):
-        kernels.pack([up(host)], empty(host.size, half), overflow)
-    assert down(overflow)[0] == 6
-    kernels.combine([up(host / 2), up(host / 2)], Reduction(), empty(host.size, half), overflow)
-    assert down(overflow)[0] == 8
+    buffer = empty(host.size, F16)
+    for counts_overflow in (True, False, True, True):
+        kernels.pack([up(host)], buffer, counts_overflow)
+    down(buffer)
+    assert kernels.overflowed == 6
+    for counts_overflow in (True, False):
+        reduction = Reduction(counts_overflow=counts_overflow)
+        kernels.combine([up(host / 2), up(host / 2)], reduction, buffer)
+    down(buffer)
+    assert kernels.overflowed == 8
 
 
 # Joining.
@@ -344,13 +345,15 @@ def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: Any, op
             expected = np.empty(count, dtype)
             with np.errstate(all="ignore"):
                 Reduction(op).combine(rows, expected)
-                if dtype.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
-                    expected = joined_pairs(rows)
             for parts in (up(np.stack(rows)), [up(row) for row in rows]):
                 out = empty(count, dtype)
                 kernels.combine(parts, Reduction(op), out)
-                assert same(down(out), expected), (count, num_parts)
-    assert kernels.num_launches == 4 * 4 * 2
+                if dtype.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
+                    assert (abs(down(out) - expected) <= 8 * np.finfo(dtype).eps * abs(expected)).all()
+                else:
+                    assert same(down(out), expected), (count, num_parts)
+    by_kernels = dtype.kind == "f" or dtype in HALVES or (dtype.kind == "c" and op == "sum")
+    assert kernels.num_launches == 4 * 4 * 2 * by_kernels
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -371,11 +374,13 @@ def test_odd_numbers_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: An
     assert same(result, expected)
 
 
-def joined_pairs(rows: list[Any]) -> Any:
-    real, imag = rows[0].real.copy(), rows[0].imag.copy()
-    for row in rows[1:]:
-        real, imag = real * row.real - imag * row.imag, real * row.imag + imag * row.real
-    return (real + 1j * imag).astype(rows[0].dtype)
+def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
+    """In any order: their addresses are no row of even steps."""
+    rows = [numbers_of(F16, 5, seed) for seed in range(500)]
+    parts = [up(row) for row in rows]
+    out, expected = empty(5, F16), in_rank_order(np.add, rows, F16, 500)
+    kernels.combine(parts, Reduction("sum", 500), out)
+    assert same(down(out), expected)
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -433,25 +438,22 @@ def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> N
 
 
 def test_offsets_go_far_beyond_32_bits() -> None:
-    """Rows of a huge array, of which two are really there: the other side pretends to begin far below."""
-    sizes = (2**33 + 5, 3)
-    rows = rows_of(Move("pack", F32, False), sizes, (F32, F32))
-    assert rows.num_elements == 2**33 + 8
-    words = rows.words.reshape(-1, 3)
-    assert words[:, 0].max() == 2**33
-    assert words[-1].tolist() == [0, 2**33 + 5, 1 | 3 << 32 | 2 << 48]
-    last = words[-3:].copy()  # the end of the huge array, and the small one
-    held = int(2**33 + 5 - last[0, 0])
+    """Of a huge array and a small one: the end of the huge one is really there, and pretends to begin far below."""
+    held, below = 3 * ROW // 4 + 5, 4 * 2**33
     numbers = np.arange(held + 3, dtype=F32)
     result = np.zeros(held + 3, F32)
-    below = 4 * int(last[0, 0])
-    places = np.array([numbers.ctypes.data - below, numbers[held:].ctypes.data], np.uint64)
-    arguments = (last.ctypes.data, 3, places.ctypes.data, 0, 0, result.ctypes.data - below, 1, 0)
-    standin_kernels.call(kernel_source(), "mpidist_copy", 1, 256, arguments)
+    sources = [numbers.ctypes.data - below, numbers[held:].ctypes.data]
+    targets = [result.ctypes.data - below, result[held:].ctypes.data]
+    (table,) = tables_of(sources, targets, [2**33 + held, 3], [2], [4])
+    rows_there = 4 + 1
+    assert table.num_rows == 2**33 * 4 // ROW + rows_there
+    arguments = (table.words, 2, table.num_rows, 1, 0)
+    first_block = 2**33 * 4 // ROW * 32 // 256
+    standin_kernels.call(kernel_source(), "mpidist_copy", table.num_blocks, 256, arguments, first_block)
     assert (result == numbers).all()
 
 
-# Tables: what is found again, and what makes place.
+# Calls that come again.
 
 
 def test_a_call_that_comes_again_allocates_nothing(standin: StandIn) -> None:
@@ -466,36 +468,12 @@ def test_a_call_that_comes_again_allocates_nothing(standin: StandIn) -> None:
         kernels.combine(parts, Reduction(), out)
 
     step()
-    before = len(standin.allocations), len(standin.pinned), len(standin.events), standin.num_kernels
-    uploads = count_uploads(standin)
+    before = len(standin.allocations), len(standin.events), standin.num_kernels
     for _ in range(20):
         step()
-    after = len(standin.allocations), len(standin.pinned), len(standin.events), standin.num_kernels
-    assert after[:3] == before[:3]
-    assert after[3] == before[3] + 3 * 20
-    assert uploads == []
-
-
-def count_uploads(standin: StandIn) -> list[int]:
-    uploads: list[int] = []
-    runtime = standin.module.cuda.runtime
-    copy = runtime.memcpyAsync
-    runtime.memcpyAsync = lambda *arguments: (uploads.append(arguments[2]), copy(*arguments))[1]
-    return uploads
-
-
-def test_other_arrays_of_the_same_sizes_bring_their_addresses_alone(standin: StandIn) -> None:
-    kernels = DeviceKernels(standin.cuda)
-    uploads = count_uploads(standin)
-    kept = []
-    for seed in range(5):
-        arrays = [up(numbers_of(F32, 30_000, seed)) for _ in range(3)]
-        kept.append(arrays)
-        buffer = empty(90_000, F32)
-        kernels.pack(arrays, buffer)
-        assert bits(down(buffer)) == 3 * bits(numbers_of(F32, 30_000, seed))
-    assert len(uploads) == 1 + 5
-    assert uploads[1:] == [8 * 3] + [8 * 3] * 4
+    after = len(standin.allocations), len(standin.events), standin.num_kernels
+    assert after == (*before[:2], before[2] + 3 * 20)
+    assert standin.staging.order == []
 
 
 def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(standin: StandIn) -> None:
@@ -516,88 +494,7 @@ def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(standin:
         assert bits(down(buffer)) == bits(down(memory)[:16])
 
 
-@pytest.mark.parametrize("is_waited_for", [True, False])
-def test_old_tables_make_place_and_no_table_changes_under_a_launch(standin: StandIn, is_waited_for: bool) -> None:
-    """On several streams in turn: the stand-in notes whoever writes to a table that another stream still reads."""
-    kernels = DeviceKernels(standin.cuda)
-    tables = kernels._tables = DeviceTables(standin.module, max_bytes=4096)
-    first = standin.current
-    streams = [first, *(standin.module.cuda.Stream(non_blocking=True) for _ in range(2))]
-    memory = up(np.arange(10_000, dtype=F32))
-    first.synchronize()
-    rng = np.random.default_rng(5)
-    kept = [[memory[at : at + 5], memory[at + 9 : at + 16]] for at in range(40)]
-    buffers, last = [empty(12, F32) for _ in streams], [0] * 3
-    for _ in range(300):
-        which = int(rng.integers(len(streams)))
-        last[which] = int(rng.integers(len(kept)))
-        standin.current = streams[which]
-        kernels.pack(kept[last[which]], buffers[which])
-        if is_waited_for:
-            assert down(buffers[which]).tolist() == packed(last[which])
-    for which, stream in enumerate(streams):
-        standin.current = stream
-        assert down(buffers[which]).tolist() == packed(last[which])
-    standin.current = first
-    assert sum(table.capacity * 8 for table in tables._tables.values()) <= 4096
-    assert len(standin.pinned) < 30
-
-
-def packed(at: int) -> list[float]:
-    return [*range(at, at + 5), *range(at + 9, at + 16)]
-
-
-def test_a_table_whose_copy_is_under_way_is_not_written_to(standin: StandIn) -> None:
-    tables = DeviceTables(standin.module, max_bytes=512)
-    stream, is_held = standin.current, [True]
-
-    def hold() -> Iterator[None]:
-        while is_held:
-            yield
-
-    standin.enqueue(hold(), stream, [])
-    made = [tables.upload(at, np.full(3, at, np.uint64), None, stream) for at in range(4)]
-    assert len({its.address for its in made}) == 4, "none has been copied yet"
-    assert [tables.find(at) is None for at in range(4)] == [True, True, True, False]
-    is_held.clear()
-    stream.synchronize()
-    assert [list(standin_kernels.words_at(its.address, 3)) for its in made] == [[at] * 3 for at in range(4)]
-    again = tables.upload(9, np.full(3, 9, np.uint64), None, stream)
-    assert again is made[0]
-    assert again.generation == 1
-    stream.synchronize()
-    assert list(standin_kernels.words_at(again.address, 3)) == [9] * 3
-
-
 # Graphs.
-
-
-def test_captured_calls_do_as_much_when_they_are_run_again(standin: StandIn) -> None:
-    """And what is captured keeps its tables, whatever else is packed."""
-    kernels = DeviceKernels(standin.cuda)
-    kernels._tables = DeviceTables(standin.module, max_bytes=4096)
-    arrays, buffer = [up(numbers_of(F32, size)) for size in (3, 40, 7)], empty(50, F32)
-    others = [up(numbers_of(F32, 50, seed)) for seed in range(40)]
-    stream = standin.current
-    kernels.pack(arrays, buffer)
-    kernels.unpack(buffer, arrays, 2)
-    stream.synchronize()
-    uploads = count_uploads(standin)
-    stream.captured = captured = []
-    kernels.pack(arrays, buffer)
-    kernels.unpack(buffer, arrays, 2)
-    with pytest.raises(RuntimeError, match=r"arrays that are new cannot be captured.*make the same call once"):
-        kernels.pack(others[:1], buffer)
-    stream.captured = None
-    assert len(captured) == 2
-    assert uploads == []
-    for other in others:
-        kernels.pack([other], buffer)
-        stream.synchronize()
-    before = [down(its) for its in arrays]
-    for run in captured:
-        run()
-    assert all(same(down(its), was / np.float32(2)) for its, was in zip(arrays, before, strict=True))
 
 
 @pytest.mark.gpu
@@ -672,9 +569,10 @@ def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
     ptx = made.read_text()
     require_exact(ptx)
     entries = {entry.split("(")[0].strip(): entry for entry in ptx.split(".visible .entry")[1:]}
-    assert len(entries) == 3 + 18
+    assert len(entries) == 3 + 8
+    assert ".local" not in ptx, "tables are read where they come, and copied by no thread"
     for name in ("mpidist_copy", "mpidist_cast", "mpidist_combine_bf_bf", "mpidist_combine_f4_f4"):
-        assert "ld.v4.u32" in entries[name] or "ld.v4.f32" in entries[name], name
+        assert re.search(r"ld(\.global)?\.v4\.[uf]32", entries[name]), name
 
 
 def find_nvrtc() -> Any:

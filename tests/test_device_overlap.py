@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +18,12 @@ from everywhere import raises_everywhere
 from gpus import down, gpus, looked_after, opened, up
 from standin_overlap import LateStandIn
 
-from mpidist.collectives.arguments import Spec
-from mpidist.collectives.arithmetic import Arithmetic
-from mpidist.collectives.packed_execution import run_on_device
-from mpidist.collectives.plan import messages_of
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.communicator import SoloCommunicator
-from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -235,12 +225,12 @@ def test_a_call_is_launched_when_all_have_come(standin: LateStandIn, group: Sync
 
 
 @pytest.mark.ranks(min=2)
-def test_memory_of_a_lane_is_allocated_on_the_lane(standin: LateStandIn, group: SyncGroup) -> None:
+def test_memory_of_a_pack_stream_is_allocated_on_it(standin: LateStandIn, group: SyncGroup) -> None:
     """What a call outside of launches was lent belongs to the caller's stream, which may have it back at any time."""
     queue = queue_of(group)
     outside = [queue.buffer("lent", 64) for _ in range(2)]
-    lanes = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
-    addresses = [memory.data.ptr for memory in (*outside, *lanes)]
+    inside = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
+    addresses = [memory.data.ptr for memory in (*outside, *inside)]
     assert addresses[0] == addresses[1]
     assert len(set(addresses)) == 3
 
@@ -549,82 +539,3 @@ def test_calls_that_agree_are_refused_while_a_graph_is_captured(
         handle.wait()
     standin.captured.clear()
     assert is_total(ops.all_reduce("SUM", value), comm.size, 9)
-
-
-def own_levels(provider: cuda.Cuda, comm: Intracomm) -> tuple[NcclCommunicator, DeviceQueue, Levels]:
-    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
-    made = provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
-    handle = Handle(provider, made, int(provider.cupy.cuda.runtime.getDevice()))
-    queue = DeviceQueue(provider)
-    its = NcclCommunicator(handle, "all", comm.rank, comm.size, queue)
-    alone = SoloCommunicator("across_nodes", device=True)
-    return its, queue, Levels(its, its, alone, True, None, NcclReach.WORLD, queue, DeviceKernels(provider))
-
-
-def work_of(arrays: list[Any], levels: Levels) -> Callable[[], None]:
-    arithmetic = Arithmetic.of(ReduceOp.SUM, PACKS, levels, by_node=True)
-    messages, num_packs = messages_of(
-        arithmetic, [Spec((100,), F4, True) for _ in arrays], PACKS.bytes_per_pack, 1, levels
-    )
-    assert len(messages) == num_packs == len(arrays) // ARRAYS_OF_A_PACK
-
-    def work() -> None:
-        run_on_device(messages, arrays, arrays, levels, lambda its, buffer, how: its.world.all_reduce(buffer, how))
-
-    return work
-
-
-def test_what_a_launch_does_can_be_captured(standin: LateStandIn, comm: Intracomm) -> None:
-    """Without a wait, a query or an allocation: the stand-in notes them. Then other work follows without a wait."""
-    its, queue, levels = own_levels(standin.cuda, comm)
-    arrays = arrays_of_packs(comm.rank, 4)
-    work = work_of(arrays, levels)
-    queue.wait(queue.launch("warm-up", work, arrays))
-    own = standin.cuda.cupy.cuda.Stream(non_blocking=True)
-    with standin.stream(own):
-        for array in arrays:
-            array[...] = comm.rank + 1
-        standin.captured.add(own.ptr)
-        before = standin.num_allocations, queue.num_waits, standin.num_queries, len(standin.events)
-        launched = queue.launch("a graph", work, arrays)
-        assert (standin.num_allocations, queue.num_waits, standin.num_queries, len(standin.events)) == before
-        assert launched.event is None
-        with pytest.raises(RuntimeError, match="cannot while a CUDA graph is captured"):
-            its.broadcast(arrays[0], 0)
-        standin.captured.clear()
-        for array in arrays:
-            assert (down(array) == comm.size * (comm.size + 1) / 2).all()
-    its.free()
-
-
-@pytest.mark.gpu
-@pytest.mark.ranks(max=1)
-def test_a_graph_of_packing_nccl_and_unpacking_is_replayed(comm: Intracomm) -> None:
-    """On a real GPU: one rank, whose all-reduce leaves the numbers as they are, and kernels around it."""
-    found = cuda.current()
-    if found.support.reason:
-        pytest.skip(f"needs a GPU: {found.support.reason}")
-    its, queue, levels = own_levels(found, comm)
-    arrays = arrays_of_packs(comm.rank, 4)
-    work = work_of(arrays, levels)
-    queue.wait(queue.launch("warm-up", work, arrays))
-    own = found.cupy.cuda.Stream(non_blocking=True)
-    with own:
-        own.begin_capture()
-        launched = queue.launch("a graph", work, arrays)
-        graph = own.end_capture()
-        for value in (3, 4):
-            for array in arrays:
-                array[...] = value
-            graph.launch(stream=own)
-            own.synchronize()
-            assert all((down(array) == value).all() for array in arrays)
-    assert launched.event is None
-    assert is_total(its_sum(its, comm), comm.size, 9), "eager calls go on"
-    its.free()
-
-
-def its_sum(its: NcclCommunicator, comm: Intracomm) -> Any:
-    buffer = mine(comm.rank, 9)
-    its.all_reduce(buffer, Reduction())
-    return buffer

@@ -66,8 +66,7 @@ def test_what_is_missing_is_said_with_its_remedy(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     support = Cuda(load, lambda name: has).support
     assert re.search(reason, support.reason)
-    assert support.has_nccl == (reason == "^$")
-    assert not support.has_nccl or (support.num_devices, support.nccl_version) == (2, 22809)
+    assert reason != "^$" or (support.num_devices, support.nccl_version) == (2, 22809)
 
 
 def test_hidden_gpus_are_told_from_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +96,8 @@ def test_versions_are_written_as_people_do(number: int, text: str) -> None:
     assert nccl_version_text(number) == text
 
 
-GOOD = GpuFacts("", b"a", "0000:01:00.0", 0, 22809, 12090, 13000)
-OTHER = replace(GOOD, gpu=b"b", address="0000:02:00.0")
+GOOD = GpuFacts("", ("n1", "0000:01:00.0"), 22809)
+OTHER = replace(GOOD, gpu=("n1", "0000:02:00.0"))
 HOSTS = ["n1", "n1", "n2", "n2"]
 
 
@@ -120,19 +119,11 @@ def test_ranks_need_a_gpu_each(facts: list[GpuFacts], reason: str) -> None:
     assert bool(found) == bool(reason)
 
 
-@pytest.mark.parametrize(
-    ("field", "number", "what"),
-    [
-        ("nccl_version", 23004, "NCCL"),
-        ("runtime_version", 13000, "CUDA runtime"),
-        ("driver_version", 12080, "CUDA driver"),
-    ],
-)
-def test_versions_must_agree_where_ranks_meet(field: str, number: int, what: str) -> None:
-    facts = [GOOD, OTHER, replace(GOOD, gpu=b"c", **{field: number}), replace(OTHER, gpu=b"d", **{field: number})]
+def test_versions_must_agree_where_ranks_meet() -> None:
+    facts = [GOOD, OTHER, *(replace(GOOD, gpu=("n2", gpu), nccl_version=23004) for gpu in "ab")]
     assert reason_against_nccl(facts, [[0, 1], [2, 3]], HOSTS) == ""
     with pytest.raises(
-        TopologyError, match=rf"one version of {what}.*\n  .*: ranks 0-1 \(n1\)\n  .*: ranks 2-3 \(n2\)"
+        TopologyError, match=r"one version of NCCL.*\n  2.28.9: ranks 0-1 \(n1\)\n  2.30.4: ranks 2-3 \(n2\)"
     ):
         reason_against_nccl(facts, [range(4)], HOSTS)
 
@@ -146,9 +137,6 @@ def test_facts_are_read_from_the_process() -> None:
     load = modules()
     load("cupy").cuda.Device = lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0")
     load("cupy").cuda.runtime.getDevice = lambda: 1
-    load("cupy").cuda.runtime.getDeviceProperties = lambda index: {"uuid": b"u"}
     environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_COMM_BLOCKING": "0"}
     facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1")
-    assert facts == GpuFacts(
-        "h", (b"u", "0000:01:00.0"), "0000:01:00.0", 1, 22809, 12090, 13000, False, True
-    )  # 2.28 shares none
+    assert facts == GpuFacts("h", ("n1", "0000:01:00.0"), 22809, False, True)  # 2.28 shares none

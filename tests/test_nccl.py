@@ -35,7 +35,7 @@ from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle, NcclInit
+from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -489,13 +489,13 @@ def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
 def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(standin: StandIn, comm: Intracomm) -> None:
     unique_id = comm.bcast(standin.nccl.get_unique_id() if comm.rank == 0 else None)
     if comm.rank == 0:
-        making = NcclInit(standin.cuda, comm.size, unique_id, 0, 0)
+        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, 0, 0)
         time.sleep(0.1)
         assert making.outcome() == (False, "")
         making.cancel()
     comm.Barrier()
     if comm.rank:
-        making = NcclInit(standin.cuda, comm.size, unique_id, comm.rank, 0)
+        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, comm.rank, 0)
         while not making.outcome()[0]:
             time.sleep(0.01)
         making.cancel()

@@ -40,7 +40,7 @@ def _measure(bench: Bench, report: Report, comm: object) -> None:
     bench.synchronize()
     with stream:
         step = _step(bench, kernels, lists, targets, reduced, comm)
-        step()  # compiles, and brings the tables
+        step()  # compiles
         stream.synchronize()
         stream.begin_capture()
         step()

@@ -120,7 +120,7 @@ def measure(bench: Bench, report: Report) -> None:
         if _size() == 1:
             with report.question("leaks", "pack and unpack, new arrays each time"):
                 call_often(bench, report, "pack and unpack, new arrays each time", kernels_call(bench))
-            if bench.cuda.support.has_nccl:
+            if not bench.cuda.support.reason:
                 with report.question("leaks", "NCCL of one rank"):
                     nccl_calls(bench, report)
         question = f"all_reduce of a list, {_size()} rank" + "s" * (_size() > 1)

@@ -23,6 +23,7 @@ from mpidist.transport.half import bfloat16
 
 __all__ = ["measure"]
 
+ARRAYS_OF_A_LAUNCH = 168
 SETS = 3  # of arrays, used in turn; one set of ResNet-50 is three times the cache
 Shape = tuple[int, ...]
 
@@ -58,7 +59,7 @@ def shapes_of(bench: Bench, copies: int = 1) -> list[Shape]:
 
 
 def share_of_roof(bench: Bench, report: Report, number: str, question: str, nbytes: int, its: Sample, least: int,
-                  launches: int) -> None:  # fmt: skip
+                  launches: int, most_launches: int = 1) -> None:  # fmt: skip
     """Note a time beside that of the device's own copy of as many bytes."""
     roof = bench.roof(nbytes)
     share = roof.median / its.median
@@ -67,8 +68,8 @@ def share_of_roof(bench: Bench, report: Report, number: str, question: str, nbyt
         number,
         question,
         got + ("" if its.is_pure else ", host's time in it"),
-        target=f">= {least} % of the roof, 1 launch",
-        met=share >= least / 100 and launches == 1,
+        target=f">= {least} % of the roof, {most_launches} launch" + "es" * (most_launches != 1),
+        met=share >= least / 100 and launches <= most_launches,
         note=f"roof: {nbytes / roof.median / 1e12:.2f} TB/s",
         **its.numbers,
         bytes=nbytes,
@@ -176,7 +177,8 @@ def measure_large(bench: Bench, report: Report, kernels: DeviceKernels) -> None:
     (times,) = bench.gpu_times(ways, bench.turns(30)).values()
     question = f"pack {len(lists.sizes)} tensors, {4 * lists.total / 1e9:.2f} GB"
     launches = launches_of(kernels, ways["large"][0])
-    share_of_roof(bench, report, "G1", question, 8 * lists.total, times, 90, launches)
+    most = -(-len(lists.sizes) // ARRAYS_OF_A_LAUNCH)
+    share_of_roof(bench, report, "G1", question, 8 * lists.total, times, 90, launches, most)
 
 
 def measure_cast(bench: Bench, report: Report, kernels: DeviceKernels) -> None:
@@ -265,7 +267,8 @@ def measure_tiny_tensors(bench: Bench, report: Report, kernels: DeviceKernels) -
     packs = [lambda at=at: kernels.pack(lists[at], buffers[at]) for at in range(sets)]
     (times,) = bench.gpu_times({"many": packs}, bench.turns(60)).values()
     launches = launches_of(kernels, packs[0])
-    share_of_roof(bench, report, "G5", f"pack {count} tensors of {size}", 8 * count * size, times, 50, launches)
+    question, most = f"pack {count} tensors of {size}", -(-count // ARRAYS_OF_A_LAUNCH)
+    share_of_roof(bench, report, "G5", question, 8 * count * size, times, 50, launches, most)
     (host,) = bench.host_times({"many": packs[:1]}, bench.turns(60)).values()
     question = f"host's time of packing {count} tensors, the same as before"
     report.add("G5", question, str(host), target="<= 50 us", met=host.median <= 50e-6, **host.numbers)

@@ -36,7 +36,7 @@ def run_part(title: str, measure: Callable[[Bench, Report], None], rank: int = 0
     parser.add_argument("--tiny", action="store_true", help="see whether it runs")
     given = parser.parse_args()
     found = cuda.current()
-    if not found.support.num_devices or (needs_nccl and not found.support.has_nccl):
+    if not found.support.num_devices or (needs_nccl and found.support.reason):
         print(f"nothing can be measured here: {found.support.reason}", file=sys.stderr)
         return NO_GPU
     found.cupy.cuda.Device(rank % found.support.num_devices).use()

@@ -42,7 +42,7 @@ def ways_to_wait(bench: Bench) -> dict[str, tuple[Timed, Timed]]:
 
     def queued_asking(length: float) -> None:
         launched = queue.launch("a measurement", lambda: bench.hold(length))
-        while not queue.has_come(launched):
+        while not queue.is_complete(launched):
             continue
 
     return {"for staging": (staged, staged_asking), "for NCCL and packs": (queued, queued_asking)}

@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         parts: For each part of the call, its arrays and the places of their results.
-        after: An event that what works on a GPU comes after; `None` for what the current stream holds.
+        after: The event that work on the GPU begins after; `None` if it begins after what the current stream holds.
     """
 
     parts: list[tuple[list[Any], list[Any]]]
@@ -93,7 +93,7 @@ class PackedExecution(Execution):
             self._levels_of = group.host_levels_of
 
     def prepare(self, call: ReductionCall, is_later: bool) -> None:
-        """Allocate results in device memory, and mark what a call that was started comes after on the GPU."""
+        """Allocate results in device memory, and mark the work on the GPU that a started call comes after."""
         if self._uses_device:
             self._group.devices.require_usable(call.name)
             call.state = self._lay_out(call, is_later)
@@ -128,7 +128,7 @@ class PackedExecution(Execution):
         launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout, layout.after)
         pending.is_launched = True
         yield 0  # who waits for a later call launches that, too, before it waits for this one
-        while not queue.has_come(launched):
+        while not queue.is_complete(launched):
             if pending.is_waited_for:
                 self._wait(queue, launched, pending, call)
             else:
@@ -274,10 +274,9 @@ def run_on_device(
         if message.direct:
             reduce(levels, _part(message.pieces[0], results).reshape(-1), message.reduction)
             continue
-        with levels.lane():
+        with levels.pack_stream():
             buffer = levels.pack_buffer(message.count, message.wire)
-            overflow = kernels.overflow_of(message.wire) if message.is_compressed else None
-            kernels.pack(_parts(message.pieces, arrays), buffer, overflow)
+            kernels.pack(_parts(message.pieces, arrays), buffer, message.is_compressed)
             reduce(levels, buffer, message.reduction)
             kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
     for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
@@ -291,6 +290,6 @@ def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
 
 def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
     array = arrays[piece.index]
-    if piece.count == array.size:  # the same object at every call, which is found fast
+    if piece.count == array.size:  # no view to be made
         return array
     return array.reshape(-1)[piece.start : piece.stop]

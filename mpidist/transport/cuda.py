@@ -44,11 +44,6 @@ class GpuSupport:
     driver_version: int = 0
     reason: str = ""
 
-    @property
-    def has_nccl(self) -> bool:
-        """Whether NCCL can be used."""
-        return not self.reason
-
 
 def _import(name: str) -> Any:
     if name == "cupy":

@@ -42,7 +42,7 @@ class Pieces:
     whole: Any = None
 
     def all_copies(self, without: int = -1) -> list[Copy]:
-        """List the copies of all pieces but one, neighbours as one."""
+        """List the copies of all pieces but piece `without`; copies of adjacent memory are joined."""
         joined: list[Copy] = []
         for number, copies in enumerate(self.copies):
             if number == without:
@@ -56,10 +56,10 @@ class Pieces:
 
 
 class Buffers(ABC):
-    """What a chunk's pieces go through, for one call.
+    """The memory from which MPI sends the pieces of a chunk, and into which MPI receives them.
 
     Args:
-        staging: What lends the memory.
+        staging: Lends the memory.
     """
 
     def __init__(self, staging: Staging) -> None:
@@ -76,7 +76,7 @@ class Buffers(ABC):
 
 @final
 class SlotBuffers(Buffers):
-    """By slots of pinned memory."""
+    """Slots of pinned host memory, which pieces are copied to and from."""
 
     def reserve(self, count: int, nbytes: int) -> None:
         self._staging.reserve(count, nbytes)
@@ -99,7 +99,7 @@ class SlotBuffers(Buffers):
 
 @final
 class DirectBuffers(Buffers):
-    """By their addresses in device memory, which MPI must be able to read."""
+    """The pieces themselves, in device memory, which MPI must be able to read."""
 
     def reserve(self, count: int, nbytes: int) -> None:
         pass
@@ -119,7 +119,7 @@ def cut_evenly(count: int, size: int, num_chunks: int) -> list[list[Piece]]:
 
 
 def cut_shards(bounds: Sequence[int], num_chunks: int) -> list[list[Piece]]:
-    """Cut every rank's shard into `num_chunks` pieces: a chunk has one of each, so that all ranks work on each."""
+    """Cut every rank's shard into `num_chunks` pieces. A chunk has a piece of each shard: all ranks work on it."""
     cuts = [
         [start + (stop - start) * chunk // num_chunks for chunk in range(num_chunks + 1)]
         for start, stop in pairwise(bounds)

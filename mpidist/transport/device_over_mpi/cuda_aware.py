@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.device_over_mpi.buffers import DirectBuffers
-from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
+from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.mpi import MpiCommunicator, load_mpi
 
@@ -36,16 +36,16 @@ def takes_device_memory(cupy: Any) -> bool:
 class DeviceMpiCommunicator(MessagedCommunicator):
     """Ranks of an MPI communicator that carries bytes of device memory; GPUs add, in rank order.
 
-    Only messages from rank to rank: MPI's own reductions of device memory go through the host, or crash. As many bytes
-    as `HostStagedCommunicator` between nodes, from where they are. The user must have said that MPI can.
+    Only messages from rank to rank: MPI's own reductions of device memory go through the host, or crash. Ranks send as
+    many bytes as those of `HostStagedCommunicator`. The user must have said that MPI takes device memory.
 
     MPI knows no streams, so a call waits for what the caller's current stream holds before the first message, and
     returns when its work is done. NCCL's calls return when they are done as well: never are both under way, which
     could end in a deadlock.
 
     Args:
-        mpi: Carries the bytes. It stays its owner's; traffic is counted there.
-        staging: Streams, and device memory for what comes; it stays its owner's. No pinned memory is used.
+        mpi: Carries the bytes and counts them. Its owner frees it.
+        staging: Streams, and device memory for parts of other ranks. Its owner frees it. No pinned memory is used.
     """
 
     def __init__(self, mpi: MpiCommunicator, staging: Staging) -> None:

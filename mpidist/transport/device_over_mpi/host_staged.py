@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.device_over_mpi.buffers import Piece, Pieces, SlotBuffers, cut_evenly, cut_shards, room_of
-from mpidist.transport.device_over_mpi.messaged import MessagedCommunicator
+from mpidist.transport.device_over_mpi.buffers import Piece, Pieces, SlotBuffers, cut_shards, room_of
+from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
@@ -22,26 +22,25 @@ Work = Callable[[Array, list[int]], object]  # on a chunk in host memory, and th
 class HostStagedCommunicator(MessagedCommunicator):
     """A communicator of host memory, for device arrays.
 
-    A call moves as much between ranks as the one it stands on, and the buffer (or the shard) once each way between
-    device and host, in chunks: while one is on the network, the next is copied down and the one before up. Between
-    nodes MPI only carries, and GPUs add (`DeviceMessages`): what came goes up once more, and the result down, S / P
+    Ranks send each other as much as those of the host communicator do. The buffer (or the shard) passes once each way
+    between device and host, in chunks: while a chunk is on the network, the next one is copied down and the one before
+    up. Between
+    nodes MPI only carries, and GPUs add: what came goes up once more, and the result down, S / P
     bytes each. MPI adds messages below `StagingSizes.join_bytes`, and those of very many ranks; within a node shared
     memory adds.
 
     Work comes after what the caller's current stream holds, and a call returns when its work is done.
 
     Args:
-        host: The communicator of host memory. It stays its owner's, who frees it. Traffic is counted there: one call
-            for each of this one's that messages serve; one for each chunk where the host communicator does the work.
-        staging: The slots, which communicators that are used in turn can share. They stay their owner's.
+        host: The communicator of host memory, whose owner frees it. It counts traffic: one call for each call that
+            messages serve, and one for each chunk where the host communicator does the work.
+        staging: The slots, which communicators that are used in turn can share. Their owner frees them.
     """
 
     def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:
         mpi = host if isinstance(host, MpiCommunicator) else host.mpi
-        self._buffers = SlotBuffers(staging)
-        super().__init__(f"{host.name} through the host", mpi, staging, self._buffers, host.traffic)
+        super().__init__(f"{host.name} through the host", mpi, staging, SlotBuffers(staging), host.traffic)
         self._host = host
-        self._staging = staging
         self._adds_by_messages = isinstance(host, MpiCommunicator)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
@@ -69,12 +68,17 @@ class HostStagedCommunicator(MessagedCommunicator):
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
         self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
+        def reduce_chunk(staged: Array, bounds: list[int]) -> object:
+            return self._host.reduce_scatter(staged, reduction, bounds)
+
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             whole = self._buffers.open(slot, 0, buffer, chunks[chunk])
             first, last = chunks[chunk][self.rank]
             own = sum(to - at for at, to in chunks[chunk][: self.rank]) * buffer.itemsize
             up = self._buffers.open(slot, own, shard, [(first - start, last - start)])
-            move = self._on(whole, buffer, chunks[chunk], lambda its, at: self._host.reduce_scatter(its, reduction, at))
+            move = self._on(
+                whole, buffer, chunks[chunk], lambda host, at: self._host.reduce_scatter(host, reduction, at)
+            )
             return [Phase(move, whole.all_copies(), up.all_copies())]
 
         self._staging.run("reduce_scatter", len(chunks), phases_of, self._check_peers, (buffer, shard))
@@ -104,7 +108,7 @@ class HostStagedCommunicator(MessagedCommunicator):
         if into is not None and is_root:
             into[...] = buffer
         target = buffer if into is None else into
-        self._through("broadcast", target, lambda its, _: self._host.broadcast(its, root), is_root, not is_root)
+        self._through("broadcast", target, lambda staged, _: self._host.broadcast(staged, root), is_root, not is_root)
 
     def _joins(self, buffer: Array) -> bool:
         """Whether GPUs add, and MPI only carries."""
@@ -113,7 +117,7 @@ class HostStagedCommunicator(MessagedCommunicator):
 
     def _through(self, what: str, buffer: Array, work: Work, down: bool = True, up: bool = True) -> None:
         """Let the host communicator work on every chunk, with copies of all of it down before and up after."""
-        chunks = cut_evenly(buffer.size, 1, self._staging.sizes.num_chunks(buffer.nbytes))
+        chunks = self._chunks(buffer, 1)
         self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:

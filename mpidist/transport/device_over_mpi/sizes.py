@@ -27,7 +27,7 @@ class StagingSizes:
         chunk_bytes: The size of all chunks, whatever the formula says; 0 for the formula.
         bytes_per_second: B.
         join_bytes: Size from which on GPUs add what MPI brings; MPI adds what is smaller.
-        join_ranks: Number of ranks up to which they do: every rank sends a part to each other.
+        join_ranks: Number of ranks up to which GPUs add: every rank sends a part to each other rank.
         depth: Number of chunks under way at once.
     """
 

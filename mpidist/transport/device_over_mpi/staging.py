@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.gpu import DeviceKernels, has_come, on_stream
+from mpidist.transport.gpu import DeviceKernels, is_complete, on_stream
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 
@@ -44,7 +44,7 @@ class Phase:
     join: Callable[[], None] | None = None
 
 
-PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # of a chunk, that has a slot, by number; one or two
+PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases, for a chunk and its slot, by number
 
 
 @final
@@ -53,7 +53,7 @@ class Staging:
 
     Three streams: `down` for the first copies of chunks, `up` for those that come back, `join` for what the GPU adds
     and the copies that follow from that. A slot is written again only when all that read it is done, by events; the
-    host polls events, and meanwhile asks what its caller gives it. Memory is allocated at first use, grows in powers
+    host polls events, and calls `check_peers` meanwhile. Memory is allocated at first use, grows in powers
     of two when nothing is under way, and is given back by `free`.
 
     After an error in the middle of a call nothing is reused or freed, since MPI and the GPU may still work on it: the
@@ -62,12 +62,13 @@ class Staging:
     Args:
         cuda: What this process has of CuPy.
         sizes: Those of chunks.
-        kernels: What joins parts on the GPU; by default its own.
+        kernels: What joins parts on the GPU; by default new ones.
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
 
     Attributes:
-        kernels: The same.
+        sizes: As above.
+        kernels: As above.
     """
 
     def __init__(
@@ -144,16 +145,18 @@ class Staging:
         self._memory, self._scratch = np.empty(0, np.uint8), None
 
     def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
-        """Poll until an event has come."""
+        """Poll until an event is complete."""
         cupy = self.cupy
-        poll(lambda: has_come(cupy, event, what, "of device memory through the host"), check_peers)
+        poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers)
 
     @cached_property
     def _streams(self) -> _Streams:
         cuda = self.cupy.cuda
         down, up, join = (cuda.Stream(non_blocking=True) for _ in range(3))
         events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
-        return _Streams(down, up, join, cuda.Event(disable_timing=True), tuple(_Events(*of_slot) for of_slot in events))
+        return _Streams(
+            down, up, join, cuda.Event(disable_timing=True), tuple(_SlotEvents(*of_slot) for of_slot in events)
+        )
 
     def _pinned(self, nbytes: int) -> Array:
         cuda = self.cupy.cuda
@@ -181,18 +184,18 @@ class Staging:
 
 @final
 @dataclass(frozen=True)
-class _Events:
-    """Of one slot.
+class _SlotEvents:
+    """The events of one slot.
 
     Attributes:
-        came: The host may work on it.
-        rose: Its copies to the device are done.
-        free: All that read and wrote it is.
+        downloaded: Event after the copies from the device: the host may work on the slot.
+        uploaded: Event after the copies to the device.
+        released: Event after the last work that reads or writes the slot.
     """
 
-    came: Any
-    rose: Any
-    free: Any
+    downloaded: Any
+    uploaded: Any
+    released: Any
 
 
 @final
@@ -202,7 +205,7 @@ class _Streams:
     up: Any
     join: Any
     ready: Any  # the event of what the caller's stream holds
-    events: tuple[_Events, ...]
+    events: tuple[_SlotEvents, ...]
 
 
 @final
@@ -234,7 +237,7 @@ class _Pass:
             if turn:
                 self._advance(turn - 1, 1)
         for events in streams.events[: self._depth]:
-            self._staging.wait(events.free, self._what, self._check_peers)
+            self._staging.wait(events.released, self._what, self._check_peers)
 
     def _start(self, chunk: int) -> None:
         slot = chunk % self._depth
@@ -247,33 +250,33 @@ class _Pass:
         if number >= len(phases):
             return
         phase = phases[number]
-        self._staging.wait(events.came, self._what, self._check_peers)
+        self._staging.wait(events.downloaded, self._what, self._check_peers)
         phase.move()
         for host, device, nbytes in phase.up:
             self._copy(device, host, nbytes, self._to_device, streams.up.ptr)
         goes_on = number + 1 < len(phases)
         if goes_on or phase.join is not None:
-            events.rose.record(streams.up)
-            streams.join.wait_event(events.rose)
+            events.uploaded.record(streams.up)
+            streams.join.wait_event(events.uploaded)
         if phase.join is not None:
             with on_stream(self._staging.cupy, streams.join):
                 phase.join()
         if goes_on:
             self._lower(phases[number + 1], streams.join, slot)
             return
-        events.free.record(streams.up if phase.join is None else streams.join)
+        events.released.record(streams.up if phase.join is None else streams.join)
         if chunk + self._depth < self._count:
-            streams.down.wait_event(events.free)
+            streams.down.wait_event(events.released)
             self._start(chunk + self._depth)
 
     def _lower(self, phase: Phase, stream: Any, slot: int) -> None:
         for host, device, nbytes in phase.down:
             self._copy(host, device, nbytes, self._to_host, stream.ptr)
-        self._streams.events[slot].came.record(stream)
+        self._streams.events[slot].downloaded.record(stream)
 
 
 def aligned(nbytes: int) -> int:
-    """Round a size up, so that what comes after it begins well."""
+    """Round a size up to a multiple of 512 bytes."""
     return -(-nbytes // _LINE) * _LINE
 
 

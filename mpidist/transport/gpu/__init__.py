@@ -1,14 +1,14 @@
 """Kernels and events of one GPU."""
 
-from mpidist.transport.gpu.compiling import Compiling
-from mpidist.transport.gpu.events import Events, Launched, has_come, on_stream
+from mpidist.transport.gpu.background import Background
+from mpidist.transport.gpu.events import Events, Launched, is_complete, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
 
 __all__ = [
-    "Compiling",
+    "Background",
     "DeviceKernels",
     "Events",
     "Launched",
-    "has_come",
+    "is_complete",
     "on_stream",
 ]

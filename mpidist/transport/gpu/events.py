@@ -1,23 +1,24 @@
-"""What a rank knows of its GPU's work: events that mark places in streams, and what comes before them."""
+"""Events that mark places in the streams of a GPU, and the work that is launched there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["Events", "Launched", "has_come", "on_stream"]
+__all__ = ["Events", "Launched", "is_complete", "on_stream"]
 
-_NOT_READY: Final = 600  # of CUDA, for an event that has not come
+_NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
-def has_come(cupy: Any, event: Any, what: str, way: str) -> bool:
-    """Say whether an event has come. Never waits.
+def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
+    """Say whether the GPU has come to an event. Never waits.
 
-    Not `Event.done`, which takes an error for an event that has not come.
+    Not `Event.done`, which takes an error of CUDA for an event that is not complete.
 
     Args:
         cupy: CuPy.
@@ -41,7 +42,7 @@ def has_come(cupy: Any, event: Any, what: str, way: str) -> bool:
 def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
     """Make a stream current for the body of a `with` statement.
 
-    CuPy's own, `with stream:`, goes back to the last one that was entered so, and forgets one made current by `use`.
+    CuPy's own `with stream:` goes back to the last stream that was entered so, not to one made current by `use`.
     """
     before = cupy.cuda.get_current_stream()
     stream.use()
@@ -53,10 +54,10 @@ def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
 
 @final
 class Events:
-    """CUDA events, used again: a stream that was told to wait for one knows what it stood for then.
+    """CUDA events, used again: a stream that waits for an event waits for the place that the event marked then.
 
     Args:
-        cuda: What makes them.
+        cuda: What this process has of CuPy.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -64,14 +65,14 @@ class Events:
         self._free: list[Any] = []
 
     def record(self, stream: Any = None) -> Any:
-        """Mark what a stream holds now; by default the current one."""
+        """Mark what a stream, by default the current stream, holds now."""
         cuda = self._cuda.cupy.cuda
         event = self._free.pop() if self._free else cuda.Event(disable_timing=True)
         event.record(cuda.get_current_stream() if stream is None else stream)
         return event
 
     def give_back(self, event: Any) -> None:
-        """Let an event be recorded anew, that nobody asks for any more."""
+        """Let an event that nobody waits for any more be recorded anew."""
         self._free.append(event)
 
     def follow(self, event: Any) -> None:
@@ -81,22 +82,20 @@ class Events:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Launched:
     """Work on the GPU that the host may not have waited for.
 
     Attributes:
         what: The call, for errors.
-        result: What launched it returned.
-        event: Comes when it is done; `None` in a CUDA graph, where nobody can ask.
-        memory: What must live as long as it.
+        result: What the function that launched the work returned.
+        event: Is complete when the work is done.
+        memory: What must live as long as the work.
         is_done: Whether the host has seen the event.
     """
 
-    __slots__ = ("event", "is_done", "memory", "result", "what")
-
-    def __init__(self, what: str, result: Any, event: Any, memory: Any) -> None:
-        self.what = what
-        self.result = result
-        self.event = event
-        self.memory = memory
-        self.is_done = False
+    what: str
+    result: Any
+    event: Any
+    memory: Any
+    is_done: bool = False

@@ -1,12 +1,10 @@
 // Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
-// header; the tests compile the same text for the host. What a kernel is called with is in device_kernels.py.
+// header; the tests compile the same text for the host. kernels.py launches them, copy_table.py makes their tables.
 //
 // The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
 // others. float32 is added in PTX, because CuPy compiles with -ftz=true, and then C++ makes subnormal numbers zeros.
 
-typedef signed char i1;
 typedef unsigned char u1;
-typedef short i2;
 typedef unsigned short u2;
 typedef int i4;
 typedef unsigned int u4;
@@ -108,12 +106,6 @@ INLINE bool is_less(f4 a, f4 b) {
     return is;
 }
 
-INLINE f4 narrowed(f8 x) {
-    f4 result;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
-    return result;
-}
-
 #else
 
 INLINE f4 plus(f4 a, f4 b) { return a + b; }
@@ -121,7 +113,6 @@ INLINE f4 minus(f4 a, f4 b) { return a - b; }
 INLINE f4 times(f4 a, f4 b) { return a * b; }
 INLINE f4 over(f4 a, f4 b) { return a / b; }
 INLINE bool is_less(f4 a, f4 b) { return a < b; }
-INLINE f4 narrowed(f8 x) { return (f4)x; }
 
 #endif
 
@@ -150,23 +141,18 @@ template <> struct Cast<bf> {
     INLINE bf of(bf x) { return x; }
 };
 template <> struct Cast<f4> {
-    template <class From> INLINE f4 of(From x) { return (f4)x; }
-    INLINE f4 of(f8 x) { return narrowed(x); }
+    INLINE f4 of(f4 x) { return x; }
     INLINE f4 of(f2 x) { return widened(x); }
     INLINE f4 of(bf x) { return widened(x); }
 };
 
-// Whether a finite number has become an infinity.
+// Whether a finite number has become an infinite float16.
 template <class From, class To> INLINE u4 overflows(From, To) { return 0; }
 INLINE u4 overflows(f4 x, f2 y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7c00u; }
-INLINE u4 overflows(f4 x, bf y) { return is_finite(x) && (y.bits & 0x7fffu) == 0x7f80u; }
 
-// x / n as NumPy divides: integers in float64, complex numbers by Smith's way, half precision in float32.
+// x / n as NumPy divides: complex numbers by Smith's way, half precision in float32.
 INLINE f4 quotient(f4 x, i8 n) { return over(x, (f4)n); }
 INLINE f8 quotient(f8 x, i8 n) { return over(x, (f8)n); }
-INLINE f8 quotient(i4 x, i8 n) { return over((f8)x, (f8)n); }
-INLINE f8 quotient(i8 x, i8 n) { return over((f8)x, (f8)n); }
-INLINE f8 quotient(u8 x, i8 n) { return over((f8)x, (f8)n); }
 INLINE f4 quotient(f2 x, i8 n) { return over(widened(x), (f4)n); }
 INLINE f4 quotient(bf x, i8 n) { return over(widened(x), (f4)n); }
 template <class Complex, class Real> INLINE Complex by_smith(Complex x, Real n) {
@@ -192,19 +178,23 @@ template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16
 
 template <class Its> INLINE bool is_aligned(const void* at) { return ((u8)at & (alignof(Its) - 1)) == 0; }
 
-// ---- Moving: a warp takes a row of the table, which is up to 8 KiB of one array.
+// ---- Copying: a warp takes a row, which is up to 8 KiB of one array.
 
-struct Row {
-    u8 start;    // in the array, in elements
-    u8 offset;   // on the other side, in elements
-    u4 index;    // of the array
-    u2 count;    // elements
-    u2 kind;     // which of the moves below
+constexpr u4 ROW_BYTES = 8192;
+
+struct Array {
+    u8 source, target;  // addresses
+    u4 first_row;       // rows of the arrays before it
+    u2 last;            // elements of its last row; the other rows are full
+    u2 kind;            // which of the copies below
 };
 
-template <class From, class To, bool DIVIDES> struct Move {
+struct Table { Array arrays[168]; };  // with the other parameters not more than the 4 KiB that every GPU takes
+
+template <class From, class To, bool DIVIDES> struct Copy {
     static constexpr int WIDER = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
     static constexpr int N = WIDER < 16 ? 16 / WIDER : 1;
+    static constexpr u4 ROW = ROW_BYTES / WIDER;  // elements
 
     INLINE To one(From x, i8 divisor, u4& overflow) {
         const To y = One<From, To, DIVIDES>::of(x, divisor);
@@ -242,10 +232,11 @@ template <class From, class To, bool DIVIDES> struct Move {
         }
     }
 
-    INLINE void row(u8 read_from, u8 write_to, u4 count, u4 lane, i8 divisor, u4& overflow) {
-        const From* from = (const From*)read_from;
-        To* to = (To*)write_to;
-        const u4 head = (u4)((0 - write_to) / sizeof(To)) & (N - 1);  // until `to` is aligned
+    INLINE void row(const Array& array, u4 row, bool is_last, u4 lane, i8 divisor, u4& overflow) {
+        const From* from = (const From*)array.source + (u8)row * ROW;
+        To* to = (To*)array.target + (u8)row * ROW;
+        const u4 count = is_last ? array.last : ROW;
+        const u4 head = (u4)((0 - (u8)to) / sizeof(To)) & (N - 1);  // until `to` is aligned
         if (head >= count || !is_aligned<Several<From, N>>(from + head) || !is_aligned<Several<To, N>>(to + head)) {
             all<1, 4>(from, to, count, lane, divisor, overflow);
             return;
@@ -257,46 +248,40 @@ template <class From, class To, bool DIVIDES> struct Move {
     }
 };
 
-// Kind, dtype that is read, dtype that is written. device_kernels.py has the same lists.
-#define COPIES(MOVE) MOVE(0, u1, u1) MOVE(1, u2, u2) MOVE(2, u4, u4) MOVE(3, u8, u8) MOVE(4, b16, b16)
-#define CASTS(MOVE) \
-    MOVE(16, i1, i4) MOVE(17, u1, i4) MOVE(18, i2, i4) MOVE(19, u2, i4) MOVE(20, i4, i8) MOVE(21, u4, u8) \
-    MOVE(22, i4, f4) MOVE(23, i8, f8) MOVE(24, u8, f8) MOVE(25, f4, f2) MOVE(26, f4, bf) MOVE(27, f2, f4) MOVE(28, bf, f4)
-#define QUOTIENTS(MOVE) \
-    MOVE(32, i4, f4) MOVE(33, i8, f8) MOVE(34, u8, f8) MOVE(35, f4, f4) MOVE(36, f8, f8) MOVE(37, c8, c8) \
-    MOVE(38, c16, c16) MOVE(39, f2, f2) MOVE(40, bf, bf) MOVE(41, f2, f4) MOVE(42, bf, f4)
+// Kind, dtype that is read, dtype that is written. copy_table.py has the same lists.
+#define COPIES(COPY) COPY(0, u1, u1) COPY(1, u2, u2) COPY(2, u4, u4) COPY(3, u8, u8) COPY(4, b16, b16)
+#define CASTS(COPY) COPY(16, f4, f2) COPY(17, f4, bf) COPY(18, f2, f4) COPY(19, bf, f4)
+#define QUOTIENTS(COPY) \
+    COPY(32, f4, f4) COPY(33, f8, f8) COPY(34, c8, c8) COPY(35, c16, c16) \
+    COPY(36, f2, f2) COPY(37, bf, bf) COPY(38, f2, f4) COPY(39, bf, f4)
 
 #define AS_CASE(KIND, FROM, TO, DIVIDES) \
-    case KIND: \
-        Move<FROM, TO, DIVIDES>::row( \
-            from + from_at * sizeof(FROM), to + to_at * sizeof(TO), row.count, lane, divisor, overflow); \
-        break;
+    case KIND: Copy<FROM, TO, DIVIDES>::row(array, row - array.first_row, is_last, lane, divisor, overflow); break;
 #define AS_IT_IS(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, false)
 #define DIVIDED(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, true)
 
-// From arrays to a flat buffer, from it to arrays, or from arrays to others. A side is a flat buffer (`arrays` is 0 and
-// `flat` its address, and rows say where in it) or arrays (their addresses in a table). Three kernels of it, because
-// one with all kinds of moves takes long to compile and many registers.
-#define MOVER(NAME, CASES) \
-    extern "C" __global__ void NAME( \
-        const Row* rows, i8 num_rows, const u8* from_arrays, u8 from_flat, const u8* to_arrays, u8 to_flat, \
-        i8 divisor, u4* overflows_seen \
-    ) { \
-        const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, which = thread / WARP; \
-        if (which >= (u8)num_rows) return; \
-        const Row row = rows[which]; \
-        const u4 lane = (u4)(thread % WARP); \
-        const u8 from = from_arrays ? from_arrays[row.index] : from_flat; \
-        const u8 to = to_arrays ? to_arrays[row.index] : to_flat; \
-        const u8 from_at = from_arrays ? row.start : row.offset, to_at = to_arrays ? row.start : row.offset; \
+// The table is a parameter: it needs no memory of its own, and lies in the constant cache, where a warp looks its array up.
+// Three kernels of it, because one with all kinds of copies takes long to compile and many registers.
+#define COPIER(NAME, CASES) \
+    extern "C" __global__ void NAME(const Table table, i8 num_arrays, i8 num_rows, i8 divisor, u4* overflows_seen) { \
+        const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x; \
+        if (thread / WARP >= (u8)num_rows) return; \
+        const u4 row = (u4)(thread / WARP), lane = (u4)(thread % WARP); \
+        u4 at = 0, end = (u4)num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
+        while (end - at > 1) { \
+            const u4 middle = (at + end) / 2; \
+            if (table.arrays[middle].first_row <= row) at = middle; else end = middle; \
+        } \
+        const Array array = table.arrays[at]; \
+        const bool is_last = row + 1 == (end < (u4)num_arrays ? table.arrays[end].first_row : (u4)num_rows); \
         u4 overflow = 0; \
-        switch (row.kind) { CASES } \
+        switch (array.kind) { CASES } \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }
 
-MOVER(mpidist_copy, COPIES(AS_IT_IS))
-MOVER(mpidist_cast, COPIES(AS_IT_IS) CASTS(AS_IT_IS))
-MOVER(mpidist_divide, QUOTIENTS(DIVIDED))
+COPIER(mpidist_copy, COPIES(AS_IT_IS))
+COPIER(mpidist_cast, COPIES(AS_IT_IS) CASTS(AS_IT_IS))
+COPIER(mpidist_divide, QUOTIENTS(DIVIDED))
 
 // ---- Joining: several pieces, in order, into one.
 
@@ -306,52 +291,24 @@ template <class T> struct Of { typedef T Total; };
 template <> struct Of<f2> { typedef f4 Total; };
 template <> struct Of<bf> { typedef f4 Total; };
 
-template <class T, class Wide> INLINE T joined_integers(i8 op, T a, T b) {  // wraps round, as NumPy's do
-    if (op == SUM) return (T)((Wide)a + (Wide)b);
-    if (op == PROD) return (T)((Wide)a * (Wide)b);
-    return (op == MIN) == (a < b) ? a : b;
-}
-
-template <class T> INLINE T joined_floats(i8 op, T a, T b) {  // the first that is no number wins
+template <class T> INLINE T joined(i8 op, T a, T b) {  // the first that is no number wins
     if (op == SUM) return plus(a, b);
     if (op == PROD) return times(a, b);
     return is_nan(a) || (op == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
 }
 
-template <class T> INLINE T joined_pairs(i8 op, T a, T b) {
-    T c;
-    c.re = op == SUM ? plus(a.re, b.re) : minus(times(a.re, b.re), times(a.im, b.im));
-    c.im = op == SUM ? plus(a.im, b.im) : plus(times(a.re, b.im), times(a.im, b.re));
-    return c;
-}
+template <class T> INLINE T divided(T x, i8 n) { return n == 1 ? x : quotient(x, n); }
 
-INLINE i1 joined(i8 op, i1 a, i1 b) { return joined_integers<i1, u4>(op, a, b); }
-INLINE u1 joined(i8 op, u1 a, u1 b) { return joined_integers<u1, u4>(op, a, b); }
-INLINE i2 joined(i8 op, i2 a, i2 b) { return joined_integers<i2, u4>(op, a, b); }
-INLINE u2 joined(i8 op, u2 a, u2 b) { return joined_integers<u2, u4>(op, a, b); }
-INLINE i4 joined(i8 op, i4 a, i4 b) { return joined_integers<i4, u4>(op, a, b); }
-INLINE u4 joined(i8 op, u4 a, u4 b) { return joined_integers<u4, u4>(op, a, b); }
-INLINE i8 joined(i8 op, i8 a, i8 b) { return joined_integers<i8, u8>(op, a, b); }
-INLINE u8 joined(i8 op, u8 a, u8 b) { return joined_integers<u8, u8>(op, a, b); }
-INLINE f4 joined(i8 op, f4 a, f4 b) { return joined_floats(op, a, b); }
-INLINE f8 joined(i8 op, f8 a, f8 b) { return joined_floats(op, a, b); }
-INLINE c8 joined(i8 op, c8 a, c8 b) { return joined_pairs(op, a, b); }
-INLINE c16 joined(i8 op, c16 a, c16 b) { return joined_pairs(op, a, b); }
-
-template <class T> INLINE T divided(T x, i8) { return x; }  // of integers nobody asks for it
-INLINE f4 divided(f4 x, i8 n) { return n == 1 ? x : quotient(x, n); }
-INLINE f8 divided(f8 x, i8 n) { return n == 1 ? x : quotient(x, n); }
-INLINE c8 divided(c8 x, i8 n) { return n == 1 ? x : quotient(x, n); }
-INLINE c16 divided(c16 x, i8 n) { return n == 1 ? x : quotient(x, n); }
+struct Addresses { u8 of[480]; };
 
 struct Parts {
-    const u8* table;  // addresses of the parts, or 0
-    u8 first;         // the address of the first, and how far the others are from each other, in bytes
-    u8 stride;
+    const Addresses& addresses;  // of the parts, if `stride` is below 0
+    u8 first;                    // else the address of the first, and how far the others are from each other, in bytes
+    i8 stride;
     i8 number;
 
-    template <class T> INLINE const T* at(const Parts& its, i8 which) {
-        return (const T*)(its.table ? its.table[which] : its.first + (u8)which * its.stride);
+    template <class T> INLINE const T* at(const Parts& parts, i8 which) {
+        return (const T*)(parts.stride < 0 ? parts.addresses.of[which] : parts.first + (u8)(which * parts.stride));
     }
 };
 
@@ -393,11 +350,11 @@ template <class Part, class Out, int N> INLINE void combine(
 
 #define COMBINE(NAME, PART, OUT) \
     extern "C" __global__ void mpidist_combine_##NAME( \
-        const u8* table, u8 first, u8 stride, i8 number, i8 count, OUT* out, i8 op, i8 divisor, i8 are_parts_aligned, \
-        u4* overflows_seen \
+        const Addresses addresses, u8 first, i8 stride, i8 number, i8 count, OUT* out, i8 op, i8 divisor, \
+        i8 are_parts_aligned, u4* overflows_seen \
     ) { \
         constexpr int N = sizeof(PART) < 16 ? 16 / sizeof(PART) : 1; \
-        const Parts parts = {table, first, stride, number}; \
+        const Parts parts = {addresses, first, stride, number}; \
         const u8 whole = are_parts_aligned ? (u8)count / N * N : 0; \
         const bool is_out_aligned = is_aligned<Several<OUT, N>>(out); \
         u4 overflow = 0; \
@@ -406,21 +363,11 @@ template <class Part, class Out, int N> INLINE void combine(
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }
 
-COMBINE(i1_i1, i1, i1)
-COMBINE(u1_u1, u1, u1)
-COMBINE(i2_i2, i2, i2)
-COMBINE(u2_u2, u2, u2)
-COMBINE(i4_i4, i4, i4)
-COMBINE(u4_u4, u4, u4)
-COMBINE(i8_i8, i8, i8)
-COMBINE(u8_u8, u8, u8)
 COMBINE(f2_f2, f2, f2)
 COMBINE(f2_f4, f2, f4)
+COMBINE(f4_f2, f4, f2)
 COMBINE(bf_bf, bf, bf)
 COMBINE(bf_f4, bf, f4)
-COMBINE(f4_f4, f4, f4)
-COMBINE(f4_f2, f4, f2)
 COMBINE(f4_bf, f4, bf)
+COMBINE(f4_f4, f4, f4)
 COMBINE(f8_f8, f8, f8)
-COMBINE(c8_c8, c8, c8)
-COMBINE(c16_c16, c16, c16)

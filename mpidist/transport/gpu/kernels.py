@@ -1,26 +1,23 @@
 """Many arrays of device memory to a flat buffer, back, and several pieces into one: a kernel launch each.
 
-The kernels are in `kernels.cu`. A table says what they do: a row for up to 8 KiB of an array, made once for a list of
-sizes and dtypes, and the arrays' addresses. Both stay on the device (`device_tables.py`).
+The kernels are in `kernels.cu`. A launch carries its table as a parameter, by value: where each array is read and
+written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is uploaded, kept or waited for.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.resources import files
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu.copy_table import BLOCK, Move, Rows, dtype_code, rows_of
-from mpidist.transport.gpu.kernel_tables import DeviceTables, Table
+from mpidist.transport.gpu.copy_table import BLOCK, Numbers, copy_kind, dtype_code, tables_of
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["KERNEL_OPTIONS", "DeviceKernels", "kernel_source"]
@@ -28,15 +25,12 @@ __all__ = ["KERNEL_OPTIONS", "DeviceKernels", "kernel_source"]
 # Not fused: a product and a sum that are rounded once would not be NumPy's numbers.
 KERNEL_OPTIONS: Final = ("--fmad=false",)
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
-_MAX_LISTS: Final = 256
 _COUNTER_BYTES: Final = 512  # the least that is allocated
-_COMBINED: Final = frozenset({
-    "i1 i1", "u1 u1", "i2 i2", "u2 u2", "i4 i4", "u4 u4", "i8 i8", "u8 u8", "f4 f4", "f8 f8", "c8 c8", "c16 c16",
-    "f2 f2", "f2 f4", "f4 f2", "bf bf", "bf f4", "f4 bf",
-})  # fmt: skip
+_COMBINED: Final = frozenset({"f4 f4", "f8 f8", "f2 f2", "f2 f4", "f4 f2", "bf bf", "bf f4", "f4 bf"})
 _OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
-
-_NO_WORDS: Final = np.empty(0, np.uint64)
+_ADDRESSES: Final = np.dtype([("of", "u8", (480,))])  # as in kernels.cu
+_MAX_ADDRESSES: Final = 480
+_NO_ADDRESSES: Final = np.zeros(1, _ADDRESSES)
 
 _address_of: Final = attrgetter("data.ptr")
 _size_of: Final = attrgetter("size")
@@ -47,39 +41,11 @@ Array = Any
 
 
 @final
-class _Known:
-    """What was found out about lists of arrays."""
-
-    __slots__ = ("addresses", "generations", "refs", "rows")
-
-    def __init__(self, rows: Table, addresses: Sequence[Table]) -> None:
-        self.rows = rows
-        self.addresses = tuple(addresses)
-        self.generations = [table.generation for table in (rows, *addresses)]
-        self.refs: list[Any] = []
-
-    @property
-    def is_there(self) -> bool:
-        """Whether all tables still are what they were."""
-        return self.generations == [self.rows.generation, *(table.generation for table in self.addresses)]
-
-
-@final
-class _Counter(np.ndarray[Any, Any]):
-    """Pinned memory in the place of an array of device memory: kernels reach it by the same address."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
-
-
-@final
 class DeviceKernels:
-    """Moves and joins arrays of device memory, any number of them in one launch on the current stream.
+    """Copies and combines arrays of device memory, many of them in one launch on the current stream.
 
-    Nothing waits: a call returns when it is launched. A call with arrays that are new makes a table of them and copies
-    it to the device, on the same stream. One with the same arrays (the same objects, or others in the same places)
-    allocates nothing and copies nothing; such calls can be captured in a CUDA graph.
+    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays; a longer list takes several.
+    Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
     does by itself on the stream that it came from.
@@ -89,38 +55,43 @@ class DeviceKernels:
             compiles it, which takes seconds and is remembered on disk by CuPy.
 
     Attributes:
-        num_launches: How many kernels were launched.
+        num_launches: How many kernels of `kernels.cu` were launched.
     """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._functions: dict[str, Any] = {}
-        self._lists: dict[Any, _Known] = {}
         self.num_launches = 0
 
     def compile(self) -> None:
         """Compile the kernels, as their first use would: for the current device. Takes seconds where CuPy has none."""
         self._module.compile()
 
-    def pack(self, sources: Sequence[Array], buffer: Array, overflow: Array | None = None) -> None:
-        """Copy arrays one after another into a buffer, with its dtype. One launch.
+    def pack(self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False) -> None:
+        """Copy arrays one after another into a buffer, with its dtype.
 
         Args:
-            sources: Arrays of any shapes, some perhaps empty. Those that are not contiguous, or not aligned to their
-                numbers' size, are copied before, in a launch each.
+            sources: Arrays of any shapes, some perhaps empty. An array that is not contiguous, not aligned to its
+                numbers' size, or whose cast has no kernel is copied before, in a launch of its own.
             buffer: [sum of the sizes], contiguous.
-            overflow: [1], of 32 bits: to it the number of finite numbers is added that became infinities.
+            counts_overflow: Whether finite numbers that become infinite float16 count as `overflowed`.
 
         Raises:
-            TypeError: If a dtype cannot be brought to the buffer's.
             ValueError: If the sizes do not fit.
         """
-        known = self._known(Move("pack", buffer.dtype, False), sources, ())
-        self._require_size("pack", known, buffer)
-        self._move(known, 0, _address_of(buffer), 1, overflow)
+        sources, written = [source for source in sources if source.size], buffer.dtype
+        if any(copy_kind(read, written, False) is None for read in _dtypes(sources)):
+            sources = [
+                source if copy_kind(source.dtype, written, False) is not None else source.astype(written)
+                for source in sources
+            ]
+        counts = _counts("pack", sources, buffer)
+        sources = _plain(sources)
+        places = _places_in(buffer, counts)
+        self._copy(_places(sources), places, counts, (_dtypes(sources), [written]), 1, counts_overflow)
 
     def unpack(self, buffer: Array, targets: Sequence[Array], divide_by: int = 1) -> None:
-        """Copy a buffer to arrays one after another, with their dtypes, and divide. One launch.
+        """Copy a buffer to arrays one after another, with their dtypes, and divide.
 
         Args:
             buffer: [sum of the sizes], contiguous.
@@ -129,15 +100,21 @@ class DeviceKernels:
                 float32.
 
         Raises:
-            TypeError: If the buffer's dtype cannot be brought to that of a target.
             ValueError: If the sizes do not fit, or a target is not contiguous.
         """
-        known = self._known(Move("unpack", buffer.dtype, divide_by != 1), (), targets)
-        self._require_size("unpack", known, buffer)
-        self._move(known, _address_of(buffer), 0, divide_by, None)
+        targets = [target for target in targets if target.size]
+        counts = _counts("unpack", targets, buffer)
+        _require_plain(targets)
+        dtypes, divides = _dtypes(targets), divide_by != 1
+        if any(copy_kind(buffer.dtype, written, divides) is None for written in dtypes):
+            for target, (start, stop) in zip(targets, pairwise(np.cumsum([0, *counts]).tolist()), strict=True):
+                piece = buffer[start:stop].reshape(target.shape)
+                target[...] = piece / divide_by if divides else piece
+            return
+        self._copy(_places_in(buffer, counts), _places(targets), counts, ([buffer.dtype], dtypes), divide_by)
 
     def copy(self, sources: Sequence[Array], targets: Sequence[Array], divide_by: int = 1) -> None:
-        """Copy arrays to others of the same sizes and dtypes, and divide. One launch.
+        """Copy arrays to others of the same sizes and dtypes, and divide.
 
         Args:
             sources: Arrays of any shapes. Those that are not contiguous are copied before, in a launch each.
@@ -151,22 +128,27 @@ class DeviceKernels:
         for source, target in zip(sources, targets, strict=True):
             if source.size != target.size or source.dtype != target.dtype:
                 raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
-        known = self._known(Move("copy", None, divide_by != 1), sources, targets)
-        self._move(known, 0, 0, divide_by, None)
+        sources, targets = ([array for array in arrays if array.size] for arrays in (sources, targets))
+        dtypes = _dtypes(targets)
+        for dtype in dtypes:
+            if copy_kind(dtype, dtype, divide_by != 1) is None:
+                raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
+        _require_plain(targets)
+        sources = _plain(sources)
+        self._copy(_places(sources), _places(targets), list(map(_size_of, targets)), (dtypes, dtypes), divide_by)
 
-    def combine(
-        self, parts: Array | Sequence[Array], reduction: Reduction, out: Array, overflow: Array | None = None
-    ) -> None:
-        """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once. One launch.
+    def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
+        """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
 
-        The numbers are those of `Reduction.combine`, bit by bit (but which of two zeros or of two NaNs the minimum is).
+        The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
+        round once, and for which of two zeros or of two NaNs the minimum is. Floating-point numbers and sums of complex
+        ones take one launch; others go by CuPy's operations, one for each piece.
 
         Args:
             parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
             reduction: How.
             out: [m], contiguous, of the dtype of the parts; float32 for parts of half precision, and half precision
                 for parts of float32, can be had too. It may be one of the parts.
-            overflow: As in `pack`.
 
         Raises:
             TypeError: If such dtypes cannot be joined in this way.
@@ -179,133 +161,101 @@ class DeviceKernels:
             )
         if not all(map(_is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
+        dtype = out.dtype
+        if dtype.kind == "c" and reduction.op == "sum" and rows[0].dtype == dtype:  # the pair of the parts' sums
+            real = np.dtype(f"f{dtype.itemsize // 2}")
+            rows, out = [row.view(real) for row in rows], out.view(real)
         pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
-        kind = out.dtype.kind
-        if pair not in _COMBINED or (kind == "c" and reduction.op in ("min", "max")):
-            raise TypeError(f"cannot combine {rows[0].dtype} into {out.dtype} by {reduction.op}")
-        if reduction.divisor != 1 and kind in "iu":
-            raise TypeError(f"cannot divide {out.dtype}: its quotients are no integers")
+        if pair not in _COMBINED and (rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod")):
+            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
+        if pair not in _COMBINED and reduction.divisor != 1:
+            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
         if not out.size:
             return
-        self._combine(rows, pair, reduction, out, overflow)
+        if pair in _COMBINED:
+            self._combine(rows, pair, reduction, out)
+        else:
+            reduction.combine(rows, out)
 
-    def _combine(
-        self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array, overflow: Array | None
-    ) -> None:
-        addresses = tuple(map(_address_of, rows))
-        steps = {after - before for before, after in pairwise(addresses)}
-        stream = self._cuda.cupy.cuda.get_current_stream()
-        is_capturing = stream.is_capturing()
-        table = 0
-        if len(steps) > 1 or min(steps, default=0) < 0:
-            table = self._tables.use(self._addresses(addresses, stream, ()), stream, is_capturing)
+    def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
+        places, table = _places(rows), _NO_ADDRESSES
+        steps = {after - before for before, after in pairwise(places)}
+        stride = steps.pop() if len(steps) == 1 else 0
+        if steps or stride < 0:
+            if len(rows) > _MAX_ADDRESSES:
+                whole = self._cuda.cupy.empty(len(rows) * out.size, rows[0].dtype)
+                self.pack(rows, whole)
+                self._combine(whole.reshape(len(rows), out.size), pair, reduction, out)
+                return
+            stride, table = -1, np.zeros(1, _ADDRESSES)
+            table["of"][0, : len(places)] = places
         count, width = out.size, rows[0].itemsize
+        are_aligned = int(not any(place % 16 for place in places))
         arguments = (
-            table, addresses[0], min(steps, default=0), len(rows), count, _address_of(out), _OPS[reduction.op],
-            reduction.divisor, int(not any(address % 16 for address in addresses)), _counter(overflow),
+            table, places[0], stride, len(rows), count, _address_of(out), _OPS[reduction.op], reduction.divisor,
+            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
         num_blocks = min(_MAX_BLOCKS, -(-count * width // (16 * BLOCK)))
         self._launch(f"combine_{pair.replace(' ', '_')}", num_blocks, arguments)
-        if table and not is_capturing:
-            self._tables.mark(stream)
-
-    def overflow_of(self, dtype: np.dtype[Any]) -> Array | None:
-        """Return the counter for numbers that are rounded to `dtype`: float16 has one, which `overflowed` reads."""
-        return self._counter if dtype == np.float16 else None
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers became infinite float16 in what was launched with `overflow_of`, and is done."""
+        """How many finite numbers became infinite float16, in launches that count them and are done."""
         return int(self._counter[0]) if "_counter" in vars(self) else 0
 
-    @cached_property
-    def _counter(self) -> Any:
-        """One number in pinned memory, which the GPU writes, rarely, and the host reads without a copy."""
-        cuda = self._cuda.cupy.cuda
-        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
-        counter = np.ndarray(1, np.int32, buffer=memory).view(_Counter)
-        counter[0] = 0
-        return counter
+    def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
+        """Return the address of the counter for what a launch writes; 0 if nothing counts."""
+        return int(self._counter.ctypes.data) if counts_overflow and written == np.float16 else 0
 
     @cached_property
-    def _tables(self) -> DeviceTables:
-        return DeviceTables(self._cuda.cupy)
+    def _counter(self) -> np.ndarray[Any, Any]:
+        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes."""
+        cuda = self._cuda.cupy.cuda
+        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
+        counter[0] = 0
+        return counter
 
     @cached_property
     def _module(self) -> Any:
         return self._cuda.cupy.RawModule(code=kernel_source(), options=KERNEL_OPTIONS)
 
-    def _launch(self, kernel: str, num_blocks: int, arguments: tuple[int, ...]) -> None:
+    def _launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         function = self._functions.get(kernel)
         if function is None:
             function = self._functions[kernel] = self._module.get_function(f"mpidist_{kernel}")
         function((num_blocks,), (BLOCK,), arguments)
         self.num_launches += 1
 
-    def _move(self, known: _Known | None, read: int, written: int, divide_by: int, overflow: Array | None) -> None:
-        """Launch a move; a side whose address is 0 is that of the arrays."""
-        if known is None:
+    def _copy(
+        self,
+        sources: Numbers,
+        targets: Numbers,
+        counts: Sequence[int],
+        dtypes: tuple[list[np.dtype[Any]], list[np.dtype[Any]]],
+        divide_by: int,
+        counts_overflow: bool = False,
+    ) -> None:
+        """Launch copies.
+
+        Args:
+            sources: The address of each array that is read, [n].
+            targets: The address that it is copied to, [n].
+            counts: Its number of elements, [n].
+            dtypes: Those that are read, and those that are written: [n], or [1] for the same of all.
+            divide_by: What the numbers are divided by.
+            counts_overflow: As in `pack`.
+        """
+        if not counts:
             return
-        rows: Rows = known.rows.about
-        stream, tables = self._cuda.cupy.cuda.get_current_stream(), self._tables
-        is_capturing = stream.is_capturing()
-        table = tables.use(known.rows, stream, is_capturing)
-        addresses = [tables.use(table, stream, is_capturing) for table in known.addresses]
-        arguments = (
-            table, rows.num_rows, 0 if read else addresses[0], read, 0 if written else addresses[-1], written,
-            divide_by, _counter(overflow),
-        )  # fmt: skip
-        self._launch(rows.kernel, rows.num_blocks, arguments)
-        if not is_capturing:
-            tables.mark(stream)
-
-    def _require_size(self, what: str, known: _Known | None, buffer: Array) -> None:
-        size = 0 if known is None else known.rows.about.num_elements
-        if buffer.size != size or not _is_plain(buffer):
-            raise ValueError(f"{what} needs a contiguous buffer of {size} elements, got {_text(buffer)}")
-
-    def _known(self, move: Move, sources: Sequence[Array], targets: Sequence[Array]) -> _Known | None:
-        """Return the tables of the arrays that are read and written; `None` if there is nothing to move."""
-        # An array that is gone takes its entry with it, before its id comes again.
-        key = (move, len(sources), *map(id, sources), *map(id, targets))
-        known = self._lists.get(key)
-        if known is not None and known.is_there:
-            return known
-        arrays = [*sources, *targets]
-        if not any(map(_size_of, arrays)):
-            return None
-        if not all(map(_is_plain, arrays)):
-            copies = _contiguous(arrays, len(sources))
-            known = self._found(move, copies[: len(sources)], copies[len(sources) :])
-            known.refs = copies  # until the launch
-            return known
-        known = self._found(move, sources, targets)
-        lists = self._lists
-        known.refs = [weakref.ref(array, lambda _: lists.pop(key, None)) for array in arrays]
-        lists[key] = known
-        if len(lists) > _MAX_LISTS:
-            del lists[next(iter(lists))]
-        return known
-
-    def _found(self, move: Move, sources: Sequence[Array], targets: Sequence[Array]) -> _Known:
-        stream, tables = self._cuda.cupy.cuda.get_current_stream(), self._tables
-        arrays = sources or targets
-        sizes, dtypes = tuple(map(_size_of, arrays)), tuple(map(_dtype_of, arrays))
-        is_uniform = dtypes.count(dtypes[0]) == len(dtypes)  # hashing each takes longer
-        key = (move, sizes, dtypes[0] if is_uniform else dtypes)
-        table = tables.find(key)
-        if table is None:
-            rows = rows_of(move, sizes, dtypes)
-            table = tables.upload(key, rows.words, rows._replace(words=_NO_WORDS), stream)
-        found: list[Table] = []
-        for side in (sources, targets):
-            if side:
-                found.append(self._addresses(tuple(map(_address_of, side)), stream, (table, *found)))
-        return _Known(table, found)
-
-    def _addresses(self, places: tuple[int, ...], stream: Any, beside: Sequence[Table]) -> Table:
-        table = self._tables.find(places)
-        return table or self._tables.upload(places, np.array(places, np.uint64), None, stream, beside)
+        read, written = dtypes
+        counter = self._counter_for(written[0], counts_overflow)
+        pairs = list(product(read, written) if 1 in (len(read), len(written)) else zip(read, written, strict=True))
+        kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divide_by != 1)) is not None]
+        widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
+        for table in tables_of(sources, targets, counts, kinds, widths):
+            arguments = table.words, table.num_arrays, table.num_rows, divide_by, counter
+            self._launch(table.kernel, table.num_blocks, arguments)
 
 
 def kernel_source() -> str:
@@ -318,20 +268,48 @@ def _is_plain(array: Array) -> bool:
     return bool(_is_contiguous(array)) and is_aligned(array)
 
 
-def _contiguous(arrays: Sequence[Array], num_read: int) -> list[Array]:
-    """Copy what is read and not plain; refuse what is written and not plain."""
-    for array in arrays[num_read:]:
-        if not _is_plain(array):
-            raise ValueError(f"cannot write to {_text(array)}, which is not contiguous, or not aligned")
-    return [array if _is_plain(array) else array.copy() for array in arrays]
+def _are_plain(arrays: list[Array]) -> bool:
+    """Whether kernels can use all arrays: `_is_plain`, asked for a list at a time, which takes half as long."""
+    if not all(map(_is_contiguous, arrays)):
+        return False
+    widths = np.array([dtype.itemsize for dtype in _dtypes(arrays)], np.uint64)
+    return not (np.array(_places(arrays), np.uint64) % widths).any()
 
 
-def _counter(overflow: Array | None) -> int:
-    if overflow is None:
-        return 0
-    if overflow.dtype.kind not in "iu" or overflow.itemsize != 4 or overflow.size < 1:
-        raise TypeError(f"overflow must be an array [1] of 32-bit integers, got {_text(overflow)}")
-    return int(_address_of(overflow))
+def _plain(arrays: list[Array]) -> list[Array]:
+    """Copy the arrays that kernels cannot read."""
+    return arrays if _are_plain(arrays) else [array if _is_plain(array) else array.copy() for array in arrays]
+
+
+def _require_plain(arrays: list[Array]) -> None:
+    if not _are_plain(arrays):
+        odd = next(array for array in arrays if not _is_plain(array))
+        raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
+
+
+def _counts(what: str, arrays: list[Array], buffer: Array) -> list[int]:
+    """Return the sizes of arrays, which together must be that of the buffer."""
+    counts = list(map(_size_of, arrays))
+    if buffer.size != sum(counts) or not _is_plain(buffer):
+        raise ValueError(f"{what} needs a contiguous buffer of {sum(counts)} elements, got {_text(buffer)}")
+    return counts
+
+
+def _places(arrays: Sequence[Array]) -> list[int]:
+    return list(map(_address_of, arrays))
+
+
+def _places_in(buffer: Array, counts: list[int]) -> np.ndarray[Any, Any]:
+    """Return the addresses of arrays that lie one after another in a buffer."""
+    offsets = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+    places: np.ndarray[Any, Any] = offsets * buffer.itemsize + _address_of(buffer)
+    return places
+
+
+def _dtypes(arrays: list[Array]) -> list[np.dtype[Any]]:
+    """Return the dtype of each array, [n]; [1] if all have the same, as hashing each takes longer."""
+    dtypes = list(map(_dtype_of, arrays))
+    return dtypes[:1] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else dtypes
 
 
 def _text(array: Array) -> str:

@@ -129,7 +129,7 @@ def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> 
         How many finite numbers became infinite float16; 0 for device memory, whose kernels count by themselves.
     """
     if kernels is not None:
-        kernels.pack([numbers], out, kernels.overflow_of(out.dtype))
+        kernels.pack([numbers], out, counts_overflow=True)
         return 0
     native = numbers if numbers.dtype.isnative else numbers.astype(numbers.dtype.newbyteorder("="))
     return host.narrow(native, out)

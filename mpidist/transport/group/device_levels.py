@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final, final
+from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.agreement import Agreement
@@ -22,14 +22,12 @@ from mpidist.transport.device_over_mpi import (
     StagingSizes,
     takes_device_memory,
 )
-from mpidist.transport.gpu import Compiling, DeviceKernels, Events
+from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, NcclInit, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
-from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 
@@ -87,7 +85,7 @@ class DeviceLevels:
         speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
         sizes = StagingSizes(settings.staging_bytes, speed)
-        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_launches)
+        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_stream)
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator] = []
         self._device: int | None = None
@@ -98,10 +96,10 @@ class DeviceLevels:
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
 
-        The current device is a thread's own: one that was started later begins with GPU 0.
+        Each thread has its own current device: a thread that is started later begins with GPU 0.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: If the call is made in a graph, or with another GPU.
         """
         require_not_capturing(call)
         current = int(self._cuda.cupy.cuda.runtime.getDevice())
@@ -117,12 +115,12 @@ class DeviceLevels:
         """Return the levels. Collective at its first call, and at the first with `everywhere`.
 
         Args:
-            everywhere: Whether NCCL must be used within nodes and between them; else it is used within nodes, if it
-                can be had.
+            everywhere: Whether NCCL must be used within nodes and between them; else NCCL is used within nodes, if
+                the ranks have it.
 
         Raises:
-            UnavailableError: If it must and cannot be had, or cannot be started. On every rank.
-            TopologyError: If ranks have other versions of NCCL or CUDA. On every rank.
+            UnavailableError: If NCCL must be used and cannot, or cannot be started. On every rank.
+            TopologyError: If ranks have other versions of NCCL. On every rank.
         """
         if everywhere not in self._levels:
             try:
@@ -139,8 +137,11 @@ class DeviceLevels:
     @cached_property
     def staged(self) -> Levels:
         """The levels through the host. Local."""
-        world, within, across = map(self._staged, (self._host.world, self._host.within_node, self._host.across_nodes))
-        return Levels(world, within, across, self._host.is_even, own_kernels=self._kernels)
+        host = self._host
+        world, within, across = (
+            self._over(level, HostStagedCommunicator) for level in (host.world, host.within_node, host.across_nodes)
+        )
+        return Levels(world, within, across, host.is_even, own_kernels=self._kernels)
 
     @property
     def overflowed(self) -> int:
@@ -148,7 +149,7 @@ class DeviceLevels:
         return self._kernels.overflowed
 
     def wait_for_launches(self, what: str) -> None:
-        """Wait on the host for what this rank's calls, and its current stream, have on the GPU. `what`: for errors."""
+        """Wait on the host until the GPU has done this rank's calls and current stream. `what`: for errors."""
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()
@@ -175,9 +176,9 @@ class DeviceLevels:
         self._own.clear()
         self._levels.clear()
 
-    def _wait_for_launches(self, what: str) -> None:
+    def _wait_for_stream(self, what: str) -> None:
         if self._queue is not None:
-            self._queue.wait_for_lane(what)
+            self._queue.wait_for_stream(what)
 
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
@@ -203,8 +204,8 @@ class DeviceLevels:
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", [range(topology.size)])
-            lanes = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
-            across = self._connect("across_nodes", lanes)
+            counterparts = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
+            across = self._connect("across_nodes", counterparts)
             return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
         within = self._connect("within_node", topology.nodes)
         if not spans_nodes:
@@ -220,21 +221,16 @@ class DeviceLevels:
         is_right = takes_device_memory(self._cuda.cupy)
         seen = self._agreement.all_gather_object("" if is_right else "device memory that was sent came back changed")
         _raise_first(_DEVICE_MPI, seen)
-        return self._direct(self._host.world), self._direct(self._host.across_nodes)
+        host = self._host
+        return self._over(host.world, DeviceMpiCommunicator), self._over(host.across_nodes, DeviceMpiCommunicator)
 
-    def _direct(self, host: Communicator) -> Communicator:
-        if not isinstance(host, MpiCommunicator):
+    def _over(self, host: Communicator, carried: Callable[[Any, Staging], Communicator]) -> Communicator:
+        """Make the communicator for device memory whose messages a communicator of host memory carries. Local."""
+        if isinstance(host, SoloCommunicator):
             return SoloCommunicator(host.name, device=True)
-        direct = DeviceMpiCommunicator(host, self._staging)
-        direct.set_wait_hook(self._agreement.check_peers)
-        return direct
-
-    def _staged(self, host: Communicator) -> Communicator:
-        if not isinstance(host, MpiCommunicator | SharedMemoryCommunicator):
-            return SoloCommunicator(host.name, device=True)
-        staged = HostStagedCommunicator(host, self._staging)
-        staged.set_wait_hook(self._agreement.check_peers)
-        return staged
+        made = carried(host, self._staging)
+        made.set_wait_hook(self._agreement.check_peers)
+        return made
 
     def _reason(self, groups: Sequence[Sequence[int]]) -> str:
         if not groups:
@@ -254,13 +250,13 @@ class DeviceLevels:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
         device = int(self._cuda.cupy.cuda.runtime.getDevice())
-        making = NcclInit(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
+        init = nccl_handles.start_init(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
         try:
-            self._wait_for_all(_NCCL.format(name), making)
+            self._wait_for_all(_NCCL.format(name), init)
         except BaseException:
-            making.cancel()
+            init.cancel()
             raise
-        communicator = NcclCommunicator(making.take(), name, place, len(ranks), self._queue, self._kernels)
+        communicator = NcclCommunicator(init.take(), name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
@@ -280,18 +276,18 @@ class DeviceLevels:
             UnavailableError: If a rank cannot. On every rank.
         """
         if not self._is_compiled:
-            self._wait_for_all(_KERNELS, Compiling(self._cuda, self._kernels))
+            self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", self._kernels.compile))
             self._is_compiled = True
 
-    def _wait_for_all(self, failure: str, making: NcclInit | Compiling | None) -> None:
-        """Wait until all ranks have made what they make, or one of them has failed. Collective.
+    def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
+        """Wait until the work of all ranks is over, or that of one has failed. Collective.
 
         Nobody stays in NCCL's constructor, which would wait for a rank that failed for ever.
         """
         nap, until = _FIRST_NAP, time.monotonic() + _START_SECONDS
         while True:
             self._agreement.restart_clock()  # all ranks have come; what takes its time now is NCCL, or NVRTC
-            is_over, error = (True, "") if making is None else making.outcome()
+            is_over, error = (True, "") if work is None else work.outcome()
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
             seen = self._agreement.all_gather_object((is_over, error))

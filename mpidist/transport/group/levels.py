@@ -35,7 +35,7 @@ _PACK_BYTES: Final = (256 << 10, 4 << 20)
 # For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
-_NO_LANE: Final = nullcontext()
+_SAME_STREAM: Final = nullcontext()
 
 
 @final
@@ -174,9 +174,9 @@ class Levels:
         """Lend memory to pack into: that of the innermost transport."""
         return self.within_node.pack_buffer(count, dtype)
 
-    def lane(self) -> AbstractContextManager[None]:
-        """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
-        return _NO_LANE if self.queue is None else self.queue.lane()
+    def pack_stream(self) -> AbstractContextManager[None]:
+        """Take the stream on which a message can be packed while another is under way: `DeviceQueue.pack_stream`."""
+        return _SAME_STREAM if self.queue is None else self.queue.pack_stream()
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
         """Call `check_peers` while a rank waits for others; it may raise."""

@@ -175,6 +175,24 @@ class MpiCommunicator(Communicator):
         """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
         return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
 
+    def start_parts(self, buffer: Array, bounds: Sequence[int], rows: Array, tag: int) -> list[Request]:
+        """Start to send every rank its part of `buffer`, and to receive all ranks' parts as `rows` [P, m]. Local."""
+        requests = [self.receive(rows[rank], rank, tag) for rank in self._others]
+        return requests + [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, tag) for rank in self._others]
+
+    def join_parts(self, rows: Array, own: Array, reduction: Reduction, shard: Array) -> None:
+        """Join the received parts and this rank's own one in rank order, into `shard` [m]. Local."""
+        if own.size:
+            parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
+            with np.errstate(all="ignore"):
+                self.traffic.overflowed += reduction.combine(parts, shard)
+
+    def start_shards(self, buffer: Array, bounds: Sequence[int], tag: int) -> list[Request]:
+        """Start to send this rank's shard to all ranks, and to receive theirs, in place. Local."""
+        parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+        requests = [self.receive(parts[rank], rank, tag) for rank in self._others]
+        return requests + [self.send(parts[self.rank], rank, tag) for rank in self._others]
+
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Send and receive some messages at once, and wait for all of them. Counts nothing.
 
@@ -253,18 +271,11 @@ class MpiCommunicator(Communicator):
         """Receive every rank's part of this rank's shard, and combine them in rank order."""
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         rows = self._scratch_of(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
-        requests = [self.receive(rows[rank], rank, 0) for rank in self._others]
-        requests += [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, 0) for rank in self._others]
-        self._wait_all(requests, buffer, rows)
-        if own.size:
-            parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
-            self.traffic.overflowed += reduction.combine(parts, shard)
+        self._wait_all(self.start_parts(buffer, bounds, rows, 0), buffer, rows)
+        self.join_parts(rows, own, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
-        parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        requests = [self.receive(parts[rank], rank, 1) for rank in self._others]
-        requests += [self.send(parts[self.rank], rank, 1) for rank in self._others]
-        self._wait_all(requests, buffer)
+        self._wait_all(self.start_shards(buffer, bounds, 1), buffer)
 
     def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
         """Describe shards to MPI, in bytes: MPI has no bfloat16, and a copy needs no type."""

@@ -3,13 +3,11 @@
 from mpidist.transport.nccl import handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import NcclInit
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 __all__ = [
     "DeviceQueue",
     "GpuFacts",
-    "NcclInit",
     "NcclCommunicator",
     "handles",
     "reason_against_nccl",

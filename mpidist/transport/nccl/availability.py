@@ -6,7 +6,7 @@ NCCL itself answers most of these questions with "invalid usage", or with a hang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -26,24 +26,16 @@ class GpuFacts:
 
     Attributes:
         host: Where NCCL believes it to be: what `NCCL_HOSTID` says, if it does.
-        gpu: What tells its GPU from all others: its UUID.
-        address: Of its GPU, for people.
-        device: The index of its GPU among those that it sees.
-        nccl_version: As `GpuSupport` has it, and so are the next two.
-        runtime_version: Of the CUDA runtime.
-        driver_version: Of the driver.
+        gpu: What tells its GPU from all others, as NCCL does: the host's name, and the GPU's address on the PCI bus.
+        nccl_version: As `GpuSupport` has it.
         shares_gpus: Whether NCCL was told to allow several ranks on one GPU.
         is_non_blocking: Whether `NCCL_COMM_BLOCKING=0` is set.
         reason: Why this rank cannot use NCCL; empty if it can.
     """
 
     host: str = ""
-    gpu: Hashable = ""
-    address: str = ""
-    device: int = 0
+    gpu: tuple[str, str] = ("", "")
     nccl_version: int = 0
-    runtime_version: int = 0
-    driver_version: int = 0
     shares_gpus: bool = False
     is_non_blocking: bool = False
     reason: str = ""
@@ -57,25 +49,17 @@ class GpuFacts:
             environ: Its environment.
             hostname: The host that it is on.
         """
-        support, device, address = cuda.support, 0, ""
-        gpu: Hashable = ""
+        support, address = cuda.support, ""
         reason = support.reason
         if not reason:
             try:
-                device = int(cuda.cupy.cuda.runtime.getDevice())
-                address = str(cuda.cupy.cuda.Device(device).pci_bus_id)
-                uuid = cuda.cupy.cuda.runtime.getDeviceProperties(device).get("uuid")
-                gpu = (bytes(uuid) if uuid else hostname, address)
+                address = str(cuda.cupy.cuda.Device(int(cuda.cupy.cuda.runtime.getDevice())).pci_bus_id)
             except RuntimeError as error:
                 reason = f"its GPU does not answer: {first_line(error)}"
         return cls(
             environ.get("NCCL_HOSTID", ""),
-            gpu,
-            address,
-            device,
+            (hostname, address),
             support.nccl_version,
-            support.runtime_version,
-            support.driver_version,
             environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and support.nccl_version >= _SHARES_GPUS,
             environ.get("NCCL_COMM_BLOCKING") == "0",
             reason,
@@ -92,7 +76,7 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
 
     Raises:
         UnavailableError: If NCCL is set up in a way that cannot work.
-        TopologyError: If ranks of a group have other versions.
+        TopologyError: If ranks of a group have other versions of NCCL, which is all that NCCL itself asks for.
     """
     lacking = [rank for rank, fact in enumerate(facts) if fact.reason]
     if lacking:
@@ -104,39 +88,21 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
             "block; unset it on all ranks, or set MPIDIST_NCCL=0 to do without NCCL"
         )
     for ranks in groups:
-        for what, version_of in _VERSIONS.items():
-            _require_one(what, version_of, facts, ranks, hosts)
+        _require_one_version(facts, ranks, hosts)
     for ranks in groups:
         shared = _shared_gpu(facts, ranks)
         if shared:
             return (
-                f"{name_ranks(shared)} share GPU {facts[shared[0]].address} of {hosts[shared[0]]}, and NCCL wants one "
+                f"{name_ranks(shared)} share GPU {facts[shared[0]].gpu[1]} of {hosts[shared[0]]}, and NCCL wants one "
                 "for each rank; start as many ranks on a node as it has GPUs"
             )
     return ""
 
 
-def _cuda_version_text(number: int) -> str:
-    return f"{number // 1000}.{number // 10 % 100}"
-
-
-_VERSIONS: Final[dict[str, Callable[[GpuFacts], str]]] = {
-    "NCCL": lambda fact: nccl_version_text(fact.nccl_version),
-    "CUDA runtime": lambda fact: _cuda_version_text(fact.runtime_version),
-    "CUDA driver": lambda fact: _cuda_version_text(fact.driver_version),
-}
-
-
-def _require_one(
-    what: str,
-    version_of: Callable[[GpuFacts], str],
-    facts: Sequence[GpuFacts],
-    ranks: Sequence[int],
-    hosts: Sequence[str],
-) -> None:
+def _require_one_version(facts: Sequence[GpuFacts], ranks: Sequence[int], hosts: Sequence[str]) -> None:
     having: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        having[version_of(facts[rank])].append(rank)
+        having[nccl_version_text(facts[rank].nccl_version)].append(rank)
     if len(having) == 1:
         return
     table = [
@@ -144,7 +110,7 @@ def _require_one(
         for version, ranks_with in having.items()
     ]
     raise TopologyError(
-        f"ranks that use NCCL together must have one version of {what}. Install the same everywhere, or set "
+        "ranks that use NCCL together must have one version of NCCL. Install the same everywhere, or set "
         "MPIDIST_NCCL=0 to do without NCCL\n  " + "\n  ".join(table)
     )
 
@@ -153,7 +119,7 @@ def _shared_gpu(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> list[int]:
     """Find ranks that NCCL would refuse, because they have one GPU."""
     if all(facts[rank].shares_gpus for rank in ranks):
         return []
-    users: dict[Hashable, list[int]] = defaultdict(list)
+    users: dict[tuple[str, tuple[str, str]], list[int]] = defaultdict(list)
     for rank in ranks:
         users[facts[rank].host, facts[rank].gpu].append(rank)
     return next((ranks for ranks in users.values() if len(ranks) > 1), [])

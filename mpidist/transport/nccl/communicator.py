@@ -48,8 +48,8 @@ class NcclCommunicator(Communicator):
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
-        queue: Where its work goes, with that of the other communicators of this rank; by default one of its own.
-        kernels: What joins parts; by default its own.
+        queue: The queue for all communicators of this rank; by default a new one.
+        kernels: What joins parts; by default new ones.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class NcclCommunicator(Communicator):
         self._queue.remove(self._handle)
 
     def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
-        """Say as which numbers, and how many of them for one, NCCL can reduce; `None` if it cannot or should not."""
+        """Return NCCL's dtype for a reduction, and how many numbers make an element; `None` if NCCL cannot do it."""
         dtype = buffer.dtype
         if reduction.in_rank_order or is_half(dtype):
             return None
@@ -209,8 +209,7 @@ class NcclCommunicator(Communicator):
 
         self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
         if count:
-            overflow = self._kernels.overflow_of(shard.dtype) if reduction.counts_overflow else None
-            self._kernels.combine(parts, reduction, shard, overflow)
+            self._kernels.combine(parts, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         at, width = _address(buffer), buffer.itemsize
@@ -241,13 +240,13 @@ class NcclCommunicator(Communicator):
         self._run("reduce", buffer, launch, is_empty=not buffer.size)
 
     def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None) -> None:
-        """Launch work after what the current stream holds, as one group: `DeviceQueue.issue`.
+        """Launch calls of NCCL as one group, after what the current stream holds: `DeviceQueue.issue`.
 
         Args:
             what: The primitive, for errors.
-            memory: The arrays that it reads and writes: they must live as long as it.
-            launch: Gives the work to NCCL.
-            is_empty: Whether there is none; by default, whether `memory`, one array, is empty.
+            memory: The arrays that the calls read and write.
+            launch: Makes the calls.
+            is_empty: Whether there is nothing to do; by default, whether `memory`, one array, is empty.
         """
         if is_empty is None:
             is_empty = not memory.size

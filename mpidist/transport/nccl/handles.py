@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
+from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.gpu import Background
 from mpidist.transport.waiting import never_free
 
-__all__ = ["LIMIT_SECONDS", "Handle", "NcclInit", "abort_all", "destroy", "num_open", "wait_for_endings"]
+__all__ = ["LIMIT_SECONDS", "Handle", "abort_all", "destroy", "num_open", "start_init", "wait_for_endings"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -79,20 +81,25 @@ class _Ending:
         self._thread.join(min(seconds, max(0.0, self._until - time.monotonic())))
         if self._thread.is_alive():
             return False
-        if self in _ending:
-            _ending.remove(self)
-            if self._error is not None:
-                logger.warning("NCCL: %s failed: %s", self.what, self._error)
+        if self._forget() and self._error is not None:
+            logger.warning("NCCL: %s failed: %s", self.what, self._error)
         return True
 
     def cancel(self) -> None:
         """Leave it alone for ever."""
         never_free((self._keeps, self))
-        if self in _ending:
-            _ending.remove(self)
+        if self._forget():
             logger.warning(
                 "NCCL: %s did not end within %g s; end this process soon, its GPU is not free", self.what, LIMIT_SECONDS
             )
+
+    def _forget(self) -> bool:
+        """Take this end off the list of ends that are waited for; say whether it was there."""
+        with _lock:  # two threads may see it end
+            was_waited_for = self in _ending
+            if was_waited_for:
+                _ending.remove(self)
+        return was_waited_for
 
     def _run(self) -> None:
         try:
@@ -110,7 +117,7 @@ def abort_all(reason: str) -> None:
     """Abort all communicators of this process, in one group, after a failure. Local; returns soon.
 
     Args:
-        reason: What a later use of them is told.
+        reason: What the error of a later use says.
     """
     handles = _take(None, reason)
     if handles:
@@ -159,60 +166,30 @@ def _destroy(handles: list[Handle]) -> None:
         handle.comm.destroy()
 
 
-@final
-class NcclInit:
-    """The making of one communicator, in a daemon thread: NCCL's constructor waits for all ranks, for ever.
+def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> Background[Handle]:
+    """Start to make one communicator in a daemon thread: NCCL's constructor waits for all ranks, for ever.
 
     Args:
         cuda: What makes it.
         size: Number of ranks.
-        unique_id: What their first rank made.
-        rank: This one.
-        device: The index of its GPU.
+        unique_id: NCCL's, which the first of the ranks made.
+        rank: This rank.
+        device: The index of its GPU, the current device.
     """
 
-    def __init__(self, cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> None:
-        self._arguments = cuda, size, unique_id, rank, device
-        self._lock = threading.Lock()
-        self._is_over = False
-        self._is_given_up = False
-        self._made: Handle | None = None
-        self._error = ""
-        threading.Thread(target=self._run, name="mpidist NCCL", daemon=True).start()
-
-    def outcome(self) -> tuple[bool, str]:
-        """Say whether it is over, and what went wrong. Local."""
-        with self._lock:
-            return self._is_over, self._error
-
-    def take(self) -> Handle:
-        """Return what was made."""
-        assert self._made is not None
-        return self._made
-
-    def cancel(self) -> None:
-        """Abort it, or let it be aborted if it should ever be made."""
-        with self._lock:
-            self._is_given_up = True
-            handle = self._made
-        if handle is not None and _take([handle], "not all ranks could make it"):
-            _Ending("the abort of a communicator", lambda: _abort([handle]), [handle]).join(_PROMPT_SECONDS)
-
-    def _run(self) -> None:
-        cuda, size, unique_id, rank, device = self._arguments
-        made, error = None, ""
+    def make() -> Handle:
         try:
-            cuda.cupy.cuda.Device(device).use()  # a thread begins with the first one
-            made = Handle(cuda, cuda.nccl.NcclCommunicator(size, unique_id, rank), device)
+            return Handle(cuda, cuda.nccl.NcclCommunicator(size, unique_id, rank), device)
         except KeyError as status:  # CuPy has no word for NCCL's newer ones
-            error = f"NCCL's status {status}"
-        except Exception as problem:
-            error = str(problem)
-        with self._lock:
-            self._made, self._error, self._is_over = made, error, True
-            is_given_up = self._is_given_up
-        if made is not None and is_given_up and _take([made], "not all ranks could make it"):
-            _abort([made])
+            raise UnavailableError(f"NCCL's status {status}") from status
+
+    return Background(cuda, "mpidist NCCL", make, _discard)
+
+
+def _discard(handle: Handle) -> None:
+    """Abort a communicator that not all ranks could make, if `abort_all` has not."""
+    if _take([handle], "not all ranks could make it"):
+        _Ending("the abort of a communicator", lambda: _abort([handle]), [handle]).join(_PROMPT_SECONDS)
 
 
 @atexit.register

@@ -1,9 +1,9 @@
-"""What a rank puts on its GPU to communicate: one order of launches, and the host ahead of them.
+"""The launches of a rank on its GPU, in one order, and how the host waits for them.
 
 A stream carries NCCL's work of all communicators of a group, so that their launches have one order on the GPU, too.
-Kernels that pack and unpack run on two other streams, the lanes, in turn: while NCCL reduces one pack, the next one is
-packed. Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so
-that errors, deadlines and Ctrl-C end the wait.
+Kernels that pack and unpack run on two pack streams in turn: while NCCL reduces one pack, the next one is packed.
+Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so that
+errors, deadlines and Ctrl-C end the wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import Events, Launched, has_come
+from mpidist.transport.gpu import Events, Launched, is_complete
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
@@ -32,52 +33,50 @@ _NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what c
 _LONG_NAP_SECONDS: Final = 0.001
 _NAPS_IN_A_WAIT: Final = 64  # a nap is at most this part of the wait before it, and so is what it adds
 _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors and at the other ranks
-_NO_LANE: Final = nullcontext()
+_SAME_STREAM: Final = nullcontext()
 
 
 @final
-class _Lane:
+@dataclass(slots=True, eq=False)
+class _PackStream:
     """A stream for kernels, and the memory that they pack into."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.memory: dict[Any, Array] = {}
+    stream: Any
+    memory: dict[Any, Array] = field(default_factory=dict)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Launching:
     """A launch that the host is in the middle of.
 
     Attributes:
-        fork: The event that its lanes begin after.
-        first: The lane that it began on.
-        lane: The current one.
-        used: Those that have waited for `fork`.
-        is_captured: Whether it goes into a CUDA graph.
+        fork: The event that the work begins after.
+        first: The pack stream that the launch began on.
+        second: The other pack stream, which waits for `fork` when a pack first goes there.
+        current: The pack stream that is current.
         memory: What must live as long as the work.
+        num_packs: Number of calls of `pack_stream`.
     """
 
-    __slots__ = ("first", "fork", "is_captured", "lane", "memory", "num_turns", "used")
-
-    def __init__(self, fork: Any, first: int, is_captured: bool, memory: Any) -> None:
-        self.fork = fork
-        self.first = self.lane = first
-        self.used: set[int] = set()
-        self.num_turns = 0
-        self.is_captured = is_captured
-        self.memory = [memory]
+    fork: Any
+    first: _PackStream
+    second: _PackStream
+    current: _PackStream
+    memory: list[Any]
+    num_packs: int = 0
 
 
 @final
 class DeviceQueue:
-    """The launches of one rank and group on one GPU. For one thread: that in which the strategy is called.
+    """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
     Args:
         cuda: CuPy and NCCL.
         events: Where events come from.
 
     Attributes:
-        stream: NCCL's.
+        stream: NCCL's stream.
         num_waits: How often the host has waited.
     """
 
@@ -87,19 +86,18 @@ class DeviceQueue:
         self._events = Events(cuda) if events is None else events
         cupy = cuda.cupy.cuda
         self.stream = cupy.Stream(non_blocking=True)
-        self._lanes = [_Lane(cupy.Stream(non_blocking=True)) for _ in range(2)]
+        self._pack_streams = [_PackStream(cupy.Stream(non_blocking=True)) for _ in range(2)]
         self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
         self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
         self._names: dict[Handle, str] = {}
         self._flying: list[Launched] = []
         self._under_way: _Launching | None = None
-        self._turn = 0  # the lane that the next launch begins with
         self._next_check = 0.0
         self._failure: BaseException | None = None
         self._check_peers: Callable[[], None] = lambda: None
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while the host waits: it raises where there is no sense in waiting on."""
+        """Call `check_peers` while the host waits: `check_peers` raises where there is no sense in waiting on."""
         self._check_peers = check_peers
 
     def add(self, handle: Handle, name: str) -> None:
@@ -108,117 +106,107 @@ class DeviceQueue:
         handle.keeps = self  # if the process ends before its work does, nothing of this may be collected
 
     def remove(self, handle: Handle) -> None:
-        """Forget a communicator that was freed, and with the last one the memory of all."""
+        """Forget a communicator that was freed, and with the last communicator all memory for packs."""
         self._names.pop(handle, None)
         if not self._names:
-            for memory in (self._outside, *(lane.memory for lane in self._lanes)):
+            for memory in (self._outside, *(one.memory for one in self._pack_streams)):
                 memory.clear()
 
     def buffer(self, key: Any, nbytes: int) -> Array:
-        """Lend memory [nbytes] to the current lane. What uses it next comes after what used it last.
+        """Lend memory [nbytes] to the current pack stream, which orders the work that uses the memory.
 
-        Outside of `launch` the host waits for what uses it. That memory is never lent to a lane: it was allocated on
-        the caller's stream, which would have it back, once it is replaced, before a lane is through with it.
+        Outside of `launch` the host waits for that work. Memory lent there is never lent to a pack stream: CuPy
+        allocated the memory on the caller's stream, and could give it away while a pack stream still works on it.
         """
-        memory = self._outside if self._under_way is None else self._lanes[self._under_way.lane].memory
+        memory = self._outside if self._under_way is None else self._under_way.current.memory
         buffer = memory.get(key)
         if buffer is None or buffer.size < nbytes:
             memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
-        """Do `work` on the host, so that all it does on the GPU is launched and nothing is waited for.
+        """Call `work`, which launches work on the GPU and waits for nothing.
 
-        What the caller's current stream does later comes after it, unless `after` is given.
+        The caller's current stream waits for that work, unless `after` is given.
 
         Args:
             what: The call, for errors.
-            work: Calls transports and works on arrays; its current stream is a lane.
+            work: Calls transports and works on arrays; its current stream is a pack stream.
             memory: Arrays that must live as long as the work.
-            after: An event of `Events.record`, which the work on the GPU waits for in the place of what the caller's
-                current stream holds now; then the current stream does not wait for the work.
+            after: An event of `Events.record` that the work on the GPU begins after; by default the work begins after
+                what the caller's current stream holds now.
 
         Returns:
-            The work under way, for `wait` or `has_come`. If the current stream is being captured, whoever captures
-            keeps it as long as the graph.
+            The work under way, for `wait` or `is_complete`.
         """
         current = self._cuda.cupy.cuda.get_current_stream()
-        is_captured = after is None and bool(current.is_capturing())
         self._require_usable(what)
         if after is None:
             self._fork.record(current)
-        self._under_way = launching = _Launching(
-            self._fork if after is None else after, self._turn, is_captured, memory
-        )
+        first, second = self._pack_streams
+        fork = self._fork if after is None else after
+        self._under_way = launching = _Launching(fork, first, second, first, [memory])
         try:
             try:
-                self._use(launching.first)
+                first.stream.wait_event(fork)
+                first.stream.use()
                 result = work()
                 self.join()
-                base = self._lanes[launching.first].stream
-                event = None if is_captured else self._events.record(base)
+                event = self._events.record(first.stream)
             finally:
                 current.use()  # not `with`: CuPy's would forget a stream that was made current by `use`
             if after is None:
-                self._end.record(base)
-                current.wait_event(self._end)
+                current.wait_event(event)
             else:
                 self._events.give_back(after)
         except BaseException as error:
             self.give_up(error, launching.memory)
             raise
         finally:
-            self._under_way, self._turn = None, 1 - launching.first
+            self._under_way = None
+            self._pack_streams.reverse()  # the next launch begins on the other one
         launched = Launched(what, result, event, launching.memory)
-        if event is not None:
-            self._flying.append(launched)
+        self._flying.append(launched)
         return launched
 
-    def lane(self) -> AbstractContextManager[None]:
-        """Take the next lane, for a pack that needs nothing of the one before it; nothing outside of `launch`."""
+    def pack_stream(self) -> AbstractContextManager[None]:
+        """Take the next pack stream, for a pack that needs nothing of the last one. Nothing outside of `launch`."""
         launching = self._under_way
         if launching is None:
-            return _NO_LANE
-        lane = (launching.first + launching.num_turns) % 2
-        launching.num_turns += 1
-        return _NO_LANE if lane == launching.lane else self._other_lane(launching, lane)
+            return _SAME_STREAM
+        launching.num_packs += 1
+        return _SAME_STREAM if launching.num_packs % 2 else self._on_second(launching)
 
     def join(self) -> None:
-        """Let the lane that a launch began on wait for the other one. Nothing outside of `launch`."""
+        """Let the pack stream that a launch began on wait for the other pack stream. Nothing outside of `launch`."""
         launching = self._under_way
-        if launching is not None and len(launching.used) > 1:
-            self._end.record(self._lanes[1 - launching.first].stream)
-            self._lanes[launching.first].stream.wait_event(self._end)
+        if launching is not None and launching.num_packs > 1:
+            self._end.record(launching.second.stream)
+            launching.first.stream.wait_event(self._end)
 
-    def wait_for_lane(self, what: str) -> None:
-        """Wait on the host until the current lane is done, within `launch`; elsewhere nothing is under way.
+    def wait_for_stream(self, what: str) -> None:
+        """Wait on the host until the current stream is done, within `launch`; elsewhere nothing is under way.
 
-        For work of the host in the middle of a call, which no stream can be told to wait for.
+        For calls that go on on the host, which no stream can be told to wait for.
         """
-        launching = self._under_way
-        if launching is None:
-            return
-        if launching.is_captured:
-            raise RuntimeError(f"{what} cannot be captured in a CUDA graph: it goes through the host")
-        event = self._events.record()
-        self._poll(event, what)
-        self._events.give_back(event)
+        if self._under_way is not None:
+            event = self._events.record()
+            self._poll(event, what)
+            self._events.give_back(event)
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None]) -> None:
-        """Give NCCL a group of calls, after what the current stream holds; what comes there later waits for it.
+        """Give NCCL a group of calls, after what the current stream holds, and let that stream wait for them.
 
-        The host waits, too, but within `launch`.
+        Outside of `launch` the host waits for them, too.
 
         Args:
             what: The primitive, for errors.
             handle: The communicator.
-            memory: The arrays that it reads and writes.
-            launch: Gives the work to NCCL: with CuPy's communicator, and the address of the stream.
+            memory: The arrays that the calls read and write.
+            launch: Makes the calls: with CuPy's communicator, and the address of the stream.
         """
         nccl, current, launching = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
         self._require_usable(what)
-        if launching is None and current.is_capturing():
-            raise RuntimeError(f"{what} waits on the host, and cannot while a CUDA graph is captured")
         try:
             with translated(nccl, f"{what} with NCCL on {self._names[handle]}"):
                 self._ready.record(current)
@@ -241,8 +229,8 @@ class DeviceQueue:
             raise
         self.wait(launched)
 
-    def has_come(self, launched: Launched) -> bool:
-        """Say whether work is done; then let go of its memory. Never waits.
+    def is_complete(self, launched: Launched) -> bool:
+        """Say whether work is done; once it is, let go of the memory. Never waits.
 
         Raises:
             Exception: If NCCL failed, in this work or earlier.
@@ -250,7 +238,7 @@ class DeviceQueue:
         if launched.is_done:
             return True
         try:
-            if not self._is_here(launched.event, launched.what):
+            if not self._has_ended(launched.event, launched.what):
                 if time.monotonic() >= self._next_check:
                     self._check(launched.what)
                 return False
@@ -270,7 +258,7 @@ class DeviceQueue:
             meanwhile: Done now and then.
 
         Raises:
-            Exception: What the hook raises, and if NCCL failed. Then all its communicators are aborted.
+            Exception: What the hook raises, or NCCL's failure. All communicators of NCCL are aborted then.
         """
         if launched.is_done:
             return
@@ -279,7 +267,7 @@ class DeviceQueue:
         except BaseException as error:
             self.give_up(error)
             raise
-        self.has_come(launched)
+        self.is_complete(launched)
 
     def drain(self) -> None:
         """Wait on the host for all that is under way."""
@@ -296,31 +284,22 @@ class DeviceQueue:
         if memory is not None:
             never_free((self, memory))
 
-    def _other_lane(self, launching: _Launching, lane: int) -> AbstractContextManager[None]:
-        @contextmanager
-        def on_lane() -> Iterator[None]:
-            self._use(lane)
-            try:
-                yield
-            finally:
-                launching.lane = launching.first
-                self._lanes[launching.first].stream.use()
-
-        return on_lane()
-
-    def _use(self, lane: int) -> None:
-        launching, stream = self._under_way, self._lanes[lane].stream
-        assert launching is not None
-        if lane not in launching.used:
-            launching.used.add(lane)
-            stream.wait_event(launching.fork)
-        launching.lane = lane
-        stream.use()
+    @contextmanager
+    def _on_second(self, launching: _Launching) -> Iterator[None]:
+        if launching.num_packs == 2:
+            launching.second.stream.wait_event(launching.fork)
+        launching.current = launching.second
+        launching.second.stream.use()
+        try:
+            yield
+        finally:
+            launching.current = launching.first
+            launching.first.stream.use()
 
     def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.num_waits += 1
         start = time.monotonic()
-        while not self._is_here(event, what):
+        while not self._has_ended(event, what):
             now = time.monotonic()
             if now < start + _SPIN_SECONDS:
                 continue
@@ -330,8 +309,8 @@ class DeviceQueue:
             meanwhile()
             time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
 
-    def _is_here(self, event: Any, what: str) -> bool:
-        if not has_come(self._cuda.cupy, event, what, "with NCCL"):
+    def _has_ended(self, event: Any, what: str) -> bool:
+        if not is_complete(self._cuda.cupy, event, what, "with NCCL"):
             return False
         self._require_usable(what)  # an abort ends work, too
         return True

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Final, final
 
 import numpy as np
@@ -103,16 +102,13 @@ class _DirectAllReduce(ShardAllReduce):
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
         super().__init__()
-        self._across, self._reduction, self._tag = across, reduction, tag
-        bounds = shard_bounds(buffer.size, across.size)
-        self._parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        own = self._parts[across.rank]
-        self._incoming = np.empty((across.size, own.size), buffer.dtype)
-        self._others = [rank for rank in range(across.size) if rank != across.rank]
-        self._requests = [across.receive(self._incoming[rank], rank, tag) for rank in self._others]
-        self._requests += [across.send(self._parts[rank], rank, tag) for rank in self._others]
+        self._across, self._buffer, self._reduction, self._tag = across, buffer, reduction, tag
+        self._bounds = shard_bounds(buffer.size, across.size)
+        self._own = buffer[self._bounds[across.rank] : self._bounds[across.rank + 1]]
+        self._incoming = np.empty((across.size, self._own.size), buffer.dtype)
+        self._requests = across.start_parts(buffer, self._bounds, self._incoming, tag)
         self._is_adding = True
-        across.traffic.add("exchange", 2 * (buffer.nbytes - own.nbytes))
+        across.traffic.add("exchange", 2 * (buffer.nbytes - self._own.nbytes))
 
     def progress(self) -> None:
         if self._is_adding and self._across.test_all(self._requests):
@@ -121,11 +117,8 @@ class _DirectAllReduce(ShardAllReduce):
             self.is_done = True
 
     def _add(self) -> None:
-        own = self._parts[self._across.rank]
-        rows = [own if rank == self._across.rank else self._incoming[rank] for rank in range(self._across.size)]
-        self._across.traffic.overflowed += self._reduction.combine(rows, own)
-        self._requests = [self._across.receive(self._parts[rank], rank, self._tag + 1) for rank in self._others]
-        self._requests += [self._across.send(own, rank, self._tag + 1) for rank in self._others]
+        self._across.join_parts(self._incoming, self._own, self._reduction, self._own)
+        self._requests = self._across.start_shards(self._buffer, self._bounds, self._tag + 1)
         self._is_adding = False
 
 
