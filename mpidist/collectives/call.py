@@ -177,10 +177,11 @@ class ReductionCall(CallRecord):
         self.state: Any = None
 
     def describe(self) -> Mapping[str, str]:
-        options, outs = self.options, self.checked_outs
+        options, checked = self.options, self.checked_outs
+        per_node = [] if checked is None else checked.per_node_indices
         fields = {
             "cross_device_ops": str(self.plan.configuration),
-            "out of all ranks of a node": "some" if outs is not None and outs.per_node_digest else "none",
+            "outs that are per-node arrays": ", ".join(f"out {index}" for index in per_node) or "none",
             "op": str(self.op),
             "number of arrays": str(len(self.plan.specs)),
             "bytes_per_pack": str(options.bytes_per_pack),

@@ -13,7 +13,7 @@ from mpidist import nest
 from mpidist.collectives.arguments import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, placement_digest
+from mpidist.transport import SharedArrays, fingerprint_of, placement_digest
 from mpidist.transport import arrays as native
 
 __all__ = ["CheckedOuts", "check_outs", "keep_apart", "native_outs", "outs_like", "target_arrays", "write_outs"]
@@ -87,8 +87,11 @@ def check_outs(
             _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
         if not getattr(out.flags, "writeable", True):
             raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
-        if not out.flags.c_contiguous and _has_shared_elements(out):
-            raise InvalidArgumentError(f"out {index} has several elements in one place (a stride of 0)")
+        if not out.flags.c_contiguous and _overlaps_itself(out):
+            raise InvalidArgumentError(
+                f"out {index} has elements that share memory (shape {out.shape}, strides {out.strides}); needed an "
+                "array of which every element has a place of its own"
+            )
     if len(outs) > 1:
         _check_apart(outs)
 
@@ -102,7 +105,7 @@ def _check_spec(index: int, out: Any, want: Spec) -> None:
 
 
 def _check_apart(outs: Sequence[Any]) -> None:
-    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
+    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs) if out.size)
     for at, (_, stop, one) in enumerate(bounds):
         for later in range(at + 1, len(bounds)):
             start, _, other = bounds[later]
@@ -112,8 +115,24 @@ def _check_apart(outs: Sequence[Any]) -> None:
                 raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
 
 
-def _has_shared_elements(out: Any) -> bool:
-    return any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True))
+def _overlaps_itself(out: Any) -> bool:
+    """Whether some bytes of an array belong to several of its elements."""
+    axes = sorted((abs(stride), length) for stride, length in zip(out.strides, out.shape, strict=True) if length != 1)
+    if not out.size:
+        return False
+    end = out.itemsize  # of the elements along the axes so far, in bytes
+    is_nested = True  # as slices and transposed arrays are: a step along an axis leaves all of the shorter steps behind
+    for stride, length in axes:
+        is_nested = is_nested and stride >= end
+        end += stride * (length - 1)
+    if is_nested:
+        return False
+    if out.nbytes > end:
+        return True
+    offsets = np.zeros(1, np.int64)
+    for stride, length in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(length)).reshape(-1)
+    return bool((np.diff(np.sort(offsets)) < out.itemsize).any())
 
 
 @final
@@ -128,7 +147,8 @@ class CheckedOuts:
         shared: The arrays that the node shares.
 
     Attributes:
-        per_node_digest: A number that tells which of them are one for all ranks of a node; 0 for none.
+        per_node_indices: Which of the arrays are one for all ranks of a node.
+        per_node_digest: A digest of `per_node_indices`; 0 for none.
         places: Where they lie, if they all lie in memory that the node shares.
         placement_digest: As of `placement_digest` their places.
         are_targets: Whether results can be made in all of them.
@@ -149,7 +169,8 @@ class CheckedOuts:
         are_plain = set(map(type, outs)) == {np.ndarray}
         self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_plain else []
         self._forms = [(out.shape, out.dtype) for out in outs]
-        self.per_node_digest = shared.fingerprint(outs)
+        self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
+        self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
         self.places = shared.places(outs)
         self.placement_digest = placement_digest(self.places)
         self.are_targets = all(_is_target(out, shared) for out in outs)
@@ -200,7 +221,7 @@ def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     """Copy every argument that the result of another would overwrite before it was read."""
     if all(array is target for array, target in zip(arrays, targets, strict=True)):
         return list(arrays)
-    bounds = sorted(native.memory_bounds(target) for target in targets)
+    bounds = sorted(native.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]
     apart = []
     for array, target in zip(arrays, targets, strict=True):
@@ -210,7 +231,7 @@ def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
         start, stop = native.memory_bounds(array)
         at = bisect_right(starts, start)  # targets do not overlap, so only two can be the first to be hit
         near = bounds[max(0, at - 1) : at + 1]
-        hit = stop > start and any(its_start < stop and start < its_stop for its_start, its_stop in near)
+        hit = stop > start and any(low < stop and start < high for low, high in near)
         apart.append(array.copy() if hit else array)
     return apart
 

@@ -43,7 +43,6 @@ class PackedPart:
         specs: Their arrays.
         results: The dtype of each result.
         messages: What is sent.
-        half: What float32 numbers are rounded to where they leave a node; `None` for none.
         reduce: Reduces a flat buffer over all ranks.
     """
 
@@ -52,7 +51,6 @@ class PackedPart:
     specs: tuple[Spec, ...]
     results: tuple[np.dtype[Any], ...]
     messages: tuple[Message, ...]
-    half: np.dtype[Any] | None
     reduce: Reduce
 
 
@@ -155,11 +153,10 @@ class PackedExecution(Execution):
         for part, (arrays, targets) in zip(self._parts, layout.parts, strict=True):
             on_device = [message for message in part.messages if message.device]
             if on_device:
-                levels = self._levels_of(True).compressed(part.half)
-                run_on_device(on_device, arrays, targets, levels, part.reduce)
+                run_on_device(on_device, arrays, targets, self._levels_of(True), part.reduce)
             on_host = [message for message in part.messages if not message.device]
             if on_host:
-                _run_on_host(on_host, arrays, targets, self._levels_of(False).compressed(part.half), part.reduce)
+                _run_on_host(on_host, arrays, targets, self._levels_of(False), part.reduce)
             if part.ranks is None or self._group.topology.rank in part.ranks:
                 for index, target in zip(part.indices, targets, strict=True):
                     results[index] = target
@@ -227,7 +224,7 @@ def _run_direct(
         flat = flat[piece.start : piece.stop]
         if array is not result:
             flat[...] = array.reshape(-1)[piece.start : piece.stop]
-    reduce(levels, flat, message.reduction)
+    reduce(levels.compressed(message.half), flat, message.reduction)
     if message.divide_by != 1:
         flat /= message.divide_by
 
@@ -245,7 +242,7 @@ def _run_packed(
         else:
             buffer[at : at + piece.count] = part
         at += piece.count
-    reduce(levels, buffer, message.reduction)
+    reduce(levels.compressed(message.half), buffer, message.reduction)
     at = 0
     for piece in message.pieces:
         part = buffer[at : at + piece.count]
@@ -272,13 +269,13 @@ def run_on_device(
         kernels.copy(_parts(moved, arrays), _parts(moved, results))
     for message in messages:
         if message.direct:
-            reduce(levels, _part(message.pieces[0], results).reshape(-1), message.reduction)
+            reduce(levels.compressed(message.half), _part(message.pieces[0], results).reshape(-1), message.reduction)
             continue
         with levels.lane():
             buffer = levels.pack_buffer(message.count, message.wire)
             overflow = kernels.overflow_of(message.wire) if message.is_compressed else None
             kernels.pack(_parts(message.pieces, arrays), buffer, overflow)
-            reduce(levels, buffer, message.reduction)
+            reduce(levels.compressed(message.half), buffer, message.reduction)
             kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
     for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
         parts = _parts([piece for message, piece in direct if message.divide_by == divide_by], results)

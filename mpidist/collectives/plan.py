@@ -56,6 +56,7 @@ class Message:
         reduction: What the transport does.
         divide_by: What the sums are divided by as they are copied out; 1 for none.
         is_compressed: Whether float32 numbers travel in half precision.
+        half: What float32 numbers are rounded to on their way between nodes; `None` for none.
     """
 
     pieces: tuple[Piece, ...]
@@ -65,6 +66,7 @@ class Message:
     reduction: Reduction
     divide_by: int
     is_compressed: bool = False
+    half: np.dtype[Any] | None = None
 
     @cached_property
     def count(self) -> int:
@@ -217,6 +219,7 @@ def messages_of(
     count = 0
     for wire, indices in _by_wire(specs, dtypes).items():
         reduction, divide_by = arithmetic.reduction(wire.dtype, wire.is_compressed)
+        half = arithmetic.half_between_nodes if wire.dtype == np.float32 else None
         itemsize = wire.dtype.itemsize
         pieces = [Piece(index, 0, specs[index].num_elements) for index in indices]
         if bytes_per_pack:
@@ -230,9 +233,8 @@ def messages_of(
         for pack in packs:
             keeps = [_is_reduced_in_place(specs[piece.index], *dtypes[piece.index]) for piece in pack]
             for direct, run in _cut(pack, keeps, *limits, wire.device):
-                made.append(
-                    Message(tuple(run), wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed)
-                )
+                what = wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed, half
+                made.append(Message(tuple(run), *what))
     return tuple(made), count
 
 

@@ -219,8 +219,7 @@ class Reductions:
             if ranks is not None:
                 reduce = partial(reduce_to_ranks, algorithm.reduce_to(ranks[0]), ranks)
             results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in own)
-            half = arithmetic.half_between_nodes
-            made.append(PackedPart(ranks, tuple(indices), own, results, messages, half, reduce))
+            made.append(PackedPart(ranks, tuple(indices), own, results, messages, reduce))
             total += num_packs
             form = f"{count_text(num_packs, 'pack')} in {count_text(len(messages), 'message')}"
             self._log(call, len(own), form, sum(message.nbytes for message in messages), ranks)

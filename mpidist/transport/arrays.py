@@ -25,7 +25,6 @@ __all__ = [
     "NumPyScalars",
     "PythonNumbers",
     "empty",
-    "from_host",
     "is_aligned",
     "is_device",
     "library_of",
@@ -216,11 +215,6 @@ def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
     """Copy an array to new host memory; a device array when the current stream has got there."""
     host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
-
-
-def from_host(array: np.ndarray[Any, Any], like: NativeArray) -> NativeArray:
-    """Bring a host array to the kind of memory that `like` lies in; host memory stays as it is."""
-    return to_device(array) if is_device(like) else array
 
 
 def to_device(array: np.ndarray[Any, Any]) -> NativeArray:

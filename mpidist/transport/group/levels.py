@@ -133,7 +133,7 @@ class Levels:
         return cls(world, within, across, topology.is_even, fused)
 
     def compressed(self, half: np.dtype[Any] | None) -> Levels:
-        """Return the same levels, but for `world` and `across_nodes`, which round to half precision. Local.
+        """Return levels whose `world` and `across_nodes` round to half precision, for float32 buffers alone. Local.
 
         Args:
             half: float16 or bfloat16; `None` for these levels themselves.

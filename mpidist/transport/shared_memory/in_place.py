@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction, is_half
-from mpidist.transport.shared_memory.schedule import chunk_bounds
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, chunk_bounds
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.symmetric import Run
 
 __all__ = ["InPlace"]
-
-_BLOCK_BYTES: Final = 128 << 10  # added, divided and copied to all places while it is in the cache
 
 
 @final
@@ -42,7 +40,7 @@ class InPlace:
             start, stop = start - count, stop - count
 
     def _cut(self, run: Run, start: int, stop: int) -> None:
-        step = _BLOCK_BYTES // run.targets[0].itemsize
+        step = BLOCK_BYTES // run.targets[0].itemsize
         for first in range(start, stop, step):
             block = slice(first, min(stop, first + step))
             total, *others = [target[block] for target in run.targets]

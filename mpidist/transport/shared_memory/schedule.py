@@ -13,8 +13,9 @@ from typing import Final, NamedTuple, final
 
 from mpidist.transport.communicator import shard_bounds
 
-__all__ = ["Chunk", "Move", "Schedule", "chunk_bounds", "scatter_schedule", "fused_schedule"]
+__all__ = ["BLOCK_BYTES", "Chunk", "Move", "Schedule", "chunk_bounds", "fused_schedule", "scatter_schedule"]
 
+BLOCK_BYTES: Final = 128 << 10  # what is added, divided and copied to several places while it is in the cache
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
-from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
@@ -205,11 +204,6 @@ class SharedArrays:
         start, stop = memory_bounds(array)
         parts = (window.bounds[0] for window in list(self._windows.values()) if window.per_node)
         return any(start < its_stop and its_start < stop for its_start, its_stop in parts)
-
-    def fingerprint(self, outs: Sequence[Any]) -> int:
-        """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""
-        which = [index for index, out in enumerate(outs) if self.is_per_node(out)] if self._windows else []
-        return fingerprint_of(which) if which else 0
 
     def write(self, out: Any, result: Any) -> None:
         """Let the node's first rank write an array that is one for all: `change`."""

@@ -16,19 +16,17 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import Chunk, Move, Schedule
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
 
 __all__ = ["FusedArrays", "TwoShot"]
-
-_BLOCK_BYTES: Final = 128 << 10  # of a shard that is added in place and written to several arrays
 
 
 @final
@@ -197,7 +195,7 @@ class TwoShot:
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
         """Add this rank's shard where all ranks find the results."""
         places = self.arrays.shared or ()
-        block = _BLOCK_BYTES // self.arrays.dtype.itemsize
+        block = BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
             for piece, first, last, at in _pieces(move, self.arrays.sources):
                 for start in range(first, last, block):
