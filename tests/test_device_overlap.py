@@ -21,7 +21,7 @@ from standin_overlap import LateStandIn
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic
 from mpidist.collectives.packed_execution import run_on_device
-from mpidist.collectives.plan import messages_of
+from mpidist.collectives.plan import make_messages
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions, ReduceOp
@@ -563,7 +563,7 @@ def own_levels(provider: cuda.Cuda, comm: Intracomm) -> tuple[NcclCommunicator, 
 
 def work_of(arrays: list[Any], levels: Levels) -> Callable[[], None]:
     arithmetic = Arithmetic.of(ReduceOp.SUM, PACKS, levels, by_node=True)
-    messages, num_packs = messages_of(
+    messages, num_packs = make_messages(
         arithmetic, [Spec((100,), F4, True) for _ in arrays], PACKS.bytes_per_pack, 1, levels
     )
     assert len(messages) == num_packs == len(arrays) // ARRAYS_OF_A_PACK

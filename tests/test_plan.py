@@ -13,13 +13,13 @@ import pytest
 from mpidist import ReduceOp
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
-from mpidist.collectives.plan import FusedList, Message, fused_lists, group_by_size, messages_of
+from mpidist.collectives.plan import FusedList, Message, group_by_size, make_fused_lists, make_messages
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.levels import Levels
-from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.staging_slots import Slots
 
 pytestmark = pytest.mark.no_mpi
@@ -58,7 +58,7 @@ def plan_of(
 ) -> tuple[tuple[Message, ...], int]:
     """The messages of a call, and the number of packs."""
     arithmetic = Arithmetic(op, num_ranks, reproducible, half, half is not None and rounds_everywhere)
-    return messages_of(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
+    return make_messages(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
 
 
 def sent(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> tuple[Message, ...]:
@@ -343,7 +343,7 @@ def test_float32_travels_in_half_precision_where_every_rank_rounds(half: np.dtyp
 
 def reducer_of(least_bytes: int | None = None) -> FusedReducer:
     """One on one node, or, if messages between nodes are worth it from some bytes on, on several."""
-    across = None if least_bytes is None else Across(None, least_bytes, True)
+    across = None if least_bytes is None else InterNode(None, least_bytes, True)
     return FusedReducer(Slots(None, 1 << 20), 1, 0, Traffic(), across)
 
 
@@ -357,7 +357,7 @@ def fused(
     least_bytes: int | None = None,
 ) -> tuple[FusedList, ...] | None:
     arithmetic = Arithmetic(op, num_ranks, reproducible, half, rounds_everywhere)
-    return fused_lists(arithmetic, arrays, reducer_of(least_bytes))
+    return make_fused_lists(arithmetic, arrays, reducer_of(least_bytes))
 
 
 def by_wire(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> dict[np.dtype[Any], FusedList]:

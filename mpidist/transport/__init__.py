@@ -48,7 +48,7 @@ from mpidist.transport.shared_memory import (
     SharedArrays,
     SharedMemoryCommunicator,
     TwoShot,
-    placement_digest,
+    places_digest,
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
 from mpidist.transport.topology import Topology
@@ -116,6 +116,6 @@ __all__ = [
     "text_of",
     "tuning_path",
     "value_text",
-    "placement_digest",
+    "places_digest",
     "takes_device_memory",
 ]

@@ -16,7 +16,7 @@ __all__ = ["without_float_errors"]
 
 
 @final
-class _Quiet(threading.local):
+class _UfuncCaller(threading.local):
     """This thread's way to call a ufunc.
 
     Entering a context takes a hundredth of the time of `np.errstate`, which a small call would feel. NumPy 1 keeps its
@@ -37,7 +37,7 @@ class _Quiet(threading.local):
             self.run = _run_in_errstate
 
 
-_quiet: Final = _Quiet()
+_caller: Final = _UfuncCaller()
 
 
 def without_float_errors(ufunc: np.ufunc, *operands: Any, out: Any = None) -> Any:
@@ -48,7 +48,7 @@ def without_float_errors(ufunc: np.ufunc, *operands: Any, out: Any = None) -> An
         operands: What it works on: arrays of NumPy and numbers.
         out: The array that takes the result; a new one by default.
     """
-    return _quiet.run(ufunc, *operands, out=out)
+    return _caller.run(ufunc, *operands, out=out)
 
 
 def _run_in_errstate(ufunc: np.ufunc, *operands: Any, out: Any) -> Any:

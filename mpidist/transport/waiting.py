@@ -15,20 +15,20 @@ _T = TypeVar("_T")
 _SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
 _SPINS_IN_A_CROWD: Final = 20  # where another rank waits for this core
 _YIELD_SECONDS: Final = 0.002
-_LOOK_SECONDS: Final = 0.001
+_CHECK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
 _LONG_NAP_SECONDS: Final = 0.001
 _LONG_WAIT_SECONDS: Final = 1.0
 
 
 @final
-class _Habit:
+class _SpinLimit:
     spins = _SPINS
 
 
 def set_crowded(num_ranks: int) -> None:
     """Say how many ranks this machine has to run. With more than it has cores, they give up theirs sooner."""
-    _Habit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
+    _SpinLimit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
 
 
 def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
@@ -39,13 +39,13 @@ def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds
         check_peers: Called now and then, from when the wait is long on. Raises where there is no sense in waiting on.
         busy_seconds: How long to test without a nap between: messages get on by being tested.
     """
-    for _ in range(_Habit.spins):
+    for _ in range(_SpinLimit.spins):
         if test():
             return
     start = time.monotonic()
     while not test():
         waited = time.monotonic() - start
-        if waited > _LOOK_SECONDS:
+        if waited > _CHECK_SECONDS:
             check_peers()
         _rest(waited, busy_seconds)
 
@@ -60,7 +60,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
     Returns:
         What the work returns.
     """
-    at, spun, start, spins = -1, 0, 0.0, _Habit.spins
+    at, spun, start, spins = -1, 0, 0.0, _SpinLimit.spins
     try:
         while True:
             now = next(steps)
@@ -73,7 +73,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
                 os.sched_yield()
             else:
                 waited = time.monotonic() - start
-                if waited > _LOOK_SECONDS:
+                if waited > _CHECK_SECONDS:
                     check_peers()
                 _rest(waited)
     except StopIteration as end:

@@ -30,7 +30,7 @@ class CallRecord(ABC):
         timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             learn of the error.
-        placement: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
+        variant: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
             ranks, or on none.
         details: What the flight recorder says of the call.
         leaves: Whether this is the last call of the rank, and the other ranks have to leave, too.
@@ -42,7 +42,7 @@ class CallRecord(ABC):
     fingerprint = 0
     timeout_seconds: float | None = None
     error: Exception | None = None
-    placement = 0
+    variant = 0
     details = ""
     leaves = False
     timeout: float | None = None
@@ -65,7 +65,7 @@ class Call(CallRecord):
         *,
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-        placement: int = 0,
+        variant: int = 0,
         details: str = "",
         leaves: bool = False,
     ) -> None:
@@ -73,7 +73,7 @@ class Call(CallRecord):
         self.fingerprint = fingerprint
         self.timeout_seconds = timeout_seconds
         self.error = error
-        self.placement = placement
+        self.variant = variant
         self.details = details
         self.leaves = leaves
         self._describe = describe
@@ -124,7 +124,7 @@ class Agreement(ABC):
         """Wait until all ranks make this call, and compare what they pass. Collective.
 
         Returns:
-            Whether all ranks have the same `placement`.
+            Whether all ranks have the same `variant`.
 
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.

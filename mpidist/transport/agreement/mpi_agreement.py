@@ -54,7 +54,7 @@ class MpiAgreement(Agreement):
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._confirms = False  # whether this call has a second round
-        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one placement
+        self._found: tuple[bool, bool] | None = None  # by the first round: equal, and of one variant
         self._refused: Exception | None = None  # the last error that all ranks raise alike, and may go on after
         self._note_agreed = watch.recorder.agree
 
@@ -75,7 +75,7 @@ class MpiAgreement(Agreement):
         if timeout or record.leaves:
             watch.require_no_notes()  # before a message is sent that nobody will take: MPI could not end well
         self._found, self._confirms = None, bool(timeout)
-        self._rounds.start(fingerprint ^ bool(timeout), record.placement)
+        self._rounds.start(fingerprint ^ bool(timeout), record.variant)
 
     def _needs_round(self, record: CallRecord) -> bool:
         """Whether ranks meet before a call although nobody wants them to compare what they pass."""
@@ -84,7 +84,7 @@ class MpiAgreement(Agreement):
         if record.error is not None:  # the other ranks may move data at once: only a note can reach them
             self.break_off(record.error)
             return False
-        return bool(record.timeout) or record.placement != 0  # which is 0 on all ranks, or on none
+        return bool(record.timeout) or record.variant != 0  # which is 0 on all ranks, or on none
 
     def have_all_arrived(self) -> bool:
         if not self._rounds.is_complete():
@@ -117,7 +117,7 @@ class MpiAgreement(Agreement):
                 raise self._again(self._watch.broken)
             self._watch.limit(record.timeout)
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
-        equal, same_placement = self._found or self._rounds.is_equal()
+        equal, same_variant = self._found or self._rounds.is_equal()
         if not equal:
             self._explain(record)
         if error is not None:
@@ -125,7 +125,7 @@ class MpiAgreement(Agreement):
             mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
-        return same_placement
+        return same_variant
 
     @property
     def is_node_barrier(self) -> bool:

@@ -28,7 +28,7 @@ __all__ = [
     "agreed_token",
     "communicators",
     "discover",
-    "meet",
+    "wait_for_all_ranks",
     "own_settings",
 ]
 
@@ -60,7 +60,7 @@ def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
     return comm, world
 
 
-def meet(comm: Intracomm, settings: Settings) -> None:
+def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
     """Wait until all ranks have come to build a group. Collective.
 
     Args:
@@ -179,7 +179,7 @@ def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Int
         label = pretend_nodes[world.Get_rank()]
     everyone = comm.allgather((label, first_here, hostname))
     labels = [label for label, _, _ in everyone]
-    for label, ranks in _group(labels).items():
+    for label, ranks in _group_by_label(labels).items():
         if len({everyone[other][1] for other in ranks}) > 1:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
@@ -188,7 +188,7 @@ def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Int
     return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
 
 
-def _group(labels: list[Hashable]) -> dict[Hashable, list[int]]:
+def _group_by_label(labels: list[Hashable]) -> dict[Hashable, list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)

@@ -18,7 +18,7 @@ from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue
-from mpidist.transport.shared_memory import Across, FusedReducer, ShardExchange, SharedMemoryCommunicator, Slots
+from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
@@ -110,23 +110,23 @@ class Levels:
         Raises:
             UnavailableError: If shared memory is insisted on and cannot be had. On every rank.
         """
-        world = _level(comm.Dup(), "world", max_chunk_bytes)
-        within = _level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
-        across = _level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
+        world = _make_level(comm.Dup(), "world", max_chunk_bytes)
+        within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
+        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
-            slots, reason = _slots(comm, within, topology, model)
+            slots, reason = _make_slots(comm, within, topology, model)
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._do_without(reason, transport)
+                levels._report_no_shared_memory(reason, transport)
             return levels
         on_node = FusedReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
-            fused = _fused_across(slots, across, topology, model, within.traffic)
+            fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
             fused = FusedReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
@@ -197,7 +197,7 @@ class Levels:
         if self.fused is not None:
             self.fused.slots.free()
 
-    def _do_without(self, reason: str, transport: str) -> None:
+    def _report_no_shared_memory(self, reason: str, transport: str) -> None:
         """Say that there is no shared memory; refuse to go on where it is insisted on."""
         if transport == "shared_memory":
             self.free()
@@ -206,7 +206,7 @@ class Levels:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
 
-def _fused_across(
+def _inter_node_reducer(
     slots: Slots, across: Communicator, topology: Topology, model: CostModel, traffic: Traffic
 ) -> FusedReducer:
     lanes = min(topology.node_sizes)
@@ -215,10 +215,10 @@ def _fused_across(
         exchange = ShardExchange(cast("MpiCommunicator", across))
     is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
     least = model.least_bytes(topology.node_sizes)
-    return FusedReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
+    return FusedReducer(slots, lanes, 0, traffic, InterNode(exchange, least, is_in_blocks))
 
 
-def _slots(
+def _make_slots(
     comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
 ) -> tuple[Slots | None, str | None]:
     """Make the staging memory of every node, or say why there is none on any. Collective over all ranks."""
@@ -241,7 +241,7 @@ def _split(comm: Intracomm, color: int, key: int) -> Intracomm:
     return cast("Intracomm", part)
 
 
-def _level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
+def _make_level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
     if part.Get_size() > 1:
         return MpiCommunicator(part, name, max_chunk_bytes)
     part.Free()

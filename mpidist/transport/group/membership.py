@@ -27,7 +27,7 @@ from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
 
-_PART_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
+_EXIT_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
 _LOST_SECONDS: Final = 1.0  # where a rank is known not to come
 
 
@@ -57,14 +57,14 @@ class Membership:
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
-        self._parting = comm.Dup()  # for one barrier that nothing was given up in before
-        self._resets = self._make_watch(comm, "End the job, and start it again")
+        self._exit_comm = comm.Dup()  # for one barrier that nothing was given up in before
+        self._reset_watch = self._make_watch(comm, "End the job, and start it again")
 
     def make_watch(self, comm: Intracomm) -> Watchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
-    def meet_to_reset(
+    def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
         """Wait until all ranks come to reset, and show them two numbers of each. Collective.
@@ -78,7 +78,7 @@ class Membership:
             DeadlineExceededError: If not all come in time.
             PeerFailedError: If a rank is gone, or has left because of an exception.
         """
-        watch = self._resets
+        watch = self._reset_watch
 
         def check_peers() -> None:
             if calls is not None:
@@ -100,22 +100,22 @@ class Membership:
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
-        request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
+        request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:
             nonlocal has_told
             waited = time.monotonic() - start
             if waited < _LOST_SECONDS:
                 return
-            lost = self._lost()
+            lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
-            if waited > _PART_SECONDS:
+            if waited > _EXIT_SECONDS:
                 what = "other ranks did not come to their end"
-                raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
+                raise DeadlineExceededError(f"a call failed before, and {what} within {_EXIT_SECONDS:g} s")
             if not has_told:
                 has_told = True
-                job_abort.tell(f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before")
+                job_abort.tell(f"waits up to {_EXIT_SECONDS:g} s for other ranks to end, because a call failed before")
 
         try:
             poll_or_keep(request.Test, check_peers, (request,))
@@ -139,7 +139,7 @@ class Membership:
 
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
-        self._parting.Free()
+        self._exit_comm.Free()
         self.comm.Free()
         self._board.free()
 
@@ -147,7 +147,7 @@ class Membership:
         hostnames = self._topology.hostnames
         return Watchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
 
-    def _lost(self) -> Stragglers:
+    def _lost_ranks(self) -> Stragglers:
         """The ranks of this node that can do nothing more."""
         lost = {rank: status for rank, status in self._board.statuses().items() if not status.is_able}
         return Stragglers(lost, (), self._topology.hostnames)

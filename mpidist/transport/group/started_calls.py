@@ -29,20 +29,20 @@ class Pending:
 
     Attributes:
         is_waited_for: Whether the caller has nothing better to do.
-        may_wait: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
+        may_block: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
             or a thread.
         is_launched: Whether this rank has given all of it to its GPU, so that the next call may get on.
         is_done: Whether the result, or an error, is there.
         needs_caller: Whether only the thread that makes the group's calls may advance it: it works on a GPU, whose
             current device and stream are a thread's own, and NCCL wants all its calls from one.
-        meanwhile: Lets the other calls get on, for who waits for this one.
+        advance_others: Lets the other calls get on, for who waits for this one.
     """
 
     def __init__(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> None:
-        self.is_waited_for = self.may_wait = False
+        self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
         self.needs_caller = needs_caller
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
         self._error: BaseException | None = None
@@ -58,9 +58,9 @@ class Pending:
             raise self._error
         return self._result
 
-    def advance(self, may_wait: bool = False) -> None:
+    def advance(self, may_block: bool = False) -> None:
         """Do what can be done now. Local, unless it may wait."""
-        self.may_wait = may_wait
+        self.may_block = may_block
         at, idle = -1, 0
         try:
             while idle < _IDLE_STEPS:
@@ -78,7 +78,7 @@ class Pending:
 
     def finish(self, check_peers: Callable[[], None], to_launch: bool = False) -> None:
         """Do all of it, or what comes before its launch on a GPU. Waits for the other ranks."""
-        self.is_waited_for = self.may_wait = True
+        self.is_waited_for = self.may_block = True
         try:
             with np.errstate(all="ignore"):
                 complete(self._until_launched() if to_launch else self._until_done(), check_peers)
@@ -89,7 +89,7 @@ class Pending:
             if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
                 raise
         if to_launch:  # what follows must not keep waiting who asks on behalf of another call
-            self.is_waited_for = self.may_wait = False
+            self.is_waited_for = self.may_block = False
 
     def abandon(self, why: str) -> None:
         """Let waiting for this call raise."""
@@ -142,20 +142,20 @@ class PendingCalls:
     def start(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> Pending:
         """Put a call behind the others, and let the first get on. Local. `needs_caller`: as in `Pending`."""
         call = Pending(steps, needs_caller)
-        call.meanwhile = self.advance
+        call.advance_others = self.advance
         self._calls.append(call)
         self.advance()
         return call
 
-    def advance(self, may_wait: bool = False) -> None:
+    def advance(self, may_block: bool = False) -> None:
         """Let the calls get on, as far as the other ranks are. Local.
 
         Args:
-            may_wait: Whether other ranks may keep this one waiting, where no thread looks after the calls.
+            may_block: Whether other ranks may keep this one waiting, where no thread looks after the calls.
         """
         if self._lock.acquire(blocking=False):  # else the thread is at it
             try:
-                self._advance(may_wait and not self._uses_thread, is_caller=True)
+                self._advance(may_block and not self._uses_thread, is_caller=True)
             finally:
                 self._lock.release()
         self._wake()
@@ -201,7 +201,7 @@ class PendingCalls:
         self._agreement.restart_clock()
         call.finish(self._agreement.check_peers)
 
-    def _advance(self, may_wait: bool, is_caller: bool) -> None:
+    def _advance(self, may_block: bool, is_caller: bool) -> None:
         while is_caller and self._launched:
             self._launched[0].advance()
             if not self._launched[0].is_done:
@@ -209,7 +209,7 @@ class PendingCalls:
             self._launched.popleft()
         while self._calls and (is_caller or not self._calls[0].needs_caller):
             call = self._calls[0]
-            call.advance(may_wait)
+            call.advance(may_block)
             if not (call.is_done or call.is_launched):
                 return
             self._calls.popleft()
@@ -221,16 +221,16 @@ class PendingCalls:
         if self._uses_thread and self._calls and not self._calls[0].needs_caller and not self._is_closed:
             self._has_work.set()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
+                self._thread = threading.Thread(target=self._run_thread, name="mpidist.pending", daemon=True)
                 self._thread.start()
 
-    def _look_after(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             self._has_work.wait()
             with self._lock:
                 if self._is_closed:
                     return
-                self._advance(may_wait=True, is_caller=False)
+                self._advance(may_block=True, is_caller=False)
                 if not self._calls or self._calls[0].needs_caller:
                     self._has_work.clear()
             time.sleep(_PAUSE_SECONDS)

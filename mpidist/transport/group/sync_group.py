@@ -28,8 +28,8 @@ from mpidist.transport.group.discovery import (
     agreed_token,
     communicators,
     discover,
-    meet,
     own_settings,
+    wait_for_all_ranks,
 )
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
@@ -74,9 +74,9 @@ class SyncGroup(OpenGroup):
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
+        self._handled_exception = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
+        self._is_closed = self._is_forked = False  # or: whether this process is a fork of the one that made it
         self._sequence = 0  # of the last call before a reset
         self._watch: Watchdog | None = None  # over the calls of several ranks
         self.calls: PendingCalls
@@ -110,10 +110,10 @@ class SyncGroup(OpenGroup):
         comm, world = communicators(comm)
         settings = own_settings()
         open_groups.prepare_end(world, settings.abort_on_error)
-        meet(comm, settings)
+        wait_for_all_ranks(comm, settings)
         ranks = ranks_in_world(comm)
         try:
-            return cls._of_all(comm.Dup(), world, max_chunk_bytes)
+            return cls._of_duplicate(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
             raise open_groups.too_many(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
@@ -121,7 +121,7 @@ class SyncGroup(OpenGroup):
             raise
 
     @classmethod
-    def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+    def _of_duplicate(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
         """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
         settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
@@ -138,7 +138,7 @@ class SyncGroup(OpenGroup):
         Raises:
             RuntimeError: If it is one.
         """
-        if self._is_of_parent:
+        if self._is_forked:
             raise RuntimeError(
                 f"{call} in a forked process: a strategy belongs to the process that made it; make collective calls in "
                 "the parent alone, or start workers with multiprocessing.get_context('spawn')"
@@ -185,7 +185,7 @@ class SyncGroup(OpenGroup):
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.require_this_thread(call)
-        self._handled = sys.exc_info()[1]
+        self._handled_exception = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:
         """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
@@ -226,7 +226,7 @@ class SyncGroup(OpenGroup):
 
     def disown(self) -> None:
         """Leave the group to the process that this one was forked from. Local."""
-        self._is_of_parent = self._is_closed = True
+        self._is_forked = self._is_closed = True
         self.calls = PendingCalls(self.agreement)
 
     def reset(self) -> None:
@@ -248,7 +248,7 @@ class SyncGroup(OpenGroup):
                 self._watch.tell_reset()
             has_failed = self.agreement.broken is not None
             counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
-            flags = self._membership.meet_to_reset(counts, timeout, self._watch)
+            flags = self._membership.all_gather_at_reset(counts, timeout, self._watch)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -293,7 +293,7 @@ class SyncGroup(OpenGroup):
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
-        if error is self._handled or ends_normally(error):
+        if error is self._handled_exception or ends_normally(error):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
@@ -331,7 +331,7 @@ class SyncGroup(OpenGroup):
         open_groups.forget(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
-        self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
+        self._connect_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
     def wait_for_peers_at_exit(self) -> str | None:
@@ -373,7 +373,7 @@ class SyncGroup(OpenGroup):
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self._work_alone()
+            self._connect_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -389,7 +389,7 @@ class SyncGroup(OpenGroup):
         self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
         open_groups.add(self)
 
-    def _work_alone(self) -> None:
+    def _connect_alone(self) -> None:
         self.levels, self.agreement = Levels.solo(), SoloAgreement()
         self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 

@@ -28,7 +28,7 @@ class ThreadGuard:
     def __init__(self) -> None:
         self._owner = threading.current_thread()
         self.ident = threading.get_ident()
-        self._may_be_handed_on = True
+        self._may_be_taken_over = True
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -46,27 +46,27 @@ class ThreadGuard:
             RuntimeError: If it is one.
         """
         if not self.is_of_this_thread():
-            self._hand_on(call)
+            self._take_over(call)
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the calls. Local."""
         return threading.get_ident() == self.ident
 
-    def _hand_on(self, call: str) -> None:
+    def _take_over(self, call: str) -> None:
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        if self._owner.is_alive() and not self._may_be_handed_on:
+        if self._owner.is_alive() and not self._may_be_taken_over:
             share = "a strategy is one thread's" if level == "MULTIPLE" else f"with THREAD_{level} all strategies are"
             raise RuntimeError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: "
                 f"{share}, because calls of two threads come in another order on every rank. Build one strategy for "
                 "each thread, in the same order on all ranks"
             )
-        self._may_be_handed_on = not self._owner.is_alive()
+        self._may_be_taken_over = not self._owner.is_alive()
         self._owner, self.ident = new, threading.get_ident()
 
 

@@ -2,17 +2,17 @@
 
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.schedule import Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
-from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, placement_digest
+from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, places_digest
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.shared_memory.window import SharedWindow
 
 __all__ = [
-    "Across",
+    "InterNode",
     "InPlace",
     "ShardExchange",
     "NodeBarrier",
@@ -25,5 +25,5 @@ __all__ = [
     "FusedArrays",
     "FusedReducer",
     "TwoShot",
-    "placement_digest",
+    "places_digest",
 ]

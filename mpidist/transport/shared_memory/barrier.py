@@ -44,7 +44,7 @@ class NodeBarrier:
     """Counts the barriers of a node's ranks, in shared memory, with a few words that each rank shows the others.
 
     A rank posts its arrival and then asks whether all others have posted theirs. What a rank wrote into shared
-    memory before it posted, the others see once they have passed.
+    memory before it posted, the others see once they have has_passed.
 
     Args:
         window: The memory; each part begins with `LINE_BYTES` for this.
@@ -72,8 +72,8 @@ class NodeBarrier:
             self._fence()
         self.count = own[0] = count
 
-    def shows_the_same(self) -> tuple[bool, bool]:
-        """Whether all ranks showed the same first word, and the same second one, in the barrier passed last."""
+    def has_equal_words(self) -> tuple[bool, bool]:
+        """Whether all ranks showed the same first word, and the same second one, in the barrier has_passed last."""
         at = 1 + self.count % 2 * 4
         first, second = self._own[at], self._own[at + 1]
         same_first = same_second = True
@@ -89,7 +89,7 @@ class NodeBarrier:
         self.count += 1
         self._own[0] = self.count
 
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all ranks have arrived."""
         count = self.count
         for line in self._peers:

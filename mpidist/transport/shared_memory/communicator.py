@@ -122,7 +122,7 @@ class SharedMemoryCommunicator(Communicator):
         """Copy what each owner has of every chunk to all ranks: into the same pieces, or into one array for all."""
         targets = pieces if into is None else [into]
         for chunk in schedule.chunks:
-            views = self._slots.next(targets[0].dtype)
+            views = self._slots.next_views(targets[0].dtype)
             for owner, moves in zip(owners, chunk.shards, strict=True):
                 if owner == self.rank:
                     for piece, _, start, stop, at, end in moves:

@@ -20,13 +20,13 @@ from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 
-__all__ = ["Across", "FusedReducer"]
+__all__ = ["InterNode", "FusedReducer"]
 
 _SCHEDULES: Final = 256  # remembered, of flat arrays; plans of lists hold theirs
 
 
 @final
-class Across(NamedTuple):
+class InterNode(NamedTuple):
     """How fused arrays cross nodes.
 
     Attributes:
@@ -59,7 +59,7 @@ class FusedReducer:
     """
 
     def __init__(
-        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: Across | None = None
+        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: InterNode | None = None
     ) -> None:
         self.slots = slots
         self.lanes = lanes
@@ -124,5 +124,5 @@ class FusedReducer:
     def run(self, transfer: TwoShot) -> None:
         """Do what `two_shot` prepared. Collective."""
         with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-            complete(transfer.steps(has_begun=False), self.check_peers)
+            complete(transfer.steps(has_passed_barrier=False), self.check_peers)
         self._traffic.overflowed += transfer.overflowed

@@ -46,13 +46,13 @@ class InPlace:
             total, *others = [target[block] for target in run.targets]
             self._blocks.append(([source[block] for source in run.sources], total, others))
 
-    def steps(self, has_begun: bool) -> Generator[int, None, None]:
+    def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
         """Do the work. Yields while other ranks have not come.
 
         Args:
-            has_begun: Whether the ranks have passed a barrier since the arrays were written.
+            has_passed_barrier: Whether the ranks have passed a barrier since the arrays were written.
         """
-        if not has_begun:
+        if not has_passed_barrier:
             yield from self._slots.synchronize()
         if len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_half(self._blocks[0][1].dtype):
             self._add_two()

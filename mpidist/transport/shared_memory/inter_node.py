@@ -44,7 +44,7 @@ class ShardExchange:
 
     def __init__(self, across_nodes: MpiCommunicator) -> None:
         self._across = across_nodes
-        self._under_way: deque[ShardAllReduce] = deque()
+        self._unfinished: deque[ShardAllReduce] = deque()
         self._started = 0
 
     def start(self, buffer: Array, reduction: Reduction, half: np.dtype[Any] | None = None) -> ShardAllReduce:
@@ -61,8 +61,8 @@ class ShardExchange:
         """
         tag = self._next_tag()
         if half is None:
-            return self._keep(_DirectAllReduce(self._across, buffer, reduction, tag))
-        return self._keep(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
+            return self._track(_DirectAllReduce(self._across, buffer, reduction, tag))
+        return self._track(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
         """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
@@ -74,22 +74,22 @@ class ShardExchange:
             fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
                 the sum in `buffer`.
         """
-        return self._keep(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
+        return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
         """Let the shards under way get on. Local."""
-        for shard in self._under_way:
+        for shard in self._unfinished:
             shard.progress()
-        while self._under_way and self._under_way[0].is_done:
-            self._under_way.popleft()
+        while self._unfinished and self._unfinished[0].is_done:
+            self._unfinished.popleft()
 
     def abandon(self) -> None:
         """Leave what is under way to MPI, which may still read and write it. Local."""
-        never_free(tuple(self._under_way))
-        self._under_way.clear()
+        never_free(tuple(self._unfinished))
+        self._unfinished.clear()
 
-    def _keep(self, shard: ShardAllReduce) -> ShardAllReduce:
-        self._under_way.append(shard)
+    def _track(self, shard: ShardAllReduce) -> ShardAllReduce:
+        self._unfinished.append(shard)
         return shard
 
     def _next_tag(self) -> int:
@@ -157,10 +157,10 @@ class _ChainAllReduce(ShardAllReduce):
         self._across, self._buffer, self._fold, self._tag = across, buffer, fold, tag
         self._below = across.rank - 1 if across.rank > 0 else None
         self._above = across.rank + 1 if across.rank + 1 < across.size else None
-        self._is_up = self._is_sent_down = False
+        self._is_added = self._is_sent_down = False
         self._incoming: Array | None = None
         if self._below is None:
-            self._up()
+            self._add_and_send_up()
         else:
             self._incoming = np.empty(buffer.size, buffer.dtype)
             self._requests = [across.receive(self._incoming, self._below, tag)]
@@ -170,18 +170,18 @@ class _ChainAllReduce(ShardAllReduce):
     def progress(self) -> None:
         if self.is_done or not self._across.test_all(self._requests):
             return
-        if not self._is_up:
-            self._up()
+        if not self._is_added:
+            self._add_and_send_up()
         elif self._below is not None and not self._is_sent_down:
-            self._down()
+            self._send_down()
         else:
             self.is_done = True
 
-    def _up(self) -> None:
+    def _add_and_send_up(self) -> None:
         self._fold(self._incoming)
-        self._is_up = True
+        self._is_added = True
         if self._above is None:
-            self._down()
+            self._send_down()
             return
         self._outgoing = self._buffer.copy()  # the result comes back into the buffer
         self._requests = [
@@ -189,7 +189,7 @@ class _ChainAllReduce(ShardAllReduce):
             self._across.receive(self._buffer, self._above, self._tag + 1),
         ]
 
-    def _down(self) -> None:
+    def _send_down(self) -> None:
         self._is_sent_down = True
         self._requests = []
         if self._below is not None:

@@ -29,7 +29,7 @@ class OneShot:
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
         self._slots = slots
-        self._parts = [[view[:count] for view in views] for views in slots.all(dtype)]
+        self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
         """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.

@@ -45,11 +45,11 @@ class Slots:
         self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
-    def next(self, dtype: np.dtype[Any]) -> list[Array]:
+    def next_views(self, dtype: np.dtype[Any]) -> list[Array]:
         """View the slot of the next barrier: [ranks], each the whole slot of a rank, flat."""
-        return (self._views.get(dtype) or self.all(dtype))[(self.barrier.count + 1) % self.num_slots]
+        return (self._views.get(dtype) or self.views(dtype))[(self.barrier.count + 1) % self.num_slots]
 
-    def all(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+    def views(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """View all slots: [slots][ranks]."""
         views = self._views.get(dtype)
         if views is None:
@@ -60,7 +60,7 @@ class Slots:
         """Pass a barrier; yields while others have not come."""
         barrier = self.barrier
         barrier.post()
-        while not barrier.passed():
+        while not barrier.has_passed():
             yield barrier.count
 
     def free(self) -> None:

@@ -15,7 +15,7 @@ from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
-__all__ = ["Place", "Run", "SharedArrays", "placement_digest"]
+__all__ = ["Place", "Run", "SharedArrays", "places_digest"]
 
 _MASK: Final = (1 << 62) - 1
 
@@ -29,13 +29,13 @@ class Place:
         window: The number of the window, the same on all ranks.
         offset: Its first byte in a rank's part of the window.
         per_node: Whether there is one array for all ranks of the node.
-        everyone: [ranks], each rank's array of this place, flat; only one where `per_node`.
+        arrays: [ranks], each rank's array of this place, flat; only one where `per_node`.
     """
 
     window: int
     offset: int
     per_node: bool
-    everyone: tuple[Array, ...]
+    arrays: tuple[Array, ...]
 
 
 @final
@@ -58,16 +58,16 @@ class _Window:
     Args:
         window: The window.
         per_node: Whether there is one array for all ranks of the node.
-        following: Where an array ends -> where the next one begins.
+        next_offsets: Where an array ends -> where the next one begins.
         on_end: Called when its memory is given back.
     """
 
     def __init__(
-        self, window: SharedWindow, per_node: bool, following: dict[int, int], on_end: Callable[[], None]
+        self, window: SharedWindow, per_node: bool, next_offsets: dict[int, int], on_end: Callable[[], None]
     ) -> None:
         root = _root(window.parts[0])
         start, _ = memory_bounds(root)
-        self.per_node, self.following = per_node, following
+        self.per_node, self.next_offsets = per_node, next_offsets
         self.bounds = [memory_bounds(part) for part in window.parts]
         self._slices = [slice(low - start, high - start) for low, high in self.bounds]
         self._root = weakref.ref(root, lambda _: on_end())
@@ -118,20 +118,20 @@ class SharedArrays:
         Raises:
             UnavailableError: If there is too little shared memory, on every rank of the node.
         """
-        offsets, end, following = [], 0, {}
+        offsets, end, next_offsets = [], 0, {}
         for shape, dtype in specs:
             nbytes = prod(shape) * dtype.itemsize
             offsets.append(end)
-            following[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
+            next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
-        self._know(window, per_node, following)
+        self._register(window, per_node, next_offsets)
         return [
             part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             for offset, (shape, dtype) in zip(offsets, specs, strict=True)
         ]
 
-    def _know(self, window: SharedWindow, per_node: bool, following: dict[int, int]) -> None:
+    def _register(self, window: SharedWindow, per_node: bool, next_offsets: dict[int, int]) -> None:
         number, key = self.num_windows, id(_root(window.parts[0]))
         windows, bases = self._windows, self._bases
 
@@ -139,7 +139,7 @@ class SharedArrays:
             windows.pop(number, None)
             bases.pop(key, None)
 
-        windows[number] = _Window(window, per_node, following, forget)
+        windows[number] = _Window(window, per_node, next_offsets, forget)
         bases[key] = number
         self.num_windows += 1
 
@@ -148,7 +148,7 @@ class SharedArrays:
         if not self._windows or type(array) is not np.ndarray:
             return None
         known = self._places.get(id(array))
-        if known is not None and known[1].everyone[0].dtype == array.dtype and known[0]() is array:
+        if known is not None and known[1].arrays[0].dtype == array.dtype and known[0]() is array:
             return known[1]
         number = self._bases.get(id(_root(array)))
         if number is None or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -183,18 +183,17 @@ class SharedArrays:
         """
         runs: list[tuple[Place, Place, int]] = []
         for source, out in sorted(zip(sources, outs, strict=True), key=lambda both: (both[0].window, both[0].offset)):
-            nbytes = source.everyone[0].nbytes
+            nbytes = source.arrays[0].nbytes
             if runs:
                 first, into, length = runs[-1]
                 step = source.offset - first.offset
-                both_follow = self._follows(first, length, source) and self._follows(into, length, out)
+                both_follow = self._is_next(first, length, source) and self._is_next(into, length, out)
                 if both_follow and out.offset - into.offset == step:  # a part of an array may begin anywhere
                     runs[-1] = first, into, step + nbytes
                     continue
             runs.append((source, out, nbytes))
         return [
-            Run(self._everyone(source, length, dtype), self._everyone(out, length, dtype))
-            for source, out, length in runs
+            Run(self._arrays(source, length, dtype), self._arrays(out, length, dtype)) for source, out, length in runs
         ]
 
     def is_per_node(self, array: Any) -> bool:
@@ -230,20 +229,20 @@ class SharedArrays:
         address = array.__array_interface__["data"][0]
         if address < low or address + array.nbytes > high:
             return None
-        everyone = window.views(address - low, array.nbytes, array.dtype)
-        return Place(number, address - low, window.per_node, everyone)
+        arrays = window.views(address - low, array.nbytes, array.dtype)
+        return Place(number, address - low, window.per_node, arrays)
 
-    def _follows(self, first: Place, nbytes: int, place: Place) -> bool:
+    def _is_next(self, first: Place, nbytes: int, place: Place) -> bool:
         """Whether a place is that of the array which was allocated after those that end `nbytes` from a place on."""
         if first.window != place.window:
             return False
-        return self._windows[first.window].following.get(first.offset + nbytes) == place.offset
+        return self._windows[first.window].next_offsets.get(first.offset + nbytes) == place.offset
 
-    def _everyone(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    def _arrays(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         return self._windows[place.window].views(place.offset, nbytes, dtype)
 
 
-def placement_digest(places: Sequence[Place] | None) -> int:
+def places_digest(places: Sequence[Place] | None) -> int:
     """Return a number that is the same on all ranks if the places are; 0 for none."""
     if places is None:
         return 0

@@ -96,34 +96,34 @@ class TwoShot:
         """Copy the first chunk in. Local. It can be left at that; else a barrier of the node and `steps` follow."""
         self._stage(self._chunks[0])
 
-    def cut_results(self, schedule: Schedule) -> None:
+    def set_results_schedule(self, schedule: Schedule) -> None:
         """Say how the results are cut, where they are other pieces than the sources."""
         self._results_chunks = schedule.chunks
 
-    def steps(self, has_begun: bool) -> Generator[int, None, None]:
+    def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
         """Do the work. Yields the number of a barrier, while this rank waits for others there.
 
         Args:
-            has_begun: Whether this rank has called `begin`, and the ranks of the node have passed a barrier since.
+            has_passed_barrier: Whether this rank has called `begin`, and the node has passed a barrier since then.
         """
         barrier, exchange, chunks = self._slots.barrier, self._exchange, self._chunks
-        on_their_way: list[ShardAllReduce | None] = [None] * len(chunks)
+        exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
         has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
-        if not has_begun:
+        if not has_passed_barrier:
             self.begin()
-        for at in range(0 if has_begun else -1, len(chunks) + self._depth):  # at -1 is nothing but a barrier
+        for at in range(0 if has_passed_barrier else -1, len(chunks) + self._depth):  # at -1 is nothing but a barrier
             done = at - self._depth
             if at >= 0:
                 if at + 1 < len(chunks):
                     self._stage(chunks[at + 1])
                 if at < len(chunks) and self._lane >= 0:
                     if exchange is not None:
-                        on_their_way[at] = self._start(exchange, chunks[at], self._views[at])
+                        exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
                     elif self.arrays.shared is None:
                         self._fold(chunks[at], self._views[at], None)
                     else:
                         self._add_in_place(chunks[at], self._views[at])
-                shard = on_their_way[done] if done >= 0 else None
+                shard = exchanges[done] if done >= 0 else None
                 while shard is not None and exchange is not None and not shard.is_done:
                     exchange.progress()
                     if not shard.is_done:
@@ -131,12 +131,12 @@ class TwoShot:
                 if done >= 0 and has_to_finish:
                     self._finish(done)
             barrier.post()
-            while not barrier.passed():
+            while not barrier.has_passed():
                 if exchange is not None:  # another node may wait for what this rank has to send on
                     exchange.progress()
                 yield barrier.count
             if done >= 0 and self.arrays.shared is None and self.arrays.results:
-                self._deliver(done)
+                self._copy_out(done)
 
     @property
     def _keeps_dtype(self) -> bool:
@@ -144,7 +144,7 @@ class TwoShot:
 
     def _stage(self, chunk: Chunk) -> None:
         """Copy this rank's part of a chunk into its slot: all shards but its own."""
-        views = self._slots.next(self.arrays.dtype)
+        views = self._slots.next_views(self.arrays.dtype)
         self._views.append(views)
         if self.arrays.peers is not None:
             return
@@ -158,7 +158,7 @@ class TwoShot:
                 else:
                     np.concatenate(sources[first:last], axis=None, out=slot[at:end])
 
-    def _start(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
+    def _start_exchange(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
         """Add this rank's shard of a chunk, and send the shard on its way between nodes."""
         shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
         if self._reduction.in_rank_order:
@@ -221,7 +221,7 @@ class TwoShot:
                 for piece, first, last, at in _pieces(move, place):
                     place[piece][first:last] = slot[at : at + last - first]
 
-    def _deliver(self, index: int) -> None:
+    def _copy_out(self, index: int) -> None:
         """Copy the sums of a chunk out."""
         results, divide_by = self.arrays.results, self._divide_by
         converts = divide_by != 1 and not self._keeps_dtype
