@@ -288,6 +288,6 @@ def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
 
 def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
     array = arrays[piece.index]
-    if piece.count == array.size:  # no new view of a whole array
+    if piece.count == array.size:  # the same object at every call: kernels cache tables by object
         return array
     return array.reshape(-1)[piece.start : piece.stop]

@@ -1,4 +1,4 @@
-"""Float32 numbers that travel in half precision: a communicator around another one."""
+"""Float32 numbers that are sent in half precision: a communicator around another one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompressingCommunicator(Communicator):
     Args:
         inner: The communicator that carries the rounded numbers and counts the traffic. Its owner frees it.
         half: float16 or bfloat16.
-        kernels: Those for device memory; `None` for host memory.
+        kernels: The kernels for device memory; `None` for host memory.
     """
 
     def __init__(self, inner: Communicator, half: np.dtype[np.generic], kernels: DeviceKernels | None = None) -> None:
@@ -104,10 +104,10 @@ class CompressingCommunicator(Communicator):
 
 
 def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> int:
-    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: those for device memory.
+    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: for device memory.
 
     Returns:
-        How many finite numbers became infinite float16; 0 for device memory, whose kernels count by themselves.
+        How many finite numbers became infinite float16; 0 for device memory, where the kernels count.
     """
     if kernels is not None:
         kernels.pack([numbers], out, kernels.overflow_of(out.dtype))
@@ -117,7 +117,7 @@ def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> 
 
 
 def widen(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> None:
-    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: those for device memory."""
+    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: for device memory."""
     if kernels is not None:
         kernels.unpack(numbers, [out])
     else:

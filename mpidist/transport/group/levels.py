@@ -25,14 +25,13 @@ __all__ = ["Levels", "NcclReach"]
 
 logger = logging.getLogger("mpidist.transport")
 
-# Without shared memory. On one node packing costs two passes through memory, so packs stay in a core's cache and large
-# arrays out of them. Between nodes every message costs a latency per step, so packs are large. Index: whether there
-# are several nodes.
+# Without shared memory: (one node, several nodes). On one node packing costs two passes through memory: packs fit into
+# a core's cache, and arrays of at least _DIRECT_BYTES are not packed. Between nodes every message costs latency: packs
+# are large.
 _DIRECT_BYTES: Final = (32 << 10, 1 << 20)
 _PACK_BYTES: Final = (256 << 10, 4 << 20)
 
-
-# For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
+# Of device memory: a launch takes as long as reducing some MB, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
 _NO_LANE: Final = nullcontext()
@@ -40,7 +39,7 @@ _NO_LANE: Final = nullcontext()
 
 @final
 class NcclReach(Enum):
-    """How far NCCL carries device memory."""
+    """Among which ranks NCCL sends device memory."""
 
     NOWHERE = 0
     NODE = 1
@@ -50,17 +49,17 @@ class NcclReach(Enum):
 @final
 @dataclass(frozen=True)
 class Levels:
-    """Where an all-reduce algorithm can send: the levels of the machine, for one kind of memory.
+    """The communicators of the machine's levels, for one kind of memory, as an all-reduce algorithm uses them.
 
     Attributes:
         world: All ranks of the group.
         within_node: The ranks of this rank's node, in rank order.
-        across_nodes: The ranks with this rank's place on their nodes, in order of nodes.
-        is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
-        fused: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
-        nccl: Which of them are NCCL's.
-        queue: Where the work of NCCL's goes; `None` if there are none.
-        own_kernels: Those of the levels for device memory; `None` of others.
+        across_nodes: The ranks with this rank's local rank, in order of nodes.
+        is_even: Whether all nodes have equally many ranks, so that `across_nodes` of every rank has all nodes.
+        fused: Reduces lists of arrays over all ranks through shared memory; `None` without shared memory.
+        nccl: Which communicators are NCCL's.
+        queue: The queue of NCCL's launches; `None` without NCCL.
+        own_kernels: The kernels of levels for device memory; `None` of levels for host memory.
     """
 
     world: Communicator
@@ -75,7 +74,7 @@ class Levels:
 
     @property
     def kernels(self) -> DeviceKernels:
-        """What moves and joins arrays of device memory.
+        """The kernels that copy and reduce device memory.
 
         Raises:
             RuntimeError: If these are the levels for host memory.
@@ -101,14 +100,14 @@ class Levels:
         """Split a communicator by nodes. Collective.
 
         Args:
-            comm: The communicator of the group. What is made here are duplicates and parts of it.
-            topology: The placement of its ranks.
+            comm: The communicator of the group, which is duplicated and split.
+            topology: The nodes of the ranks.
             max_chunk_bytes: Larger arrays are sent in several calls.
-            transport: `"mpi"` for MPI alone, `"shared_memory"` to insist on shared memory within nodes, `"auto"`.
-            cost_model: The speeds of the machine, the same on all ranks; by default those of a common one.
+            transport: `"mpi"` for MPI alone, `"shared_memory"` to require shared memory within nodes, or `"auto"`.
+            cost_model: The speeds of the machine, the same on all ranks; by default those of a common machine.
 
         Raises:
-            UnavailableError: If shared memory is insisted on and cannot be had. On every rank.
+            UnavailableError: If shared memory is required and not available. On every rank.
         """
         world = _make_level(comm.Dup(), "world", max_chunk_bytes)
         within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
@@ -151,54 +150,54 @@ class Levels:
 
     @property
     def direct_bytes(self) -> int:
-        """Size from which on an array is better sent by itself than copied into a pack and out again, in bytes."""
+        """The least size of an array that is reduced directly, faster than through a pack, in bytes."""
         return _DIRECT_BYTES[self.within_node.size < self.world.size] if self.world.size > 1 else 1
 
     @property
     def pack_bytes(self) -> int:
-        """Size of the pack buffer that this machine likes best, in bytes."""
+        """The fastest size of a pack buffer, in bytes."""
         return _PACK_BYTES[self.within_node.size < self.world.size]
 
     def message_bytes(self, device: bool) -> tuple[int, int]:
-        """Return `direct_bytes` and `pack_bytes`; those for device memory, if `device`."""
+        """Return `direct_bytes` and `pack_bytes`; if `device`, their values for device memory."""
         if device and self.world.size > 1:
             return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
         return self.direct_bytes, self.pack_bytes
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank saw become infinite float16 on the way."""
+        """How many finite numbers this rank rounded to an infinite float16."""
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Lend memory to pack into: that of the innermost transport."""
+        """Return the pack buffer of `within_node`: `Communicator.pack_buffer`."""
         return self.within_node.pack_buffer(count, dtype)
 
     def lane(self) -> AbstractContextManager[None]:
-        """Be where one message can be packed while another is under way: `DeviceQueue.lane`."""
+        """Launch the body's work beside that of other messages: `DeviceQueue.lane`."""
         return _NO_LANE if self.queue is None else self.queue.lane()
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while a rank waits for others; it may raise."""
+        """Set the function that communicators call while this rank waits for others; it may raise."""
         for level in (self.world, self.within_node, self.across_nodes):
             level.set_wait_hook(check_peers)
         if self.fused is not None:
             self.fused.check_peers = check_peers
 
     def abandon(self) -> None:
-        """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
+        """Abandon incomplete messages of a call that failed. Local; the levels cannot be used again."""
         if self.fused is not None:
             self.fused.abandon()
 
     def free(self) -> None:
-        """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""
+        """Free the communicators in reverse order, and the staging memory. Collective."""
         for level in (self.across_nodes, self.within_node, self.world):
             level.free()
         if self.fused is not None:
             self.fused.slots.free()
 
     def _report_no_shared_memory(self, reason: str, transport: str) -> None:
-        """Say that there is no shared memory; refuse to go on where it is insisted on."""
+        """Log that shared memory is not available; raise `UnavailableError` if it is required."""
         if transport == "shared_memory":
             self.free()
             raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
@@ -221,7 +220,7 @@ def _inter_node_reducer(
 def _make_slots(
     comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
 ) -> tuple[Slots | None, str | None]:
-    """Make the staging memory of every node, or say why there is none on any. Collective over all ranks."""
+    """Make the staging memory of every node; on all nodes or none, with the reason. Collective over all ranks."""
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:

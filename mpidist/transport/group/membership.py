@@ -1,4 +1,4 @@
-"""What a rank keeps of its group for as long as it is in it, whatever calls and communicators come and go."""
+"""What a rank keeps of its group through every reset: the ranks, the status board, and the exit barrier."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
 
-_EXIT_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
-_LOST_SECONDS: Final = 1.0  # where a rank is known not to come
+_EXIT_SECONDS: Final = 30.0  # how long a rank waits for others to end their work, after a call that failed
+_LOST_SECONDS: Final = 1.0  # the same, if a rank is known to have ended
 
 
 @final
 class Membership:
-    """One rank's place among the ranks of a group. Making it is collective.
+    """One rank's membership in a group. Making it is collective.
 
     Args:
-        comm: The ranks. This object owns it and frees it.
-        topology: Their placement.
+        comm: The ranks. This object owns and frees the communicator.
+        topology: The nodes of the ranks.
         world: All ranks of the job.
         token: A name of the group, the same on all ranks.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
 
     Attributes:
         comm: The ranks.
-        folder: Where flight recorders are kept; `None` if they are not.
+        folder: The folder of the flight recorders; `None` if none are kept.
     """
 
     def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, stall_seconds: float) -> None:
@@ -57,26 +57,29 @@ class Membership:
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
-        self._exit_comm = comm.Dup()  # for one barrier that nothing was given up in before
+        self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         self._reset_watch = self._make_watch(comm, "End the job, and start it again")
 
     def make_watch(self, comm: Intracomm) -> Watchdog:
-        """Make the watch over calls in a communicator of the same ranks. Local."""
+        """Make the watchdog of calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
     def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
-        """Wait until all ranks come to reset, and show them two numbers of each. Collective.
+        """Wait until all ranks call `reset`, and all-gather two numbers of each rank. Collective.
 
         Args:
             flags: The numbers of this rank.
             timeout: How long to wait, in seconds; `None` or 0 for ever.
-            calls: The watch over the calls until now, which hears of ranks that have left.
+            calls: The watchdog of the calls until now, which receives the notes of ranks that have left.
+
+        Returns:
+            The numbers of each rank, in rank order.
 
         Raises:
-            DeadlineExceededError: If not all come in time.
-            PeerFailedError: If a rank is gone, or has left because of an exception.
+            DeadlineExceededError: If not all ranks call `reset` in time.
+            PeerFailedError: If a rank's process has ended, or a rank has left because of an exception.
         """
         watch = self._reset_watch
 
@@ -91,12 +94,12 @@ class Membership:
             raise type(watch.broken)(f"an earlier reset() failed: {watch.broken}")
         watch.begin(RESET, "reset()", "", timeout)
         watch.require_no_notes(PROBES)
-        mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
-        for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
-            request = self.comm.Iallgather(mine, all_of_them)
-            poll_or_keep(request.Test, check_peers, (request, mine, all_of_them))
+        own, gathered = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
+        for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
+            request = self.comm.Iallgather(own, gathered)
+            poll_or_keep(request.Test, check_peers, (request, own, gathered))
         self._board.recorder.end()
-        return [(first, second) for first, second in all_of_them.tolist()]
+        return [(first, second) for first, second in gathered.tolist()]
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
@@ -148,6 +151,6 @@ class Membership:
         return Watchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.keep_flights)
 
     def _lost_ranks(self) -> Stragglers:
-        """The ranks of this node that can do nothing more."""
+        """Return the ranks of this node whose processes have ended or stopped."""
         lost = {rank: status for rank, status in self._board.statuses().items() if not status.is_able}
         return Stragglers(lost, (), self._topology.hostnames)

@@ -1,4 +1,4 @@
-"""Which thread may make the calls of a group: one at a time, or ranks would make them in different orders."""
+"""Which thread may make the calls of a group: only one, since two would order the calls differently on each rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 @final
 class ThreadGuard:
-    """Refuses calls of a second thread, while the first lives.
+    """Refuses calls of a second thread while the first thread is alive.
 
-    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI
-    does not allow calls from several threads at a time, one thread makes the calls of all groups.
+    The thread that builds a strategy may leave its calls to a second thread, and take them back when that thread has
+    ended. Where MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
 
     Attributes:
         ident: The number of the thread that makes the calls.
@@ -40,16 +40,16 @@ class ThreadGuard:
         return cls._of_process
 
     def require_this_thread(self, call: str) -> None:
-        """Refuse a call of another thread than that which makes the group's calls. Local.
+        """Check that this thread may make the group's calls, and take them over if it may. Local.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: If another thread makes the calls.
         """
         if not self.is_of_this_thread():
             self._take_over(call)
 
     def is_of_this_thread(self) -> bool:
-        """Whether this thread makes the calls. Local."""
+        """Whether this thread makes the group's calls. Local."""
         return threading.get_ident() == self.ident
 
     def _take_over(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of a node, and the memory that all of them reach."""
+"""Shared memory of the ranks of a node: windows, a barrier, and reductions through them."""
 
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator

@@ -1,4 +1,4 @@
-"""One lane's way across nodes: a shard is reduced with its counterparts, while the rank does other work."""
+"""All-reduce of shards across the ranks of a lane, one rank on each node, in the background of other work."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mpidist.transport.waiting import never_free
 
 __all__ = ["ShardAllReduce", "ShardExchange"]
 
-_TAGS: Final = 16384  # in turn; MPI promises 32,768, and far fewer are under way
+_TAGS: Final = 16384  # used in turn; MPI guarantees 32,768, and far fewer are in use at once
 
 
 class ShardAllReduce(ABC):
-    """One shard under way. It gets on in `progress` alone."""
+    """The all-reduce of one shard. Only `progress` advances it."""
 
     def __init__(self) -> None:
         self.is_done = False
 
     @abstractmethod
     def progress(self) -> None:
-        """Take what has come, and send on what can be sent. Local."""
+        """Handle messages that have arrived, and send what can be sent. Local."""
 
 
 @final
 class ShardExchange:
     """All-reduces shards among the ranks of a lane, one on every node, several shards at a time.
 
-    Nothing moves unless `progress` is called.
+    Only `progress` advances the shards.
 
     Args:
         across_nodes: The ranks of the lane, in order of nodes.
@@ -48,16 +48,16 @@ class ShardExchange:
         self._started = 0
 
     def start(self, buffer: Array, reduction: Reduction, half: np.dtype[Any] | None = None) -> ShardAllReduce:
-        """Reduce a shard, in the order of nodes.
+        """Start to all-reduce a shard, added in the order of nodes.
 
-        With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
-        sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
-        all-reduce can send. Half as many bytes where numbers are rounded to `half`.
+        With K nodes and m bytes: every rank sends each other rank a K-th of the shard, adds the parts that it receives,
+        and sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes per rank: the least that an
+        all-reduce can send. Half as many bytes with `half`.
 
         Args:
             buffer: [m], reduced in place. It must not be touched until the shard is done.
             reduction: The elementwise operation.
-            half: Half precision that float32 numbers are rounded to on their way; `None` leaves them as they are.
+            half: The half precision that float32 numbers are sent in; `None` for no compression.
         """
         tag = self._next_tag()
         if half is None:
@@ -65,26 +65,26 @@ class ShardExchange:
         return self._track(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
-        """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
+        """Start to all-reduce a shard in rank order: node after node adds its parts; the result goes the way back.
 
         With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
 
         Args:
             buffer: [m], which takes the result.
-            fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
-                the sum in `buffer`.
+            fold: Adds this node's parts to its argument, the sum of all nodes before (`None` on the first node), and
+                leaves the sum in `buffer`.
         """
         return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
-        """Let the shards under way get on. Local."""
+        """Advance all shards that are not done. Local."""
         for shard in self._unfinished:
             shard.progress()
         while self._unfinished and self._unfinished[0].is_done:
             self._unfinished.popleft()
 
     def abandon(self) -> None:
-        """Leave what is under way to MPI, which may still read and write it. Local."""
+        """Abandon shards that are not done. MPI may still read and write their memory, which is never freed. Local."""
         never_free(tuple(self._unfinished))
         self._unfinished.clear()
 
@@ -99,7 +99,7 @@ class ShardExchange:
 
 @final
 class _DirectAllReduce(ShardAllReduce):
-    """Parts to their owners, sums to everybody."""
+    """Sends each part to its owner, which adds it, and sends the sum to all ranks."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _DirectAllReduce(ShardAllReduce):
 
 @final
 class _CompressedAllReduce(ShardAllReduce):
-    """A shard of float32 that travels in half precision, its owner's part, too: all get the same bits."""
+    """Sends a float32 shard in half precision. The owner rounds its own part, too: all ranks get equal bits."""
 
     def __init__(
         self, across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int
@@ -150,7 +150,7 @@ class _CompressedAllReduce(ShardAllReduce):
 
 @final
 class _ChainAllReduce(ShardAllReduce):
-    """Partial sums up the nodes, the result back down."""
+    """Sends partial sums up the nodes, and the result back down."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
         super().__init__()

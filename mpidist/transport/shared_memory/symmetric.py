@@ -1,4 +1,4 @@
-"""Arrays in memory that all ranks of a node reach."""
+"""Symmetric and per-node arrays: arrays in shared memory of a node, which a strategy allocates for users."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MASK: Final = (1 << 62) - 1
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies in memory that all ranks of the node reach.
+    """Where an array lies in shared memory of the node.
 
     Attributes:
         window: The number of the window, the same on all ranks.
-        offset: Its first byte in a rank's part of the window.
+        offset: The array's first byte in a rank's part of the window.
         per_node: Whether there is one array for all ranks of the node.
-        arrays: [ranks], each rank's array of this place, flat; only one where `per_node`.
+        arrays: [ranks], each rank's array at this place, flat; only one if `per_node`.
     """
 
     window: int
@@ -40,11 +40,11 @@ class Place:
 
 @final
 class Run(NamedTuple):
-    """Elements that lie one after the other, both where they are read and where they are written.
+    """Elements that are contiguous both in the sources and in the targets.
 
     Attributes:
-        sources: [ranks], what each rank contributes, flat.
-        targets: [places], where the results go.
+        sources: [ranks], each rank's contribution, flat.
+        targets: [ranks], or one for the node: where the results are written.
     """
 
     sources: tuple[Array, ...]
@@ -53,13 +53,13 @@ class Run(NamedTuple):
 
 @final
 class _Window:
-    """Where the arrays of one window lie. Does not keep its memory, which is there as long as one of them.
+    """The layout of one window's arrays. Holds no reference to the memory, which the arrays alone keep.
 
     Args:
         window: The window.
         per_node: Whether there is one array for all ranks of the node.
-        next_offsets: Where an array ends -> where the next one begins.
-        on_end: Called when its memory is given back.
+        next_offsets: The end of an array -> the offset of the next array.
+        on_end: Called when the last array is gone and the memory is given back.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class _Window:
         self._root = weakref.ref(root, lambda _: on_end())
 
     def views(self, offset: int, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        """View each rank's memory of a place, while an array lies in it; only one where `per_node`."""
+        """View each rank's memory at an offset, while some array of the window exists; only one if `per_node`."""
         root = self._root()
         assert root is not None
         slices = self._slices[:1] if self.per_node else self._slices
@@ -82,20 +82,20 @@ class _Window:
 
 @final
 class SharedArrays:
-    """The arrays that are shared within one node. A window's memory is given back when all its arrays are gone.
+    """The arrays in shared memory of a node. A window's memory is given back when all its arrays are gone.
 
     Args:
         within_node: The ranks of the node.
 
     Attributes:
-        num_windows: How many windows were made. The same on all ranks, which let go of arrays at other times.
+        num_windows: How many windows were made: equal on all ranks, unlike the number of windows that still exist.
     """
 
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
         self.num_windows = 0
         self._windows: dict[int, _Window] = {}
-        self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
+        self._bases: dict[int, int] = {}  # id of the base of all views of a window -> the window's number
         self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
 
     @property
@@ -109,8 +109,8 @@ class SharedArrays:
         """Allocate arrays in shared memory. Collective over the node.
 
         Args:
-            specs: Shape and dtype of each, the same on every rank.
-            per_node: One array for all ranks, instead of one for each.
+            specs: Shape and dtype of each array, the same on every rank.
+            per_node: Whether to make one array for all ranks of the node, instead of one for each rank.
 
         Returns:
             C-contiguous arrays, zero at first.
@@ -144,7 +144,7 @@ class SharedArrays:
         self.num_windows += 1
 
     def place(self, array: Any) -> Place | None:
-        """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
+        """Return where an array lies; `None` if it is not in shared memory, not contiguous, or not of native order."""
         if not self._windows or type(array) is not np.ndarray:
             return None
         known = self._places.get(id(array))
@@ -156,11 +156,14 @@ class SharedArrays:
         found = self._find(array, number)
         if found is not None:
             key, places = id(array), self._places
-            places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found  # a place holds the memory
+            places[key] = (
+                weakref.ref(array, lambda _: places.pop(key, None)),
+                found,
+            )  # not with the array: a place holds the memory
         return found
 
     def places(self, arrays: Sequence[Any]) -> list[Place] | None:
-        """Say where arrays lie, if they all lie in shared memory, one for each rank or one for all."""
+        """Return where arrays lie; `None` unless all are symmetric arrays, or all are per-node arrays."""
         if not self._windows or not arrays:
             return None
         places: list[Place] = []
@@ -172,14 +175,14 @@ class SharedArrays:
         return places
 
     def runs(self, sources: Sequence[Place], outs: Sequence[Place], dtype: np.dtype[Any]) -> list[Run]:
-        """Join arrays that were allocated one after the other: many small ones are added as one large one.
+        """Join arrays that were allocated one after the other, so that many small arrays are added as one large run.
 
-        What lies between them, to begin each at whole cache lines, is added with them, and nobody sees it.
+        The padding between arrays, which aligns each to whole cache lines, is added with them; no array shows it.
 
         Args:
             sources: Where the values lie.
             outs: Where the results go.
-            dtype: Of all of them.
+            dtype: The dtype of all arrays.
         """
         runs: list[tuple[Place, Place, int]] = []
         for source, out in sorted(zip(sources, outs, strict=True), key=lambda both: (both[0].window, both[0].offset)):
@@ -188,7 +191,7 @@ class SharedArrays:
                 first, into, length = runs[-1]
                 step = source.offset - first.offset
                 both_follow = self._is_next(first, length, source) and self._is_next(into, length, out)
-                if both_follow and out.offset - into.offset == step:  # a part of an array may begin anywhere
+                if both_follow and out.offset - into.offset == step:  # a view of a part may begin anywhere
                     runs[-1] = first, into, step + nbytes
                     continue
             runs.append((source, out, nbytes))
@@ -197,28 +200,25 @@ class SharedArrays:
         ]
 
     def is_per_node(self, array: Any) -> bool:
-        """Whether an array lies in memory that is one for all ranks of the node, however it was made."""
+        """Whether an array is a per-node array, or a view of any kind of one."""
         if not self._windows or not isinstance(array, np.ndarray):
             return False
         start, stop = memory_bounds(array)
         parts = (window.bounds[0] for window in list(self._windows.values()) if window.per_node)
-        return any(start < its_stop and its_start < stop for its_start, its_stop in parts)
+        return any(start < high and low < stop for low, high in parts)
 
     def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write an array that is one for all: `change`."""
+        """Let the node's first rank write a per-node array: `change`."""
         self.change(lambda: out.__setitem__(..., result))
 
     def change(self, change: Callable[[], None]) -> None:
-        """Let the node's first rank change arrays that are one for all. Collective over the node.
-
-        Returns when the numbers are there for this rank to read.
-        """
+        """Let the node's first rank change per-node arrays, and wait for the change. Collective over the node."""
         if self.within_node.rank == 0:
             change()
-        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
+        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # a barrier behind the change
 
     def free(self) -> None:
-        """Forget the arrays. Their memory is there as long as they are."""
+        """Forget the arrays, which keep their memory until they are gone."""
         self._windows.clear()
         self._bases.clear()
         self._places.clear()
@@ -233,7 +233,7 @@ class SharedArrays:
         return Place(number, address - low, window.per_node, arrays)
 
     def _is_next(self, first: Place, nbytes: int, place: Place) -> bool:
-        """Whether a place is that of the array which was allocated after those that end `nbytes` from a place on."""
+        """Whether `place` starts where the allocation after `first` (its first `nbytes` bytes) starts."""
         if first.window != place.window:
             return False
         return self._windows[first.window].next_offsets.get(first.offset + nbytes) == place.offset
@@ -243,7 +243,7 @@ class SharedArrays:
 
 
 def places_digest(places: Sequence[Place] | None) -> int:
-    """Return a number that is the same on all ranks if the places are; 0 for none."""
+    """Return a digest of places that is equal on all ranks if the places are; 0 for `None`."""
     if places is None:
         return 0
     return hash(tuple((place.window, place.offset) for place in places)) & _MASK | 1
