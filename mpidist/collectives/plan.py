@@ -226,8 +226,9 @@ def make_messages(
         itemsize = wire.dtype.itemsize
         pieces = [Piece(index, 0, specs[index].num_elements) for index in indices]
         if bytes_per_pack:
-            packs = _pack_by_size(pieces, itemsize, bytes_per_pack)
-            direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * itemsize + 1
+            sizes = [piece.count * itemsize for piece in pieces]
+            packs = [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
+            direct_bytes = pack_bytes = sum(sizes) + 1
         else:
             packs = _pack_by_number(pieces, num_packs)
             direct_bytes, pack_bytes = levels.message_bytes(wire.device)
@@ -264,18 +265,11 @@ def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
 
     Args:
         sizes: Size of each item in bytes.
-        bytes_per_pack: The limit in bytes; 0 for no limit.
+        bytes_per_pack: The limit in bytes, not 0.
 
     Returns:
         Lists of indices into `sizes`; concatenated, they count from 0.
-
-    Raises:
-        ValueError: If `bytes_per_pack` is negative.
     """
-    if bytes_per_pack < 0:
-        raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}")
-    if bytes_per_pack == 0:
-        return [list(range(len(sizes)))]
     packs: list[list[int]] = []
     held = bytes_per_pack + 1  # the first item opens a pack
     for index, size in enumerate(sizes):
@@ -285,11 +279,6 @@ def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
         packs[-1].append(index)
         held += size
     return packs
-
-
-def _pack_by_size(pieces: list[Piece], itemsize: int, bytes_per_pack: int) -> list[list[Piece]]:
-    sizes = [piece.count * itemsize for piece in pieces]
-    return [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
 
 
 def _pack_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:

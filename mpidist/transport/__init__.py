@@ -1,6 +1,6 @@
-"""Ranks and flat arrays: who is where, and how memory moves between them.
+"""Ranks and flat arrays: the nodes of the ranks, and how memory moves between ranks.
 
-Nothing here knows of strategies, replicas or gradients.
+Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda

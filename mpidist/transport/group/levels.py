@@ -148,21 +148,18 @@ class Levels:
             self._compressed[half] = replace(self, world=world, across_nodes=across, _compressed={})
         return self._compressed[half]
 
-    @property
-    def direct_bytes(self) -> int:
-        """The least size of an array that is reduced directly, faster than through a pack, in bytes."""
-        return _DIRECT_BYTES[self.within_node.size < self.world.size] if self.world.size > 1 else 1
-
-    @property
-    def pack_bytes(self) -> int:
-        """The fastest size of a pack buffer, in bytes."""
-        return _PACK_BYTES[self.within_node.size < self.world.size]
-
     def message_bytes(self, device: bool) -> tuple[int, int]:
-        """Return `direct_bytes` and `pack_bytes`; if `device`, their values for device memory."""
-        if device and self.world.size > 1:
+        """Return the best sizes of messages in bytes: the least of an array without packing, and that of a pack.
+
+        Args:
+            device: Whether the arrays lie in device memory.
+        """
+        spans_nodes = self.within_node.size < self.world.size
+        if self.world.size == 1:
+            return 1, _PACK_BYTES[spans_nodes]
+        if device:
             return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
-        return self.direct_bytes, self.pack_bytes
+        return _DIRECT_BYTES[spans_nodes], _PACK_BYTES[spans_nodes]
 
     @property
     def overflowed(self) -> int:

@@ -185,7 +185,7 @@ class SyncGroup(OpenGroup):
         if self._is_closed or self._is_finalized():
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
-            self._threads.require_this_thread(call)
+            self._threads.take_over(call)
         self._handled_exception = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:

@@ -39,20 +39,16 @@ class ThreadGuard:
             cls._of_process = cls()
         return cls._of_process
 
-    def require_this_thread(self, call: str) -> None:
-        """Check that this thread may make the group's calls, and take them over if it may. Local.
-
-        Raises:
-            RuntimeError: If another thread makes the calls.
-        """
-        if not self.is_of_this_thread():
-            self._take_over(call)
-
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls. Local."""
         return threading.get_ident() == self.ident
 
-    def _take_over(self, call: str) -> None:
+    def take_over(self, call: str) -> None:
+        """Let this thread make the group's calls, in the place of another thread. Local.
+
+        Raises:
+            RuntimeError: If the other thread still makes the calls.
+        """
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
