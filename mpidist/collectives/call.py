@@ -82,7 +82,7 @@ class Execution(ABC):
             has_same_places: Whether the arguments of all ranks lie at the same places (`CallRecord.variant`).
 
         Returns:
-            The results: the outs of the call, or new values of the kinds of its values.
+            Native results; where a result was made in an out, the out.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.out_arrays import CheckedOuts, copy_overwritten, target_arrays, write_outs
+from mpidist.collectives.out_arrays import CheckedOuts, copy_overwritten, target_arrays
 from mpidist.collectives.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
@@ -143,26 +143,21 @@ class FusedExecution(Execution):
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         places, staged = call.state if has_same_places else (_NOWHERE, None)
         if self._small is not None and places.outs is None:
-            results = self._add_small(call, staged)
-        else:
-            results, transfers = self._transfers(call, places, staged)
-            with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-                for transfer, is_staged in transfers:
-                    complete(transfer.steps(is_staged), self._reducer.check_peers)
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._shared)
+            return self._add_small(call, staged)
+        results, transfers = self._transfers(call, places, staged)
+        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+            for transfer, is_staged in transfers:
+                complete(transfer.steps(is_staged), self._reducer.check_peers)
+        return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         places, staged = call.state if has_same_places else (_NOWHERE, None)
         if self._small is not None and places.outs is None:
-            return self.finish(call, has_same_places)
+            return self._add_small(call, staged)
         results, transfers = self._transfers(call, places, staged)
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._shared)
+        return results
 
     def _transfers(
         self, call: ReductionCall, places: _Places, staged: Any

@@ -100,10 +100,11 @@ class PackedExecution(Execution):
         layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
         queue = self._levels_of(True).queue if self._uses_device else None
         if queue is None:
-            return self._deliver(call, self._reduce(call, layout, None))
+            return self._reduce(call, layout, None)
         launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout)
         queue.wait(launched)
-        return self._deliver(call, launched.result)
+        results: list[Any] = launched.result
+        return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         group, size = self._group, self._group.topology.size
@@ -131,7 +132,7 @@ class PackedExecution(Execution):
                 self._wait(queue, launched, pending, call)
             else:
                 yield 1
-        return self._deliver(call, launched.result)
+        return launched.result
 
     def _lay_out(self, call: ReductionCall, is_started: bool) -> _Layout:
         """Find or allocate the arrays of a call's results. Local."""
@@ -160,15 +161,11 @@ class PackedExecution(Execution):
             if part.ranks is None or self._group.topology.rank in part.ranks:
                 for index, target in zip(part.indices, targets, strict=True):
                     results[index] = target
-        if queue is not None and call.outs is not None:
-            queue.join()
+        if self._uses_device and call.outs is not None:
+            if queue is not None:
+                queue.join()
             return write_outs(call.outs, results, self._group.shared)
         return results
-
-    def _deliver(self, call: ReductionCall, results: list[Any]) -> list[Any]:
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._group.shared)
 
     def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
         since = time.monotonic()

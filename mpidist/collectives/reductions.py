@@ -16,7 +16,7 @@ from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.destinations import MirroredLeaves, rebuild_results
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.out_arrays import CheckedOuts, native_outs
+from mpidist.collectives.out_arrays import CheckedOuts, native_outs, write_outs
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.signature import specs_text
@@ -80,6 +80,10 @@ class Reductions:
             group.agreement.arrive(call)
             has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
             results = call.plan.execution.finish(call, has_same_places)
+            if call.outs is None:
+                results = call.operands.restore(results)
+            else:
+                results = write_outs(call.outs, results, group.shared)
             group.agreement.end()
             if call.options.compression is not Compression.NONE:
                 self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
@@ -110,6 +114,10 @@ class Reductions:
                     yield 0
                 has_same_places = group.agreement.conclude(call)
                 results = yield from call.plan.execution.steps(call, pending, has_same_places)
+                if call.outs is None:
+                    results = call.operands.restore(results)
+                else:
+                    results = write_outs(call.outs, results, group.shared)
                 if call.options.compression is not Compression.NONE:
                     self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
                 return results

@@ -143,9 +143,7 @@ class CuPyArrays(ArrayLibrary):
         return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
 
     def to_target(self, value: Any) -> NativeArray | None:
-        return (
-            value if isinstance(value, _cupy().ndarray) else None
-        )  # streams of other libraries would not wait for the result
+        return value if isinstance(value, _cupy().ndarray) else None  # other libraries' streams would not wait for it
 
 
 @final

@@ -156,10 +156,8 @@ class SharedArrays:
         found = self._find(array, number)
         if found is not None:
             key, places = id(array), self._places
-            places[key] = (
-                weakref.ref(array, lambda _: places.pop(key, None)),
-                found,
-            )  # not with the array: a place holds the memory
+            # Until the array is gone: a place holds the memory.
+            places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found
         return found
 
     def places(self, arrays: Sequence[Any]) -> list[Place] | None:

@@ -89,9 +89,7 @@ class SharedWindow:
             if rank != 0:
                 file = os.open(path, os.O_RDWR)
             if file >= 0:
-                os.posix_fallocate(
-                    file, step * rank, step
-                )  # allocated by its rank, so that it lies near the rank's core
+                os.posix_fallocate(file, step * rank, step)  # by the part's rank, near whose core it then lies
                 memory = _Mapping(file, step * size)
         except OSError as error:
             problem = f"{step * size >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
