@@ -145,7 +145,7 @@ class FusedExecution(Execution):
         if self._small is not None and places.outs is None:
             return self._add_small(call, staged)
         results, transfers = self._transfers(call, places, staged)
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             for transfer, is_staged in transfers:
                 complete(transfer.steps(is_staged), self._reducer.check_peers)
         return results

@@ -202,7 +202,7 @@ def _run_on_host(
     for index in {piece.index for message in messages for piece in message.pieces}:
         if not arrays[index].flags.c_contiguous:  # copied once, and not for each message that carries a piece of it
             arrays[index] = arrays[index].copy()
-    with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
         for message in messages:
             (_run_direct if message.direct else _run_packed)(message, arrays, results, levels, reduce)
 

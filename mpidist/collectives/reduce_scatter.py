@@ -115,7 +115,7 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
         flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
         levels.world.reduce_scatter(flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
     return back if back.flags.c_contiguous else back.copy()

@@ -104,7 +104,7 @@ class Communicator(ABC):
         return bounds
 
     def _start_broadcast(self, buffer: Array, root: int, into: Array | None) -> Array:
-        """Count a broadcast, and return the array that it works on in place."""
+        """Count a broadcast, and return the array to broadcast in place."""
         self.traffic.add("broadcast", buffer.nbytes if into is None else into.nbytes)
         if into is None:
             return buffer

@@ -30,8 +30,8 @@ class CallRecord(ABC):
         timeout_seconds: How long to wait; `None` is the group's own, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             learn of the error.
-        variant: What ranks may differ in, but want to know of: which shared memory the arguments lie in. 0 on all
-            ranks, or on none.
+        variant: Digest of what may differ between ranks, for example where the arguments lie in shared memory. `join`
+            returns whether it is equal on all ranks. 0 on all ranks, or on none.
         details: What the flight recorder says of the call.
         leaves: Whether this is the last call of the rank, and the other ranks have to leave, too.
         timeout: How long this rank waits in the call, once it has joined: in seconds; `None` or 0 for ever.

@@ -87,11 +87,11 @@ class Pending:
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is raised here, other errors by `result`
                 raise
-        if to_launch:  # what follows must not keep waiting who asks on behalf of another call
+        if to_launch:  # from now on `advance` for another call continues this call, and must not block
             self.is_waited_for = self.may_block = False
 
     def abandon(self, why: str) -> None:
-        """Let waiting for this call raise."""
+        """Give up the call: `result` raises an error."""
         self._steps.close()
         self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
 

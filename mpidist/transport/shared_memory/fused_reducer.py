@@ -123,6 +123,6 @@ class FusedReducer:
 
     def run(self, transfer: TwoShot) -> None:
         """Execute a two-shot all-reduce. Collective."""
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(transfer.steps(has_passed_barrier=False), self.check_peers)
         self._traffic.overflowed += transfer.overflowed
