@@ -296,13 +296,13 @@ def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def wait(barrier: NodeBarrier) -> None:
     end = time.monotonic() + 20
     while not barrier.has_passed():
-        assert time.monotonic() < end, f"{barrier.missing()} did not come"
+        assert time.monotonic() < end, "not all ranks have arrived"
         time.sleep(0)
 
 
 def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
     barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
-    assert (barrier.count, barrier.size, barrier.missing()) == (0, comm.size, [])
+    assert barrier.count == 0
     for late in range(comm.size):
         if comm.rank != late:
             barrier.post()
@@ -310,30 +310,13 @@ def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | No
         if comm.rank != late:
             for _ in range(3):
                 assert not barrier.has_passed()
-            assert barrier.missing() == [late]
         comm.Barrier()
         if comm.rank == late:
-            assert barrier.missing() == []  # of those that it waits for
             barrier.post()
             assert barrier.has_passed()
         comm.Barrier()
         assert barrier.has_passed()
-        assert barrier.missing() == []
         assert barrier.count == late + 1
-        comm.Barrier()
-
-
-def test_all_ranks_that_have_not_arrived_are_missing(comm: Intracomm) -> None:
-    barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank)
-    for _ in range(2):
-        if comm.rank % 2 == 0:
-            barrier.post()
-        comm.Barrier()
-        if comm.rank % 2 == 0:
-            assert barrier.missing() == list(range(1, comm.size, 2))
-        comm.Barrier()
-        if comm.rank % 2:
-            barrier.post()
         comm.Barrier()
 
 

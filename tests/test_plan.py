@@ -142,7 +142,7 @@ def test_small_device_arrays_share_a_buffer_across_large_ones() -> None:
 
 def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
     (message,) = sent(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
-    assert (message.count, message.wire, message.direct) == (5, np.int32, False)
+    assert (message.count, message.wire, message.is_direct) == (5, np.int32, False)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_bytes_per_pack_makes_one_message_of_a_pack() -> None:
 def test_large_arrays_are_not_copied_into_a_pack() -> None:
     sizes = Sizes(direct_bytes=40, pack_bytes=400)
     messages = sent(specs(9, 10, 11, 2, 3), sizes=sizes)
-    assert [(message.direct, message.count) for message in messages] == [
+    assert [(message.is_direct, message.count) for message in messages] == [
         (False, 5),
         (True, 11),
         (True, 10),
@@ -193,13 +193,13 @@ def test_large_arrays_are_not_copied_into_a_pack() -> None:
 
 
 def test_a_lone_array_is_not_copied_into_a_pack() -> None:
-    assert [message.direct for message in sent(specs(1))] == [True]
+    assert [message.is_direct for message in sent(specs(1))] == [True]
 
 
 def test_packs_are_cut_where_the_pack_buffer_is_full() -> None:
     messages = sent(specs(7, 6), sizes=Sizes(direct_bytes=40, pack_bytes=20))
     assert elements(messages) == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)], [(0, 4, 7)]]
-    assert not any(message.direct for message in messages)
+    assert not any(message.is_direct for message in messages)
 
 
 def test_means_of_integers_are_not_reduced_in_place() -> None:
@@ -210,11 +210,11 @@ def test_means_of_integers_are_not_reduced_in_place() -> None:
         (Spec((9,), I64, True), False),
     ):
         messages = sent([spec], MEAN, sizes=Sizes(8, 400))
-        assert {message.direct for message in messages} == {direct}, spec
+        assert {message.is_direct for message in messages} == {direct}, spec
 
 
 def test_one_rank_copies_nothing_into_packs() -> None:
-    assert all(message.direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
+    assert all(message.is_direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
 
 
 def test_arrays_without_elements_are_not_sent() -> None:
@@ -321,7 +321,7 @@ def test_float32_travels_in_half_precision_where_every_rank_rounds(half: np.dtyp
         ]
         assert [[piece.index for piece in message.pieces] for message in messages] == [[3, 0], [2], [1]]
         assert [message.reduction.counts_overflow for message in messages] == [True, False, False]
-        assert not messages[0].direct
+        assert not messages[0].is_direct
         assert messages[0].divide_by == 1, "a mean is divided before it is rounded"
         assert messages[0].reduction.divisor == (4 if op is MEAN else 1)
     assert {message.wire for message in sent(values, half=half, rounds_everywhere=False)} == {

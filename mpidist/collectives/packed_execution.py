@@ -204,7 +204,7 @@ def _run_on_host(
             arrays[index] = arrays[index].copy()
     with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
         for message in messages:
-            (_run_direct if message.direct else _run_packed)(message, arrays, results, levels, reduce)
+            (_run_direct if message.is_direct else _run_packed)(message, arrays, results, levels, reduce)
 
 
 def _run_direct(
@@ -260,12 +260,12 @@ def run_on_device(
     unpack), and one to divide all direct pieces.
     """
     kernels = levels.kernels
-    direct = [(message, message.pieces[0]) for message in messages if message.direct]
+    direct = [(message, message.pieces[0]) for message in messages if message.is_direct]
     moved = [piece for _, piece in direct if arrays[piece.index] is not results[piece.index]]
     if moved:
         kernels.copy(_parts(moved, arrays), _parts(moved, results))
     for message in messages:
-        if message.direct:
+        if message.is_direct:
             reduce(levels.compressed(message.half), _part(message.pieces[0], results).reshape(-1), message.reduction)
             continue
         with levels.lane():

@@ -50,9 +50,9 @@ class Message:
     """The elements that a transport reduces at once.
 
     Attributes:
-        pieces: One piece if `direct`, else pieces that share a pack buffer.
+        pieces: One piece if `is_direct`, else pieces that share a pack buffer.
         wire: The dtype in which the pieces are sent.
-        direct: Whether the piece is reduced in the memory of its result, without a pack buffer.
+        is_direct: Whether the piece is reduced in the memory of its result, without a pack buffer.
         device: Whether the arrays lie in device memory.
         reduction: The transport's reduction.
         divide_by: The divisor of the sums as they are copied out; 1 for none.
@@ -62,7 +62,7 @@ class Message:
 
     pieces: tuple[Piece, ...]
     wire: np.dtype[Any]
-    direct: bool
+    is_direct: bool
     device: bool
     reduction: Reduction
     divide_by: int

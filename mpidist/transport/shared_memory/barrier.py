@@ -55,9 +55,7 @@ class NodeBarrier:
     def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:
         lines = [part[:LINE_BYTES].data.cast("q") for part in window.parts]
         self.count = 0
-        self.size = len(lines)
         self._own = lines[rank]
-        self._lines = lines
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
@@ -98,7 +96,3 @@ class NodeBarrier:
         if self._fence is not None:
             self._fence()
         return True
-
-    def missing(self) -> list[int]:
-        """List the ranks that have not arrived."""
-        return [rank for rank, line in enumerate(self._lines) if line[0] < self.count]
