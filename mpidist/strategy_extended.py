@@ -284,17 +284,17 @@ class StrategyExtended:
         """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
         self._group.close(self._options.timeout_seconds, error)
 
-    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, placement: int = 0) -> bool:
+    def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
 
         Args:
             call: The name of the call.
             fields: What must be the same on all ranks, by name.
             error: What is wrong with this rank's part of the call.
-            placement: What ranks may differ in, but want to know of: 0 on all ranks, or on none.
+            variant: As in `CallRecord`.
 
         Returns:
-            Whether all ranks have the same `placement`.
+            Whether all ranks have the same `variant`.
 
         Raises:
             InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
@@ -302,7 +302,7 @@ class StrategyExtended:
         self._group.enter(call)
         fingerprint, timeout_seconds = fingerprint_of((call, sorted(fields.items()))), self._options.timeout_seconds
         is_alike = self._group.agree(
-            Call(call, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, placement=placement)
+            Call(call, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, variant=variant)
         )
         self._group.agreement.end()
         return is_alike

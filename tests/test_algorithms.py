@@ -111,8 +111,7 @@ def test_results_are_exact_on_both_sides_of_the_leader_limit(strategy: Strategy)
 @pytest.mark.parametrize("placement", ["one node", "even", "uneven"], indirect=True)
 def test_results_are_exact_on_both_sides_of_the_pack_limits(strategy: Strategy) -> None:
     """Large arrays go by themselves, small ones through a pack buffer, of this machine's sizes."""
-    levels = strategy.extended.group.levels
-    direct, pack = levels.direct_bytes // 4, levels.pack_bytes // 4
+    direct, pack = (nbytes // 4 for nbytes in strategy.extended.group.levels.message_bytes(device=False))
     assert not complaints(strategy, "SUM", [REALS[0]], [direct - 1, 3, direct, 0, direct + 1, 7])
     assert not complaints(strategy, "MEAN", [np.dtype(np.int32)], [pack // 2 + 1])
     assert not complaints(strategy, "SUM", [np.dtype(np.int32)], [pack - 9, 5, 9])

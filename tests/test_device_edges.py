@@ -90,7 +90,7 @@ def test_an_overflow_into_outs_is_logged_at_once(
 @pytest.mark.ranks(min=2)
 def test_another_byte_order_on_one_gpu_is_everybodys_error(group: SyncGroup, comm: Intracomm) -> None:
     value = up(np.ones(5, ">f4" if comm.rank else "=f4"))
-    with raises_everywhere(comm, InvalidArgumentError, "byte order of '>f4'"):
+    with raises_everywhere(comm, InvalidArgumentError, "native byte order, got '>f4'"):
         NcclAllReduce().bound_to(group).all_reduce("SUM", value)
 
 

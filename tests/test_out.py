@@ -123,6 +123,26 @@ def test_an_empty_out_shares_memory_with_nobody(strategy: Strategy) -> None:
     assert (memory == strategy.topology.size).all()
 
 
+@pytest.mark.parametrize("count", [4, 300_000])
+def test_an_empty_out_hides_no_other(strategy: Strategy, count: int) -> None:
+    """Out 1 overwrites the first half of argument 0, at whose start the empty out 2 lies."""
+    memory, result = np.repeat([1.0, 2.0, 3.0], count), np.zeros(2 * count)
+    values = [memory[count:], np.full(2 * count, 5.0), np.ones(0)]
+    all_reduce(strategy, "SUM", values, out=[result, memory[: 2 * count], memory[count:][:0]])
+    assert (result == strategy.topology.size * np.repeat([2.0, 3.0], count)).all()
+    assert (memory[: 2 * count] == strategy.topology.size * 5).all()
+
+
+def test_strides_that_interleave_rows_are_no_overlap(strategy: Strategy) -> None:
+    """Rows begin 6 numbers apart and are 8 long, in steps of 4: 0, 4, 8 and 6, 10, 14."""
+    memory = np.zeros(15)
+    out = np.lib.stride_tricks.as_strided(memory, (2, 3), (48, 32))
+    all_reduce(strategy, "SUM", np.arange(1.0, 7.0).reshape(2, 3), out=out)
+    places = [0, 4, 8, 6, 10, 14]
+    assert (memory[places] == strategy.topology.size * np.arange(1.0, 7.0)).all()
+    assert np.delete(memory, places).tolist() == [0] * 9
+
+
 def test_means_of_integers_go_into_floats(strategy: Strategy) -> None:
     value, out = np.full(3, 3, np.int64), np.zeros(3)
     assert (all_reduce(strategy, "MEAN", value, out=out) == 3).all()
@@ -172,7 +192,10 @@ WRONG_OUTS: list[tuple[str, Any, Any, str]] = [
     ("another shape", np.ones(3), np.zeros(4), r"out 0 must be an array f64\[3\], got f64\[4\]"),
     ("another rank of array", np.ones(3), np.zeros((1, 3)), r"got f64\[1,3\]"),
     ("read-only", np.ones(3), _READ_ONLY, "out 0 .* read-only"),
-    ("stride 0", np.ones(3), np.lib.stride_tricks.as_strided(_SHARED, (3,), (0,)), "a stride of 0"),
+    ("stride 0", np.ones(3), np.lib.stride_tricks.as_strided(_SHARED, (3,), (0,)), "elements that share memory"),
+    ("windows", np.ones((4, 3)), np.lib.stride_tricks.as_strided(_SHARED, (4, 3), (8, 8)), "elements that share mem"),
+    ("half a number", np.ones(3), np.lib.stride_tricks.as_strided(_SHARED, (3,), (4,)), "elements that share memory"),
+    ("lattice", np.ones((3, 2)), np.lib.stride_tricks.as_strided(_SHARED, (3, 2), (16, 32)), "elements that share me"),
     ("a list of numbers", [1.0, 2.0], [0.0, 0.0], "out 0 must be an array f64.*got float"),
     ("a list for an array", np.ones(2), [0.0, 0.0], "the same form"),
     ("too few", [np.ones(1), np.ones(1)], [np.zeros(1)], "the same form"),

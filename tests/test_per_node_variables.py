@@ -30,7 +30,7 @@ def test_ranks_of_a_node_read_one_memory(comm: Intracomm, placement: tuple[int, 
         strategy.extended.agree("all have looked", {})
         topology = strategy.topology
         if topology.is_leader:
-            strategy.extended.group.shared.place(weights._value).everyone[0][:] = 7 + topology.node
+            strategy.extended.group.shared.place(weights._value).arrays[0][:] = 7 + topology.node
         strategy.extended.agree("look", {})
         assert (weights.local_value() == 7 + topology.node).all()
 

@@ -79,7 +79,7 @@ def everyones(shared: SharedArrays, arrays: Sequence[Any]) -> list[list[Any]]:
     """[ranks][pieces] of such arrays."""
     places = shared.places(arrays)
     assert places is not None
-    return [list(row) for row in zip(*(place.everyone for place in places), strict=True)]
+    return [list(row) for row in zip(*(place.arrays for place in places), strict=True)]
 
 
 class Kind:
@@ -226,14 +226,14 @@ def test_results_may_be_cut_otherwise(
     comm.Barrier()
     arrays.results = [np.zeros(sum(lengths), dtype)]
     transfer = reducer.two_shot(arrays, Reduction("sum"))
-    transfer.cut_results(reducer.schedule((sum(lengths),), dtype.itemsize))
+    transfer.set_results_schedule(reducer.schedule((sum(lengths),), dtype.itemsize))
     reducer.run(transfer)
     assert are_equal(arrays.results, expected("sum", comm.size, [sum(lengths)], dtype))
     comm.Barrier()
 
 
 def test_rank_order_is_kept_to_the_bit(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
-    """Across nodes too, where ranks are placed one node after the other."""
+    """InterNode nodes too, where ranks are placed one node after the other."""
     if not reducer.keeps_rank_order:
         return
     for dtype in (*REALS, COMPLEX[0]):
@@ -300,14 +300,14 @@ def test_transfers_do_not_overtake_each_other(
     for arrays, _, _ in work:
         doze()
         transfer = reducer.two_shot(arrays, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
-        has_begun = mine.random() < 0.5  # before it comes to the first barrier, or as it does
-        if has_begun:
+        has_passed_barrier = mine.random() < 0.5  # before it comes to the first barrier, or as it does
+        if has_passed_barrier:
             transfer.begin()
             doze()
             reducer.synchronize()
             doze()
         with np.errstate(all="ignore"):
-            for _ in transfer.steps(has_begun):
+            for _ in transfer.steps(has_passed_barrier):
                 doze()
                 time.sleep(0)
     for number, (_, results, right) in enumerate(work):
@@ -325,7 +325,7 @@ def test_a_transfer_may_have_begun_before_the_ranks_met(reducer: FusedReducer, c
             transfer.begin()
             reducer.synchronize()
             transfer.arrays.results = [np.zeros(length) for length in lengths]
-            complete(transfer.steps(has_begun=True), reducer.check_peers)
+            complete(transfer.steps(has_passed_barrier=True), reducer.check_peers)
             assert are_equal(transfer.arrays.results, expected("sum", comm.size, lengths, dtype)), lengths
 
 

@@ -13,13 +13,13 @@ import pytest
 from mpidist import ReduceOp
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
-from mpidist.collectives.plan import FusedList, Message, fused_lists, group_by_size, messages_of
+from mpidist.collectives.plan import FusedList, Message, group_by_size, make_fused_lists, make_messages
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.levels import Levels
-from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.staging_slots import Slots
 
 pytestmark = pytest.mark.no_mpi
@@ -58,7 +58,7 @@ def plan_of(
 ) -> tuple[tuple[Message, ...], int]:
     """The messages of a call, and the number of packs."""
     arithmetic = Arithmetic(op, num_ranks, reproducible, half, half is not None and rounds_everywhere)
-    return messages_of(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
+    return make_messages(arithmetic, arrays, bytes_per_pack, num_packs, sizes or Sizes())
 
 
 def sent(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> tuple[Message, ...]:
@@ -77,7 +77,6 @@ def counts(messages: Sequence[Message]) -> list[int]:
 # Sizes in bytes, limit, packs in bytes.
 PACKS: list[tuple[list[int], int, list[list[int]]]] = [
     ([128, 32, 800, 4], 200, [[128, 32, 800], [4]]),  # T7
-    ([4, 8], 0, [[4, 8]]),  # T8
     ([4, 4, 4, 4], 4, [[4, 4], [4, 4]]),
     ([4] * 6, 8, [[4, 4, 4], [4, 4, 4]]),
     ([4, 4, 4], 1, [[4], [4], [4]]),
@@ -86,22 +85,16 @@ PACKS: list[tuple[list[int], int, list[list[int]]]] = [
     ([4, 0, 0], 1, [[4], [0, 0]]),
     ([0, 0], 1, [[0, 0]]),
     ([5, 5, 5], 10**9, [[5, 5, 5]]),
-    ([], 0, [[]]),
     ([], 10, []),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "bytes_per_pack", "packs"), PACKS)
 def test_packs_close_once_they_are_larger_than_the_limit(sizes: Any, bytes_per_pack: int, packs: Any) -> None:
-    """X21, T7, T8: the table of reference 1.1."""
+    """X21, T7: the table of reference 1.1."""
     grouped = group_by_size(sizes, bytes_per_pack)
     assert [[sizes[index] for index in pack] for pack in grouped] == packs
     assert [index for pack in grouped for index in pack] == list(range(len(sizes)))
-
-
-def test_negative_limits_are_refused() -> None:
-    with pytest.raises(ValueError, match="bytes_per_pack must be >= 0"):
-        group_by_size([1], -1)
 
 
 @pytest.mark.parametrize("bytes_per_pack", [0, 1, 3, 4, 5, 64, 10**9])
@@ -149,7 +142,7 @@ def test_small_device_arrays_share_a_buffer_across_large_ones() -> None:
 
 def test_integers_of_one_width_share_a_pack_for_their_mean() -> None:
     (message,) = sent(specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)), MEAN)
-    assert (message.count, message.wire, message.direct) == (5, np.int32, False)
+    assert (message.count, message.wire, message.is_direct) == (5, np.int32, False)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_bytes_per_pack_makes_one_message_of_a_pack() -> None:
 def test_large_arrays_are_not_copied_into_a_pack() -> None:
     sizes = Sizes(direct_bytes=40, pack_bytes=400)
     messages = sent(specs(9, 10, 11, 2, 3), sizes=sizes)
-    assert [(message.direct, message.count) for message in messages] == [
+    assert [(message.is_direct, message.count) for message in messages] == [
         (False, 5),
         (True, 11),
         (True, 10),
@@ -200,13 +193,13 @@ def test_large_arrays_are_not_copied_into_a_pack() -> None:
 
 
 def test_a_lone_array_is_not_copied_into_a_pack() -> None:
-    assert [message.direct for message in sent(specs(1))] == [True]
+    assert [message.is_direct for message in sent(specs(1))] == [True]
 
 
 def test_packs_are_cut_where_the_pack_buffer_is_full() -> None:
     messages = sent(specs(7, 6), sizes=Sizes(direct_bytes=40, pack_bytes=20))
     assert elements(messages) == [[(1, 0, 5)], [(1, 5, 6), (0, 0, 4)], [(0, 4, 7)]]
-    assert not any(message.direct for message in messages)
+    assert not any(message.is_direct for message in messages)
 
 
 def test_means_of_integers_are_not_reduced_in_place() -> None:
@@ -217,11 +210,11 @@ def test_means_of_integers_are_not_reduced_in_place() -> None:
         (Spec((9,), I64, True), False),
     ):
         messages = sent([spec], MEAN, sizes=Sizes(8, 400))
-        assert {message.direct for message in messages} == {direct}, spec
+        assert {message.is_direct for message in messages} == {direct}, spec
 
 
 def test_one_rank_copies_nothing_into_packs() -> None:
-    assert all(message.direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
+    assert all(message.is_direct for message in sent(specs(1, 2, 3), num_ranks=1, sizes=Levels.solo()))
 
 
 def test_arrays_without_elements_are_not_sent() -> None:
@@ -328,7 +321,7 @@ def test_float32_travels_in_half_precision_where_every_rank_rounds(half: np.dtyp
         ]
         assert [[piece.index for piece in message.pieces] for message in messages] == [[3, 0], [2], [1]]
         assert [message.reduction.counts_overflow for message in messages] == [True, False, False]
-        assert not messages[0].direct
+        assert not messages[0].is_direct
         assert messages[0].divide_by == 1, "a mean is divided before it is rounded"
         assert messages[0].reduction.divisor == (4 if op is MEAN else 1)
     assert {message.wire for message in sent(values, half=half, rounds_everywhere=False)} == {
@@ -343,7 +336,7 @@ def test_float32_travels_in_half_precision_where_every_rank_rounds(half: np.dtyp
 
 def reducer_of(least_bytes: int | None = None) -> FusedReducer:
     """One on one node, or, if messages between nodes are worth it from some bytes on, on several."""
-    across = None if least_bytes is None else Across(None, least_bytes, True)
+    across = None if least_bytes is None else InterNode(None, least_bytes, True)
     return FusedReducer(Slots(None, 1 << 20), 1, 0, Traffic(), across)
 
 
@@ -357,7 +350,7 @@ def fused(
     least_bytes: int | None = None,
 ) -> tuple[FusedList, ...] | None:
     arithmetic = Arithmetic(op, num_ranks, reproducible, half, rounds_everywhere)
-    return fused_lists(arithmetic, arrays, reducer_of(least_bytes))
+    return make_fused_lists(arithmetic, arrays, reducer_of(least_bytes))
 
 
 def by_wire(arrays: Sequence[Spec], op: ReduceOp = SUM, **how: Any) -> dict[np.dtype[Any], FusedList]:

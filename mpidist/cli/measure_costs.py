@@ -115,7 +115,7 @@ def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
     if not isinstance(node, SharedMemoryCommunicator):
         memory = np.zeros(_BLOCK, np.uint8)
         return _rest, memory, memory
-    views = node.fused.slots.all(np.dtype(np.uint8))[0]
+    views = node.fused.slots.views(np.dtype(np.uint8))[0]
     return node.fused.synchronize, views[node.rank][:_BLOCK], views[(node.rank + 1) % node.size][:_BLOCK]
 
 

@@ -1,19 +1,19 @@
 """One collective call, from the user's values to a transport and back."""
 
 from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.arguments import axes_of, axes_text, native_dtype, require_values, whole_axes
+from mpidist.collectives.arguments import axes_of, axes_text, axes_tuple, native_dtype, require_values
 from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.collectives.broadcast import broadcast
 from mpidist.collectives.call import Algorithm, Reduce, ReductionCall
 from mpidist.collectives.destinations import (
-    NOTHING_KEPT,
-    Kept,
+    NO_MIRRORED,
+    MirroredLeaves,
     ValueWithDestinations,
-    put_together,
+    flatten_contributions,
     ranks_of,
-    take_apart,
+    rebuild_results,
 )
-from mpidist.collectives.out_arrays import outs_like
+from mpidist.collectives.out_arrays import flatten_out
 from mpidist.collectives.plan import require_num_packs
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.collectives.reductions import PendingResult, Reductions
@@ -21,8 +21,8 @@ from mpidist.collectives.signature import require_usable
 
 __all__ = [
     "Algorithm",
-    "Kept",
-    "NOTHING_KEPT",
+    "MirroredLeaves",
+    "NO_MIRRORED",
     "PendingResult",
     "Reduce",
     "ReductionCall",
@@ -33,14 +33,14 @@ __all__ = [
     "axes_text",
     "broadcast",
     "native_dtype",
-    "outs_like",
-    "put_together",
+    "flatten_out",
+    "rebuild_results",
     "ranks_of",
     "reduce_scatter",
     "require_num_packs",
     "require_usable",
     "require_values",
-    "take_apart",
-    "whole_axes",
+    "flatten_contributions",
+    "axes_tuple",
     "wire_and_result_dtypes",
 ]

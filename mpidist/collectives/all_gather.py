@@ -1,4 +1,4 @@
-"""Arrays of all ranks, concatenated in rank order."""
+"""All-gather: arrays of all ranks, concatenated in rank order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["all_gather"]
 
 @final
 class _AllGather(Arguments):
-    """Arrays that are concatenated. Their lengths along the axis may differ: `placement` tells whether they do."""
+    """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them."""
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: int) -> None:
         self.axis, self.value = axis, open_nest(value)
@@ -30,9 +30,9 @@ class _AllGather(Arguments):
         self.operands = Operands.of(leaves, group.devices, call)
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
-        self.lengths = lengths = tuple(_movable(array).shape[at] for array, at in arrays_and_axes)
+        self.lengths = lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
         digest = group.agreement.fingerprint(f"{call}, lengths", lengths, lambda: {"lengths": str(lengths)})
-        self.placement = digest | 1
+        self.variant = digest | 1
 
     def key(self) -> Hashable:
         return repr(self.axis), self.structure, self.operands.key
@@ -55,16 +55,16 @@ def all_gather(
 ) -> Any:
     """Concatenate every rank's arrays along an axis. Collective.
 
-    One all-gather per array: S - s bytes in, for a result of S bytes of which this rank contributes s; before them one
-    message with the lengths along the axis, if those differ.
+    One all-gather per array: S - s bytes received, for a result of S bytes of which this rank contributes s. If lengths
+    along the axis differ between ranks, the ranks first all-gather the lengths.
 
     Args:
         group: The ranks.
-        call: What errors call it.
+        call: The name of the call, for errors.
         value: An array, or a nest of them, of at least one dimension.
         axis: The axis; negative counts from the end.
-        options: `timeout_seconds` counts.
-        error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+        options: Only `timeout_seconds` is used.
+        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
         A nest like `value`.
@@ -91,7 +91,7 @@ def all_gather(
 
 
 def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
-    """Gather one array: the axis goes first, so that every rank's part is one run of memory."""
+    """Gather one array: with the axis moved to the front, the part of every rank is contiguous."""
     device = arrays.is_device(array)
     world = group.levels_of(device).world
     moved = array.swapaxes(0, axis)
@@ -106,7 +106,7 @@ def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, An
     return result if result.flags.c_contiguous else result.copy()
 
 
-def _movable(array: Any) -> Any:
+def _require_gatherable(array: Any) -> Any:
     dtype = array.dtype
     if dtype.hasobject or dtype.names is not None or dtype.kind in "USM" or dtype.kind == "m":
         raise InvalidArgumentError(f"cannot gather an array of dtype {dtype.name}; needed numbers or booleans")

@@ -1,4 +1,4 @@
-"""What a caller passes, as native arrays: what cannot be combined is refused, and named by its place."""
+"""The values that a caller passes, as native arrays. Errors name a wrong value by its path in the nest."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
     "native_dtype",
     "require_values",
     "result_arrays",
-    "whole_axes",
+    "axes_tuple",
 ]
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
-_TAKEN: Final[set[type]] = {np.ndarray, float, int}  # classes whose values some library owns
+_OWNED_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types whose values a library was found for
 
 
 @final
@@ -49,24 +49,24 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
     def __repr__(self) -> str:
         name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
-        if self.dtype.kind in "mMV" and name != "bf16":  # units differ, and what NumPy itself does not know
+        if self.dtype.kind in "mMV" and name != "bf16":  # times have units; V is any dtype of another package
             name = self.dtype.name
         return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
 
 
 @final
 class Operands:
-    """Values of one call, opened.
+    """The values of one call, as native arrays.
 
     Args:
-        values: Arrays, numbers and distributed values, of which this rank's component counts, or its own copy.
+        values: Arrays, numbers and distributed values (of which this rank's component, or its own copy, is taken).
 
     Attributes:
-        arrays: Their native arrays. They may be the caller's memory and are only read.
-        key: Equal for values of the same shapes and dtypes; for this rank's own use.
+        arrays: The native arrays. They may be the caller's memory and are only read.
+        key: Equal for values of the same shapes and dtypes; a key of this rank's caches.
 
     Raises:
-        TypeError: If one is not an array or a number.
+        TypeError: If a value is neither an array nor a number.
         ValueError: If a Python int does not fit in int64.
     """
 
@@ -76,7 +76,7 @@ class Operands:
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any
-        if len(values) == 1 and type(values[0]) is np.ndarray:  # the commonest call, made shorter
+        if len(values) == 1 and type(values[0]) is np.ndarray:  # the most common call, made faster
             (array,) = values
             self._values, self._is_plain = values, True
             self.arrays = [array]
@@ -94,7 +94,7 @@ class Operands:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Shape, native dtype and memory of each."""
+        """Shape, native dtype and kind of memory of each array."""
         if self._specs is None:
             self._specs = tuple(
                 Spec(array.shape, native_dtype(array.dtype), arrays.is_device(array)) for array in self.arrays
@@ -103,14 +103,14 @@ class Operands:
 
     @classmethod
     def of(cls, values: Sequence[Any], devices: DeviceLevels, call: str) -> Operands:
-        """Open values, and see that a call can be made with them here and now: `DeviceLevels.require_usable`."""
-        opened = cls(values)
-        if not opened._is_plain and any(map(arrays.is_device, opened.arrays)):
+        """Make operands; check that a call can use the GPU now, if they lie there: `DeviceLevels.require_usable`."""
+        operands = cls(values)
+        if not operands._is_plain and any(map(arrays.is_device, operands.arrays)):
             devices.require_usable(call)
-        return opened
+        return operands
 
     def restore(self, results: list[Any]) -> list[Any]:
-        """Give native results the kinds that the values came in; `None` stays `None`."""
+        """Convert native results to the kinds of the values; `None` stays `None`."""
         if self._is_plain:
             return results
         return [
@@ -135,26 +135,26 @@ def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> lis
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:
-    """Refuse leaves that are neither arrays nor numbers, and say where they are. Local.
+    """Check that leaves are arrays or numbers. Local.
 
     Args:
         leaves: Leaves of `value`.
         value: The nest.
 
     Raises:
-        TypeError: If one of them is something else.
+        TypeError: If a leaf is something else. The text has the leaf's path in the nest.
     """
-    if type(value) is np.ndarray or _TAKEN.issuperset(map(type, leaves)):
+    if type(value) is np.ndarray or _OWNED_TYPES.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        if type(leaf) in _TAKEN:
+        if type(leaf) in _OWNED_TYPES:
             continue
         try:
             arrays.library_of(local(leaf))
         except TypeError as error:
             raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
         if not isinstance(leaf, DistributedValues):
-            _TAKEN.add(type(leaf))
+            _OWNED_TYPES.add(type(leaf))
 
 
 def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
@@ -162,7 +162,7 @@ def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
 
     Args:
         axis: A whole number; negative counts from the end.
-        shape: Of the array.
+        shape: The shape of the array.
         verb: What is done along the axis, for errors.
 
     Raises:
@@ -176,8 +176,8 @@ def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
     return at % len(shape)
 
 
-def whole_axes(axis: Any) -> tuple[int, ...]:
-    """Take an axis, or a tuple of axes, as a tuple.
+def axes_tuple(axis: Any) -> tuple[int, ...]:
+    """Return an axis, or a tuple of axes, as a tuple.
 
     Raises:
         TypeError: If `axis` is neither.
@@ -192,16 +192,16 @@ def axes_of(axes: tuple[int, ...], shape: tuple[int, ...], verb: str) -> tuple[i
     """Count axes from the front.
 
     Raises:
-        InvalidArgumentError: If the array has no such axis, or one is there twice.
+        InvalidArgumentError: If the array has no such axis, or an axis is given twice.
     """
     counted = tuple([axis_of(axis, shape, verb) for axis in axes])
     if len(axes) > 1 and len(set(counted)) < len(axes):
-        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axes)}: an axis is there twice")
+        raise InvalidArgumentError(f"cannot {verb} along {axes_text(axes)}: an axis is given twice")
     return counted
 
 
 def axes_text(axes: tuple[int, ...]) -> str:
-    """Name axes as the caller did: `axis 0`, `axes (0, -1)`."""
+    """Write axes as the caller gave them: `axis 0`, `axes (0, -1)`."""
     return f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
 
 

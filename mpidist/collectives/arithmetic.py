@@ -1,4 +1,4 @@
-"""In which dtype numbers travel, are added and come back."""
+"""In which dtype numbers are sent and reduced, and which dtype results have."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Arithmetic", "OverflowReport", "wire_and_result_dtypes"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
-# By code, not by kind: float8_e5m2 of `ml_dtypes` says of itself that its kind is "f", and no transport adds it.
+# By code, not by kind: float8_e5m2 of `ml_dtypes` has kind "f", too, and no transport can add it.
 _NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 _FLOAT32: Final = np.dtype(np.float32)
 
 
 def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Say in which dtype numbers travel and in which the result comes.
+    """Return the dtype in which numbers are sent, and the dtype of the result.
 
-    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64. The sums of a mean travel in a dtype
-    that holds them, so that they do not wrap: a wider integer, and float64 for 64 bits. Everything else keeps its
+    A mean of 8 and 16-bit integers is float32, of 32 and 64-bit integers float64. For a mean, integers are sent in a
+    dtype that holds the sum without wrapping: a wider integer, and float64 for 64 bits. All other numbers keep their
     dtype, and sums of integers wrap as NumPy's do. Booleans have a minimum and a maximum.
 
     Raises:
@@ -46,14 +46,14 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
 
 @final
 class Arithmetic(NamedTuple):
-    """How the numbers of one call are reduced, and to what they are rounded on their way.
+    """How the numbers of one call are reduced and compressed.
 
     Attributes:
         op: The reduction.
         num_ranks: What a mean divides by.
         in_rank_order: Whether contributions are added in rank order.
-        half: What float32 numbers are rounded to on their way; `None` leaves them as they are.
-        rounds_everywhere: Whether every rank rounds what it contributes; else what leaves a node is rounded.
+        half: The half precision that float32 numbers are sent in; `None` for no compression.
+        rounds_everywhere: Whether every rank rounds its contribution; else only numbers that leave a node are rounded.
     """
 
     op: ReduceOp
@@ -64,13 +64,13 @@ class Arithmetic(NamedTuple):
 
     @classmethod
     def of(cls, op: ReduceOp, options: CommunicationOptions, levels: Levels, by_node: bool) -> Arithmetic:
-        """Say what the options ask for.
+        """Make the arithmetic of a call.
 
         Args:
             op: The reduction.
-            options: Those of the call.
-            levels: Of the group.
-            by_node: Whether the algorithm can round what leaves a node alone.
+            options: The options of the call.
+            levels: The communicators of the group.
+            by_node: Whether the algorithm can compress only what leaves a node.
         """
         plain = cls(op, levels.world.size, options.reproducible)
         if options.compression is Compression.NONE or levels.world.size == 1:
@@ -83,42 +83,42 @@ class Arithmetic(NamedTuple):
 
     @property
     def half_between_nodes(self) -> np.dtype[Any] | None:
-        """What float32 numbers are rounded to where they leave a node; `None` if every rank rounds, or nobody."""
+        """The half precision of float32 numbers that leave a node; `None` if every rank rounds, or none does."""
         return None if self.rounds_everywhere else self.half
 
     def dtypes(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-        """Say in which dtype a rank's numbers leave it, and in which the result comes: `wire_and_result_dtypes`."""
+        """Return `wire_and_result_dtypes`, where the first is half precision if every rank rounds its contribution."""
         wire, result = wire_and_result_dtypes(self.op, dtype)
         return (self.half if self.half and self.rounds_everywhere and wire == _FLOAT32 else wire), result
 
     def reduction(self, wire: np.dtype[Any], is_compressed: bool = False) -> tuple[Reduction, int]:
-        """Say what the transport does, and what its results are then divided by.
+        """Return the transport's reduction, and the divisor of the transport's result (1 for none).
 
         Args:
-            wire: The dtype in which numbers travel.
-            is_compressed: Whether they are float32 numbers that were rounded to `wire`.
+            wire: The dtype in which numbers are sent.
+            is_compressed: Whether the numbers are float32 numbers that were rounded to `wire`.
         """
         name = "sum" if self.op is ReduceOp.MEAN else self.op.name.lower()
         divisor = self.num_ranks if self.op is ReduceOp.MEAN else 1
-        if is_half(wire):  # its accumulator is divided before it is rounded, so that a mean cannot overflow
+        if is_half(wire):  # the float32 accumulator is divided before rounding, so that a mean cannot overflow
             return Reduction(name, divisor, self.in_rank_order, counts_overflow=is_compressed), 1
         return Reduction(name, 1, self.in_rank_order), divisor
 
 
 @final
 class OverflowReport:
-    """Logs that numbers became infinite on the way: at the first call that saw some, the second, fourth, and so on."""
+    """Logs that compression made numbers infinite: at the first call that did, the second, the fourth, and so on."""
 
     def __init__(self) -> None:
         self._seen = self._calls = 0
 
-    def look(self, call: str, rank: int, overflowed: int) -> None:
-        """Log what is new, if there is something.
+    def log_new(self, call: str, rank: int, overflowed: int) -> None:
+        """Log the numbers that have overflowed since the last call of this method.
 
         Args:
             call: The name of the call.
             rank: This rank.
-            overflowed: How many numbers have overflowed up to now.
+            overflowed: How many numbers of the group have overflowed up to now.
         """
         new = overflowed - self._seen if overflowed >= self._seen else overflowed  # after a reset the count is new
         self._seen = overflowed

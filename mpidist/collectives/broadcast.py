@@ -1,4 +1,4 @@
-"""Rank 0's values, sent to others."""
+"""Broadcast: rank 0's values, sent to other ranks."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def broadcast(
 ) -> Any:
     """Send rank 0's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
 
-    One broadcast per array, S bytes to each rank; or one message to each destination, if they are not all ranks.
+    One broadcast per array, S bytes to each rank; if not all ranks are destinations, one message to each destination.
 
     Args:
         group: The ranks.
-        call: What errors call it.
-        tensor: An array, a number, or a nest of them; only rank 0's numbers matter.
+        call: The name of the call, for errors.
+        tensor: An array, a number, or a nest of them; the numbers of rank 0 are sent.
         destinations: As in `CrossDeviceOps.reduce`.
-        options: `timeout_seconds` counts.
-        error: What the caller knows to be wrong on this rank. It is raised, and on all ranks.
+        options: Only `timeout_seconds` is used.
+        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
         Rank 0's value where this rank is a destination, else `None`.
@@ -76,7 +76,7 @@ def broadcast(
 
 
 def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:
-    if result.dtype.kind in "SU" and result.nbytes:  # a text may be longer than what travels at once; bytes are not
+    if result.dtype.kind in "SU" and result.nbytes:  # sent as bytes: one text may be longer than a message
         array, result = np.ascontiguousarray(array).reshape(-1).view(np.uint8), result.reshape(-1).view(np.uint8)
     levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:

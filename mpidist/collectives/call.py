@@ -1,4 +1,4 @@
-"""One reducing call: what is asked for, what is planned once for calls alike, and who carries a call out."""
+"""The types of one reducing call: the call, its plan (made once for equal calls), its execution, its algorithm."""
 
 from __future__ import annotations
 
@@ -17,94 +17,94 @@ from mpidist.transport import CallRecord, FusedReducer, Levels, Pending, Reducti
 
 __all__ = ["Algorithm", "Execution", "Plan", "Reduce", "ReductionCall"]
 
-Reduce = Callable[[Levels, Any, Reduction], None]  # reduces a flat buffer [n] of all ranks in place
+Reduce = Callable[[Levels, Any, Reduction], None]  # reduces a flat buffer [n] over all ranks, in place
 Destinations = tuple[int, ...]
 
 
 class Algorithm(ABC):
-    """How the ranks' flat buffers become one: what plans ask an all-reduce algorithm."""
+    """An all-reduce algorithm, as plans use it."""
 
     @property
     @abstractmethod
     def configuration(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
+        """The algorithm's name and parameters, which must be equal on all ranks."""
 
     @property
     @abstractmethod
     def num_packs(self) -> int:
-        """As in `messages_of`."""
+        """As in `make_messages`."""
 
     @property
     @abstractmethod
     def compresses_between_nodes(self) -> bool:
-        """Whether the algorithm can round what leaves a node alone; else every rank rounds what it contributes."""
+        """Whether the algorithm can compress only what leaves a node; else every rank compresses its contribution."""
 
-    def require_ranks(self, size: int) -> None:  # noqa: B027  any number will do, for most
-        """Refuse to work on this number of ranks, with a `ValueError`. Local."""
+    def require_ranks(self, size: int) -> None:  # noqa: B027  most work on any number
+        """Raise a `ValueError` if the algorithm does not work on this number of ranks. Local."""
 
     @abstractmethod
     def name_for(self, options: CommunicationOptions) -> str:
-        """Name what serves calls with these options, for logs."""
+        """Name the algorithm that calls with these options use, for logs."""
 
     @abstractmethod
     def fused_reducer_for(self, options: CommunicationOptions, levels: Levels) -> FusedReducer | None:
-        """Say who reduces lists of arrays in this algorithm's place, if anybody does."""
+        """Return the reducer of fused arrays that may replace this algorithm; `None` if none may."""
 
     @abstractmethod
     def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
-        """Return what leaves the reduction with every rank."""
+        """Return the function that leaves the reduction on every rank."""
 
     @abstractmethod
     def reduce_to(self, root: int) -> Reduce:
-        """Return what leaves the reduction with one rank."""
+        """Return the function that leaves the reduction on the root."""
 
 
 class Execution(ABC):
     """Carries out the calls of one plan."""
 
-    def prepare(self, call: ReductionCall, is_later: bool) -> None:  # noqa: B027  nothing, for most
-        """Look at arguments in device memory, before the call is begun. Local; what it raises, all ranks learn of.
+    def prepare(self, call: ReductionCall, is_started: bool) -> None:  # noqa: B027  most do nothing
+        """Check arguments in device memory, before `begin`. Local; its exception becomes an error of all ranks.
 
         Args:
             call: The call.
-            is_later: Whether other calls come before this one.
+            is_started: Whether the call is a started one: calls before it may not be done.
         """
 
-    def begin(self, call: ReductionCall) -> None:  # noqa: B027  nothing, for some
-        """Do what can be done before the ranks agree on the call, and can be left at that. Local, as `prepare`."""
+    def begin(self, call: ReductionCall) -> None:  # noqa: B027  some do nothing
+        """Do what needs no other rank, and no undoing if the ranks do not agree on the call. Local, as `prepare`."""
 
     @abstractmethod
-    def finish(self, call: ReductionCall, has_same_placement: bool) -> list[Any]:
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         """Reduce. Collective: the ranks have agreed on the call.
 
         Args:
             call: The call.
-            has_same_placement: Whether all ranks have the same `placement`.
+            has_same_places: Whether the arguments of all ranks lie at the same places (`CallRecord.variant`).
 
         Returns:
-            The results, where the caller wants them.
+            Native results; where a result was made in an out, the out.
         """
 
     @abstractmethod
-    def steps(self, call: ReductionCall, pending: Pending, has_same_placement: bool) -> Steps:
-        """Reduce, as `finish` does, in the steps of a call that was started."""
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
+        """Reduce as `finish` does, in the steps of a started call."""
 
 
 @final
 class Plan:
-    """What is decided once for all calls of the same op, options, nest, shapes and dtypes.
+    """Everything that is the same for all calls of one op, options, nest, shapes and dtypes.
 
     Args:
-        fingerprint: A digest of what all ranks must agree on, but for the name of the call.
-        configuration: Of the algorithm.
+        fingerprint: A digest of what all ranks must agree on, without the name of the call.
+        configuration: `Algorithm.configuration`.
         specs: The arrays.
         results: The dtype of each result.
-        execution: Who carries such calls out.
-        details: What the flight recorder says of them.
+        execution: Carries out the calls.
+        details: The calls in a few words, for the flight recorder.
 
     Attributes:
         uses_device: Whether some arrays lie in device memory.
-        checked_outs: The `out` arrays that were checked for such calls, by the address of the first.
+        checked_outs: The checked lists of outs of earlier calls, by the `id` of the first out.
     """
 
     def __init__(
@@ -131,21 +131,21 @@ class ReductionCall(CallRecord):
     """One reducing call of this rank.
 
     Args:
-        name: What errors and logs call it.
+        name: The name of the call, for errors and logs.
         op: The reduction.
-        options: How it shall travel.
-        values: The leaves that travel: this rank's contributions.
+        options: The options of the call.
+        values: The leaves that are sent: this rank's contributions.
         structure: The form of the nest; with destinations, of each nest.
-        mirrored: Which leaves of the nest stay where they are; with destinations, of each nest.
-        destinations: The ranks of each value's result; `None` for all ranks everywhere.
+        mirrored: The indices of the nest's mirrored leaves, which are not sent; with destinations, of each nest.
+        destinations: The ranks that get each value's result; `None` if all ranks get all results.
         outs: Arrays that take the results.
-        error: What is known to be wrong with this rank's arguments.
+        error: An error in this rank's arguments that was found before; `None` for none.
 
     Attributes:
-        operands: The values, opened.
-        plan: What is planned for calls like this one; set once the values were opened.
-        checked_outs: What is known of the outs.
-        state: What its execution keeps of it.
+        operands: The values as native arrays.
+        plan: The plan; set after `operands`.
+        checked_outs: The outs, checked; `None` without outs.
+        state: Whatever the execution stores in the call between `begin` and `finish`.
     """
 
     plan: Plan
@@ -177,10 +177,11 @@ class ReductionCall(CallRecord):
         self.state: Any = None
 
     def describe(self) -> Mapping[str, str]:
-        options, outs = self.options, self.checked_outs
+        options, checked = self.options, self.checked_outs
+        per_node = [] if checked is None else checked.per_node_indices
         fields = {
             "cross_device_ops": str(self.plan.configuration),
-            "out of all ranks of a node": "some" if outs is not None and outs.per_node_digest else "none",
+            "outs that are per-node arrays": ", ".join(f"out {index}" for index in per_node) or "none",
             "op": str(self.op),
             "number of arrays": str(len(self.plan.specs)),
             "bytes_per_pack": str(options.bytes_per_pack),

@@ -1,4 +1,4 @@
-"""A user's values and where their results go: what travels of a nest, what every rank has already, which ranks."""
+"""A user's values and their destinations: the leaves that are sent, the mirrored leaves, the destination ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mpidist.transport import Communicator, SyncGroup, value_text
 from mpidist.values import DistributedValues, any_distributed, contribution, is_mirrored, require_contributions
 
 __all__ = [
-    "NOTHING_KEPT",
-    "Kept",
+    "NO_MIRRORED",
+    "MirroredLeaves",
     "ValueWithDestinations",
-    "put_together",
+    "rebuild_results",
     "ranks_of",
     "send_to",
-    "take_apart",
+    "flatten_contributions",
 ]
 
-Kept = Mapping[int, Any]  # a mirrored leaf's place in the nest -> this rank's copy of it
-NOTHING_KEPT: Final[Kept] = MappingProxyType({})
+MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
+NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
 
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
@@ -38,19 +38,19 @@ _KINDS: Final = (
 
 
 def ranks_of(destinations: Any, size: int, value: Any = None) -> tuple[int, ...]:
-    """Name the ranks that a destination means.
+    """Return the ranks that a `destinations` argument stands for.
 
     Args:
         destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"` or `"/rank:3/GPU:0"`, a `DistributedValues`
             such as a variable (all ranks hold their components).
         size: Number of ranks.
-        value: What is to be reduced. Naming the very same object as its destination asks for an all-reduce.
+        value: The value to reduce. The same object as `destinations` asks for an all-reduce.
 
     Returns:
-        Ranks, in order, each once.
+        The ranks in ascending order, without repetition.
 
     Raises:
-        ValueError: If it is none of these, or a rank is out of range.
+        ValueError: If `destinations` is none of these, or a rank is out of range.
     """
     if _is_rank(destinations):
         return (_in_range(int(destinations), size),)
@@ -85,7 +85,7 @@ def _in_range(rank: int, size: int) -> int:
 
 
 def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -> None:
-    """Copy the root's buffer to some ranks: a broadcast if they are all, else one message each. Collective."""
+    """Copy the root's buffer to some ranks: by a broadcast to all ranks, else by a message to each. Collective."""
     if len(ranks) == world.size:
         world.broadcast(buffer, root)
         return
@@ -99,8 +99,10 @@ def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -
             world.send_receive(nothing, root, buffer, root)
 
 
-def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], nest.Structure, Kept]:
-    """List what has to travel of a nest, and keep what is mirrored: its mean, minimum and maximum are itself.
+def flatten_contributions(
+    op: ReduceOp, value: Any, group: SyncGroup
+) -> tuple[list[Any], nest.Structure, MirroredLeaves]:
+    """Split the leaves of a nest into those to send and mirrored ones, which are their own mean, minimum and maximum.
 
     Args:
         op: The reduction.
@@ -108,64 +110,66 @@ def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], n
         group: The ranks.
 
     Returns:
-        The leaves that travel, the form of the nest, and what was kept.
+        The leaves to send, the form of the nest, and the mirrored leaves.
 
     Raises:
-        ValueError: If what is mirrored over several ranks is to be summed or multiplied.
+        ValueError: If a leaf that is mirrored over several ranks is to be summed or multiplied.
         TypeError: If a leaf is neither an array nor a number.
     """
     if type(value) is np.ndarray:
-        return [value], nest.LEAF, NOTHING_KEPT
+        return [value], nest.LEAF, NO_MIRRORED
     leaves, structure = nest.flatten(value)
-    kept = NOTHING_KEPT
+    mirrored = NO_MIRRORED
     if any_distributed(leaves):
         require_contributions(op, leaves, group)
-        kept = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
-    if kept:
-        leaves = [leaf for at, leaf in enumerate(leaves) if at not in kept]
+        mirrored = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
+    if mirrored:
+        leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
     require_values(leaves, value)
-    return leaves, structure, kept
+    return leaves, structure, mirrored
 
 
-def put_together(value: Any, results: list[Any], kept: Kept) -> Any:
-    """Build a nest of the results of what travelled and of what was kept."""
-    if not kept:
+def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
+    """Build a nest like `value`, of the results of the leaves that were sent and of the mirrored leaves."""
+    if not mirrored:
         return nest.rebuild(value, results)
     rest = iter(results)
-    return nest.rebuild(value, [kept[at] if at in kept else next(rest) for at in range(len(results) + len(kept))])
+    return nest.rebuild(
+        value, [mirrored[at] if at in mirrored else next(rest) for at in range(len(results) + len(mirrored))]
+    )
 
 
 def _copied(own: Any) -> Any:
-    """Copy an array, so that a result is nobody else's."""
+    """Copy an array, so that results share no memory with the caller's values."""
     return own.copy() if hasattr(own, "dtype") and hasattr(own, "copy") else own
 
 
 @final
 @dataclass(frozen=True)
 class ValueWithDestinations:
-    """One value of a reducing call, opened for sending.
+    """One value of a reducing call, and its destinations.
 
     Attributes:
-        value: The nest that the caller gave.
-        ranks: Where its result goes.
-        leaves: What has to travel: its leaves, but for mirrored ones, which every rank has already.
-        structure: Its form.
-        kept: The mirrored leaves.
+        value: The caller's nest.
+        ranks: The ranks that get the result.
+        leaves: The leaves to send: all but the mirrored ones.
+        structure: The form of the nest.
+        mirrored: The mirrored leaves, which every rank has already.
     """
 
     value: Any
     ranks: tuple[int, ...]
     leaves: list[Any]
     structure: tuple[Any, ...]
-    kept: Kept
+    mirrored: MirroredLeaves
 
     @classmethod
     def open(cls, op: ReduceOp, pair: Any, group: SyncGroup) -> ValueWithDestinations:
-        """Open a tuple of a value and its destinations.
+        """Check and flatten a tuple of a value and its destinations.
 
         Raises:
-            ValueError: If it is no tuple of two, the destinations mean nothing, or a mirrored value of several ranks is
-                to be summed.
+            ValueError: If `pair` is no tuple of two, if `ranks_of` refuses the destinations, or if a mirrored value of
+                several ranks is to be summed.
             TypeError: If a leaf is neither an array nor a number.
         """
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -174,14 +178,14 @@ class ValueWithDestinations:
                 f"{_kind_of(pair)}"
             )
         value, destinations = pair
-        return cls(value, ranks_of(destinations, group.topology.size, value), *take_apart(op, value, group))
+        return cls(value, ranks_of(destinations, group.topology.size, value), *flatten_contributions(op, value, group))
 
     def close(self, results: Iterator[Any], rank: int) -> Any:
-        """Build the result from those of the leaves; `None` where `rank` is no destination."""
+        """Build the value's result from the next results of leaves; `None` where `rank` is no destination."""
         own = list(islice(results, len(self.leaves)))
-        return put_together(self.value, own, self.kept) if rank in self.ranks else None
+        return rebuild_results(self.value, own, self.mirrored) if rank in self.ranks else None
 
 
 def _kind_of(pair: object) -> str:
-    """Name what is no pair by what is equal on all ranks that make the same mistake: its values may differ."""
+    """Describe a wrong pair by type and size, which are equal on all ranks where the values may differ."""
     return f"{type(pair).__name__} of size {len(pair)}" if isinstance(pair, Sized) else type(pair).__name__

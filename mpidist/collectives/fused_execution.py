@@ -1,4 +1,4 @@
-"""Reductions of whole lists through shared memory: staged, added and delivered, or added where they lie."""
+"""Reductions of fused arrays through shared memory: staged, added and copied out, or added in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.out_arrays import CheckedOuts, keep_apart, target_arrays, write_outs
+from mpidist.collectives.out_arrays import CheckedOuts, copy_overwritten, target_arrays
 from mpidist.collectives.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
@@ -22,65 +22,65 @@ from mpidist.transport import (
     Steps,
     TwoShot,
     complete,
-    placement_digest,
+    places_digest,
 )
 
 __all__ = ["FusedExecution"]
 
-# New results of small arrays are parts of one new array: making and filling each by itself would take longer.
+# New results of many small arrays are views of one new array: to make and fill each by itself takes longer.
 _SMALL_RESULT: Final = 4096  # elements of an average array
 _MANY: Final = 4  # arrays
-_IN_PLACE_BYTES: Final = 128 << 10  # from which on symmetric arrays are added where they lie
+_IN_PLACE_BYTES: Final = 128 << 10  # larger lists of symmetric arrays are added in place
 
 
 @final
-class _Placement(NamedTuple):
-    """Where the arguments of a call lie in memory that the node shares.
+class _Places(NamedTuple):
+    """Where the arguments of a call lie in shared memory of the node.
 
     Attributes:
-        sources: The places of the values, if they all lie in arrays that each rank has of its own.
-        outs: The places of the outs, if they all lie in shared memory.
-        digest: A number that is the same on all ranks if the places are; 0 on all ranks, or on none.
+        sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
+        outs: The places of the outs, if all lie in shared memory; else `None`.
+        digest: A digest of the places, equal on all ranks if the places are; 0 on all ranks, or on none.
     """
 
     sources: list[Place] | None
     outs: list[Place] | None
     digest: int
 
-    def is_that_of(self, other: _Placement) -> bool:
-        """Whether both are of the same arrays."""
-        return _are(self.sources or (), other.sources or ()) and _are(self.outs or (), other.outs or ())
+    def has_same_arrays(self, other: _Places) -> bool:
+        """Whether both are the places of the same arrays."""
+        return _are_same(self.sources or (), other.sources or ()) and _are_same(self.outs or (), other.outs or ())
 
     @classmethod
     def of(
         cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None
-    ) -> _Placement:
-        """Find the places of the values, and of the arrays that take the results, if any were given."""
+    ) -> _Places:
+        """Find the places of the values and of the outs."""
         into = None if checked is None else checked.places
-        is_in_place = outs is not None and _are(arrays, outs)
+        is_in_place = outs is not None and _are_same(arrays, outs)
         sources = into if is_in_place else shared.places(arrays)
         if sources is not None and sources[0].per_node:
             sources = None
-        if sources is not None and into is not None and not _can_write(sources, into):
+        if sources is not None and into is not None and not _can_be_written_early(sources, into):
             return _PRIVATE
         if sources is None and into is None:
             return _PRIVATE
-        into_digest = 0 if checked is None else checked.placement_digest
-        digest = into_digest if is_in_place else placement_digest(sources)
+        into_digest = 0 if checked is None else checked.places_digest
+        digest = into_digest if is_in_place else places_digest(sources)
         return cls(sources, into, digest ^ (into_digest << 1))
 
 
-_NOWHERE: Final = _Placement(None, None, 0)  # there is no shared array, or it does not matter
-_PRIVATE: Final = _Placement(None, None, 2)  # other ranks' arguments may lie in shared arrays
+_NOWHERE: Final = _Places(None, None, 0)  # no shared array exists, or places make no difference
+_PRIVATE: Final = _Places(None, None, 2)  # private here; arguments of other ranks may lie in shared arrays
 
 
-def _are(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(arrays) == len(others) and all(map(is_, arrays, others))
 
 
-def _can_write(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
-    """Whether other ranks may write the outs while sources are still read: they are the same, or far apart."""
-    if sources is outs or _are(sources, outs):
+def _can_be_written_early(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
+    """Whether ranks may write outs while others still read sources: they coincide, or share no window."""
+    if sources is outs or _are_same(sources, outs):
         return True
     same = all(
         (source.window, source.offset) == (out.window, out.offset) for source, out in zip(sources, outs, strict=True)
@@ -90,16 +90,16 @@ def _can_write(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
 
 @final
 class FusedExecution(Execution):
-    """Calls of one plan, whose arrays are staged, added and delivered as a few lists.
+    """Carries out the calls of one plan through shared memory, with one list of fused arrays for each dtype.
 
     Args:
         reducer: The transport.
-        lists: What is sent.
+        lists: The lists.
         specs: The arrays.
         results: The dtype of each result.
         shared: The shared arrays.
         agreement_is_barrier: Whether the agreement of a call also synchronises the ranks of the node.
-        wants_results: Whether this rank does.
+        wants_results: Whether this rank gets the results.
     """
 
     def __init__(
@@ -115,70 +115,65 @@ class FusedExecution(Execution):
         self._reducer, self._lists, self._shared = reducer, lists, shared
         self._specs, self._results = specs, results
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
-        self._in_place: tuple[_Placement, list[InPlace]] = _NOWHERE, []  # those of the call before
+        self._in_place: tuple[_Places, list[InPlace]] = _NOWHERE, []  # of the last call
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         self._small = None
         if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
-        self._ignores_placement = self._small is not None and self._is_copied(lists[0])
+        self._ignores_places = self._small is not None and self._is_copied(lists[0])
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result
 
     def begin(self, call: ReductionCall) -> None:
-        """Stage the first chunk, unless the arrays lie in memory that all ranks of the node reach."""
-        checked, place = call.checked_outs, _NOWHERE
+        """Stage the first chunk, unless the arrays lie in shared memory."""
+        checked, places = call.checked_outs, _NOWHERE
         staged: Any = None
-        is_wanted = not self._ignores_placement or (checked is not None and checked.per_node_digest)
+        is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
         if is_wanted and self._shared.num_windows:
-            place = _Placement.of(self._shared, call.operands.arrays, call.outs, checked)
-            call.placement = place.digest
-        if self._agreement_is_barrier and place.sources is None and place.outs is None and self._lists:
+            places = _Places.of(self._shared, call.operands.arrays, call.outs, checked)
+            call.variant = places.digest
+        if self._agreement_is_barrier and places.sources is None and places.outs is None and self._lists:
             arrays, first = call.operands.arrays, self._lists[0]
             if self._small is not None:
                 staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
             else:
                 staged = self._two_shot(first, FusedArrays(first.wire, _flat(arrays, first), result=first.result))
                 staged.begin()
-        call.state = place, staged
+        call.state = places, staged
 
-    def finish(self, call: ReductionCall, has_same_placement: bool) -> list[Any]:
-        place, staged = call.state if has_same_placement else (_NOWHERE, None)
-        if self._small is not None and place.outs is None:
-            results = self._add_small(call, staged)
-        else:
-            results, transfers = self._transfers(call, place, staged)
-            with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-                for transfer, is_staged in transfers:
-                    complete(transfer.steps(is_staged), self._reducer.check_peers)
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._shared)
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
+        places, staged = call.state if has_same_places else (_NOWHERE, None)
+        if self._small is not None and places.outs is None:
+            return self._add_small(call, staged)
+        results, transfers = self._transfers(call, places, staged)
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            for transfer, is_staged in transfers:
+                complete(transfer.steps(is_staged), self._reducer.check_peers)
+        return results
 
-    def steps(self, call: ReductionCall, pending: Pending, has_same_placement: bool) -> Steps:
-        place, staged = call.state if has_same_placement else (_NOWHERE, None)
-        if self._small is not None and place.outs is None:
-            return self.finish(call, has_same_placement)
-        results, transfers = self._transfers(call, place, staged)
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
+        places, staged = call.state if has_same_places else (_NOWHERE, None)
+        if self._small is not None and places.outs is None:
+            return self._add_small(call, staged)
+        results, transfers = self._transfers(call, places, staged)
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._shared)
+        return results
 
     def _transfers(
-        self, call: ReductionCall, place: _Placement, staged: Any
+        self, call: ReductionCall, places: _Places, staged: Any
     ) -> tuple[list[Any], list[tuple[TwoShot | InPlace, bool]]]:
-        """Say where the results go, and what has to be done: transfers, and whether each was staged already."""
+        """Return the arrays of the results, and the transfers, with `has_passed_barrier` of each."""
         outs, arrays = call.outs, call.operands.arrays
-        writes_outs = place.outs is not None and self._can_write_outs(place.outs)
-        if writes_outs and self._are_in_place(place):
-            return list(outs or ()), self._in_place_transfers(place)
+        writes_outs = places.outs is not None and self._writes_shared_outs(places.outs)
+        if writes_outs and self._are_in_place(places):
+            return list(outs or ()), self._in_place_transfers(places)
         results = list(outs or ()) if writes_outs else self._new_results(call)
-        if outs is not None and not (writes_outs and place.sources is not None):
-            arrays = keep_apart(arrays, results)
+        if outs is not None and not (writes_outs and places.sources is not None):
+            arrays = copy_overwritten(arrays, results)
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for fused in self._lists:
-            if writes_outs or place.sources is not None:
-                transfer = self._shared_transfer(fused, arrays, results, place, writes_outs, outs is None)
+            if writes_outs or places.sources is not None:
+                transfer = self._shared_transfer(fused, arrays, results, places, writes_outs, outs is None)
                 transfers.append((transfer, False))
             else:
                 begun = None if fused is not self._lists[0] else staged
@@ -187,7 +182,7 @@ class FusedExecution(Execution):
         return results, transfers
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
-        """Say where each result is made; `None` for arrays that are still to be allocated."""
+        """Return the array of each result; `None` for an array that `_targets` allocates later."""
         outs, checked = call.outs, call.checked_outs
         if outs is not None:
             if checked is not None and checked.are_targets:
@@ -232,14 +227,14 @@ class FusedExecution(Execution):
         if transfer is None:
             transfer = self._two_shot(fused, FusedArrays(fused.wire, _flat(arrays, fused), result=fused.result))
         else:
-            transfer.arrays.sources = _flat(arrays, fused)  # copies by now, of those that results would overwrite
+            transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
         are_small = len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
         if makes_new and self._wants_results and are_small:
             whole = np.empty(fused.count, fused.result)
             for index, part in zip(fused.indices, self._split(whole, fused), strict=True):
                 results[index] = part
             transfer.arrays.results = [whole]
-            transfer.cut_results(self._reducer.schedule((fused.count,), fused.wire.itemsize))
+            transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
         else:
             transfer.arrays.results = self._targets(fused, results, makes_new)
         return transfer
@@ -249,47 +244,48 @@ class FusedExecution(Execution):
         fused: FusedList,
         arrays: Sequence[Any],
         results: list[Any],
-        place: _Placement,
+        places: _Places,
         writes_outs: bool,
         makes_new: bool,
     ) -> TwoShot:
         given = FusedArrays(fused.wire, _flat(arrays, fused), result=fused.result)
-        if place.sources is not None and fused.keeps_dtype:
-            given.peers = _by_rank(place.sources, fused)
+        if places.sources is not None and fused.keeps_dtype:
+            given.peers = _by_rank(places.sources, fused)
         if writes_outs:
-            assert place.outs is not None
-            given.shared = _by_rank(place.outs, fused)
+            assert places.outs is not None
+            given.shared = _by_rank(places.outs, fused)
         else:
             given.results = self._targets(fused, results, makes_new)
         return self._two_shot(fused, given)
 
-    def _are_in_place(self, place: _Placement) -> bool:
-        """Whether nothing is copied: values and outs lie where all ranks that add reach them."""
-        on_one_node = place.sources is not None and not self._reducer.spans_nodes
+    def _are_in_place(self, places: _Places) -> bool:
+        """Whether nothing is copied: all ranks that add reach the values and the outs."""
+        on_one_node = places.sources is not None and not self._reducer.spans_nodes
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
-    def _in_place_transfers(self, place: _Placement) -> list[tuple[TwoShot | InPlace, bool]]:
+    def _in_place_transfers(self, places: _Places) -> list[tuple[TwoShot | InPlace, bool]]:
         known, parts = self._in_place
-        if not place.is_that_of(known):
-            parts = [self._prepare_in_place(fused, place) for fused in self._lists]
-            self._in_place = place, parts
+        if not places.has_same_arrays(known):
+            parts = [self._prepare_in_place(fused, places) for fused in self._lists]
+            self._in_place = places, parts
         for fused in self._lists:
             self._reducer.count(fused.nbytes)
         return [(part, at > 0 or self._agreement_is_barrier) for at, part in enumerate(parts)]
 
-    def _prepare_in_place(self, fused: FusedList, place: _Placement) -> InPlace:
-        assert place.sources is not None
-        assert place.outs is not None
-        sources, outs = ([places[at] for at in fused.indices] for places in (place.sources, place.outs))
+    def _prepare_in_place(self, fused: FusedList, places: _Places) -> InPlace:
+        assert places.sources is not None
+        assert places.outs is not None
+        sources = [places.sources[index] for index in fused.indices]
+        outs = [places.outs[index] for index in fused.indices]
         runs = self._shared.runs(sources, outs, fused.wire)
         return InPlace(runs, self._reducer.slots, fused.reduction, fused.divide_by)
 
     def _is_copied(self, fused: FusedList) -> bool:
-        """Whether a list is so small that one barrier and copies are faster than two barriers without."""
+        """Whether a list is so small that copies with one barrier are faster than two barriers without copies."""
         return self._reducer.is_small(fused.nbytes) and fused.nbytes <= _IN_PLACE_BYTES
 
-    def _can_write_outs(self, outs: Sequence[Place]) -> bool:
-        """Whether whoever adds shall write the outs of all ranks; small ones are written sooner by each rank."""
+    def _writes_shared_outs(self, outs: Sequence[Place]) -> bool:
+        """Whether the rank that adds writes the outs of all ranks; of small lists, each rank writes its own faster."""
         return all(
             fused.wire == fused.result and (outs[0].per_node or not self._is_copied(fused)) for fused in self._lists
         )
@@ -307,7 +303,7 @@ class FusedExecution(Execution):
         return _flat(results, fused)
 
     def _split(self, whole: Any, fused: FusedList) -> list[Any]:
-        """View one flat array as the results of a list, in the list's order."""
+        """Split a flat array into views with the shapes of a list's results."""
         shape = self._specs[fused.indices[0]].shape
         if fused.is_uniform:
             return list(whole.reshape(len(fused.indices), *shape))
@@ -325,4 +321,4 @@ def _flat(arrays: Sequence[Any], fused: FusedList) -> list[Any]:
 
 
 def _by_rank(places: Sequence[Place], fused: FusedList) -> list[list[Any]]:
-    return [list(pieces) for pieces in zip(*(places[index].everyone for index in fused.indices), strict=True)]
+    return [list(pieces) for pieces in zip(*(places[index].arrays for index in fused.indices), strict=True)]

@@ -1,4 +1,4 @@
-"""The caller's arrays as the place of results: `out=`."""
+"""The caller's arrays that take results: `out=`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mpidist import nest
 from mpidist.collectives.arguments import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, placement_digest
+from mpidist.transport import SharedArrays, fingerprint_of, places_digest
 from mpidist.transport import arrays as native
 
-__all__ = ["CheckedOuts", "check_outs", "keep_apart", "native_outs", "outs_like", "target_arrays", "write_outs"]
+__all__ = ["CheckedOuts", "check_outs", "copy_overwritten", "native_outs", "flatten_out", "target_arrays", "write_outs"]
 
 
-def outs_like(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
-    """List the leaves of a nest that takes results. Local.
+def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
+    """List the arrays of the argument `out`. Local.
 
     Args:
         structure: The form of the nest of values.
-        has_mirrored: Whether some of these values are mirrored.
-        out: The nest that takes results.
+        has_mirrored: Whether some values are mirrored.
+        out: The nest of arrays that take results.
 
     Raises:
-        InvalidArgumentError: If the forms differ, or some values are mirrored.
+        InvalidArgumentError: If the forms of the nests differ, or some values are mirrored.
     """
     outs, form = nest.flatten(out)
     if has_mirrored:
@@ -43,12 +43,12 @@ def outs_like(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[A
 
 
 def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """View outs as native arrays whose numbers they hold; what is no such array stays, for `check_outs` to refuse.
+    """View outs as native arrays of the same memory. `check_outs` refuses the outs that have no such view.
 
     Args:
         outs: Arrays of any library.
-        values: The values that are reduced. An out that is its own argument is the same array then.
-        arrays: Their native arrays.
+        values: The values that are reduced. An out that is its own value becomes that value's native array.
+        arrays: The native arrays of the values.
     """
     return [
         _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
@@ -71,24 +71,28 @@ def _native(out: Any, same: Any) -> Any:
 def check_outs(
     outs: Sequence[Any], arrays: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]
 ) -> None:
-    """See that arrays can take results.
+    """Check that arrays can take results.
 
     Args:
         outs: The arrays.
-        arrays: The values that are reduced. An out that is its own argument has the right shape, for certain.
-        specs: Their shapes and dtypes.
+        arrays: The values that are reduced. The shape of an out that is its own value is not checked.
+        specs: The shapes and dtypes of the values.
         dtypes: The dtype of each result.
 
     Raises:
-        InvalidArgumentError: If one is no array, has another shape or dtype, is read-only, or overlaps another.
+        InvalidArgumentError: If an out is no array, has another shape or dtype, is read-only, or shares memory with
+            another out, or if some of its elements share memory.
     """
     for index, (out, array, spec, dtype) in enumerate(zip(outs, arrays, specs, dtypes, strict=True)):
         if out is not array or spec.dtype != dtype:
             _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
         if not getattr(out.flags, "writeable", True):
             raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
-        if not out.flags.c_contiguous and _has_shared_elements(out):
-            raise InvalidArgumentError(f"out {index} has several elements in one place (a stride of 0)")
+        if not out.flags.c_contiguous and _overlaps_itself(out):
+            raise InvalidArgumentError(
+                f"out {index} has elements that share memory (shape {out.shape}, strides {out.strides}); needed an "
+                "array of which every element has a place of its own"
+            )
     if len(outs) > 1:
         _check_apart(outs)
 
@@ -102,36 +106,53 @@ def _check_spec(index: int, out: Any, want: Spec) -> None:
 
 
 def _check_apart(outs: Sequence[Any]) -> None:
-    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs))
+    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs) if out.size)
     for at, (_, stop, one) in enumerate(bounds):
         for later in range(at + 1, len(bounds)):
             start, _, other = bounds[later]
             if start >= stop:
                 break
-            if native.share_memory(outs[one], outs[other]):  # the columns of a matrix do not
+            if native.share_memory(outs[one], outs[other]):  # columns of a matrix share none, but their bounds overlap
                 raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
 
 
-def _has_shared_elements(out: Any) -> bool:
-    return any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True))
+def _overlaps_itself(out: Any) -> bool:
+    """Whether some bytes of an array belong to several of its elements."""
+    axes = sorted((abs(stride), length) for stride, length in zip(out.strides, out.shape, strict=True) if length != 1)
+    if not out.size:
+        return False
+    end = out.itemsize  # of the elements along the axes so far, in bytes
+    is_nested = True  # as slices and transposed arrays are: a step along an axis leaves all of the shorter steps behind
+    for stride, length in axes:
+        is_nested = is_nested and stride >= end
+        end += stride * (length - 1)
+    if is_nested:
+        return False
+    if out.nbytes > end:
+        return True
+    offsets = np.zeros(1, np.int64)
+    for stride, length in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(length)).reshape(-1)
+    return bool((np.diff(np.sort(offsets)) < out.itemsize).any())
 
 
 @final
 class CheckedOuts:
-    """Outs that were checked: if the same arrays come again, what was found is still true.
+    """Outs that were checked. A later call with the same arrays skips the check.
 
     Args:
         outs: The arrays.
         arrays: The values that are reduced.
-        specs: Their shapes and dtypes.
+        specs: The shapes and dtypes of the values.
         dtypes: The dtype of each result.
         shared: The arrays that the node shares.
 
     Attributes:
-        per_node_digest: A number that tells which of them are one for all ranks of a node; 0 for none.
-        places: Where they lie, if they all lie in memory that the node shares.
-        placement_digest: As of `placement_digest` their places.
-        are_targets: Whether results can be made in all of them.
+        per_node_indices: Which of the arrays are one for all ranks of a node.
+        per_node_digest: A digest of `per_node_indices`; 0 for none.
+        places: The places of the arrays in shared memory; `None` if some array is private.
+        places_digest: The digest of `places`.
+        are_targets: Whether all arrays can be targets: see `target_arrays`.
 
     Raises:
         InvalidArgumentError: As `check_outs`.
@@ -149,17 +170,18 @@ class CheckedOuts:
         are_plain = set(map(type, outs)) == {np.ndarray}
         self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_plain else []
         self._forms = [(out.shape, out.dtype) for out in outs]
-        self.per_node_digest = shared.fingerprint(outs)
+        self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
+        self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
         self.places = shared.places(outs)
-        self.placement_digest = placement_digest(self.places)
+        self.places_digest = places_digest(self.places)
         self.are_targets = all(_is_target(out, shared) for out in outs)
 
     def matches(self, outs: Sequence[Any], arrays: Sequence[Any]) -> bool:
-        """Whether these are the very same arrays, as they were, and still can be written.
+        """Whether these are the checked arrays, unchanged in shape and dtype, and still writeable.
 
         Args:
             outs: The arrays.
-            arrays: The values that are reduced, of the known shapes and dtypes. Outs that are values need no look.
+            arrays: The values that are reduced, of the plan's shapes and dtypes, as are outs among them.
         """
         if len(outs) != len(self._outs):
             return False
@@ -179,15 +201,15 @@ def _is_target(out: Any, shared: SharedArrays) -> bool:
 def target_arrays(
     outs: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], shared: SharedArrays
 ) -> list[Any]:
-    """Return the arrays that results are made in: the caller's own, or new ones.
+    """Return the arrays in which results are made: the outs, or new arrays, which `write_outs` copies to the outs.
 
-    New ones stand in for arrays that cannot be used flat, and for those that all ranks of a node share: they must
-    not be written while another rank of the node still reads them.
+    A new array replaces an out that cannot be viewed flat, or that all ranks of a node share: such an out must not be
+    written while another rank of the node still reads it.
 
     Args:
         outs: The caller's arrays.
-        specs: Their shapes.
-        dtypes: Their dtypes.
+        specs: The shapes of the results.
+        dtypes: The dtypes of the results.
         shared: The arrays that the node shares.
     """
     return [
@@ -196,11 +218,11 @@ def target_arrays(
     ]
 
 
-def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    """Copy every argument that the result of another would overwrite before it was read."""
+def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    """Return the values, with a copy of each value that the result of another value may overwrite too early."""
     if all(array is target for array, target in zip(arrays, targets, strict=True)):
         return list(arrays)
-    bounds = sorted(native.memory_bounds(target) for target in targets)
+    bounds = sorted(native.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]
     apart = []
     for array, target in zip(arrays, targets, strict=True):
@@ -208,19 +230,19 @@ def keep_apart(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
             apart.append(array)
             continue
         start, stop = native.memory_bounds(array)
-        at = bisect_right(starts, start)  # targets do not overlap, so only two can be the first to be hit
+        at = bisect_right(starts, start)  # targets do not overlap: it suffices to look at two
         near = bounds[max(0, at - 1) : at + 1]
-        hit = stop > start and any(its_start < stop and start < its_stop for its_start, its_stop in near)
+        hit = stop > start and any(low < stop and start < high for low, high in near)
         apart.append(array.copy() if hit else array)
     return apart
 
 
 def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays) -> list[Any]:
-    """Copy results that were made elsewhere to where the caller wants them. Collective over the node, of shared outs.
+    """Copy results that were not made in the outs to the outs. Collective over the node, if an out is per node.
 
     Args:
-        outs: Arrays that take the results.
-        results: Native arrays; the outs themselves, where results were made there.
+        outs: The arrays that take the results.
+        results: Native arrays, of which some may be the outs themselves.
         shared: The arrays that the node shares.
 
     Returns:
@@ -231,6 +253,6 @@ def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays
             continue
         if shared.is_per_node(out):
             shared.write(out, result)
-        else:  # it was not contiguous, or of another byte order
+        else:  # `out` is not contiguous, or of another byte order
             out[...] = result
     return list(outs)

@@ -1,4 +1,4 @@
-"""Reductions message by message: packed, reduced by an algorithm, unpacked; on the host, or launched on a GPU."""
+"""Reductions message by message: packed, reduced by an algorithm, and unpacked, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.collectives.arguments import Spec, result_arrays
 from mpidist.collectives.call import Execution, Reduce, ReductionCall
 from mpidist.collectives.destinations import send_to
-from mpidist.collectives.out_arrays import keep_apart, target_arrays, write_outs
+from mpidist.collectives.out_arrays import copy_overwritten, target_arrays, write_outs
 from mpidist.collectives.plan import Message, Piece
 from mpidist.options import CommunicationImplementation
 from mpidist.transport import (
@@ -42,8 +42,7 @@ class PackedPart:
         indices: The values.
         specs: Their arrays.
         results: The dtype of each result.
-        messages: What is sent.
-        half: What float32 numbers are rounded to where they leave a node; `None` for none.
+        messages: The messages.
         reduce: Reduces a flat buffer over all ranks.
     """
 
@@ -52,17 +51,16 @@ class PackedPart:
     specs: tuple[Spec, ...]
     results: tuple[np.dtype[Any], ...]
     messages: tuple[Message, ...]
-    half: np.dtype[Any] | None
     reduce: Reduce
 
 
 @final
 class _Layout(NamedTuple):
-    """Where the numbers of one call come from and go.
+    """The arrays of one call.
 
     Attributes:
-        parts: For each part of the call, its arrays and the places of their results.
-        after: The event that work on the GPU begins after; `None` if it begins after what the current stream holds.
+        parts: For each part of the call, the arrays of its values and of its results.
+        after: The event after which a GPU may start; `None` for the work that the current stream holds.
     """
 
     parts: list[tuple[list[Any], list[Any]]]
@@ -71,12 +69,12 @@ class _Layout(NamedTuple):
 
 @final
 class PackedExecution(Execution):
-    """Calls of one plan, of which one message after the other is reduced by an algorithm.
+    """Carries out the calls of one plan: an algorithm reduces one message after the other.
 
     Args:
         group: The ranks.
-        parts: What is sent.
-        implementation: Which levels carry it.
+        parts: The values, by destinations.
+        implementation: Chooses the levels.
     """
 
     def __init__(
@@ -89,54 +87,55 @@ class PackedExecution(Execution):
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
         self._levels_of: Callable[[bool], Levels] = partial(group.levels_of, nccl_everywhere=self._needs_nccl)
-        if self._is_ring:  # over MPI, whatever there is
+        if self._is_ring:  # always over MPI
             self._levels_of = group.host_levels_of
 
-    def prepare(self, call: ReductionCall, is_later: bool) -> None:
-        """Allocate results in device memory, and mark the work on the GPU that a started call comes after."""
+    def prepare(self, call: ReductionCall, is_started: bool) -> None:
+        """Allocate results of calls with device memory, and record the event that a started call comes after."""
         if self._uses_device:
             self._group.devices.require_usable(call.name)
-            call.state = self._lay_out(call, is_later)
+            call.state = self._lay_out(call, is_started)
 
-    def finish(self, call: ReductionCall, has_same_placement: bool) -> list[Any]:
-        layout: _Layout = self._lay_out(call, is_later=False) if call.state is None else call.state
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
+        layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
         queue = self._levels_of(True).queue if self._uses_device else None
         if queue is None:
-            return self._deliver(call, self._work(call, layout, None))
-        launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout)
+            return self._reduce(call, layout, None)
+        launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout)
         queue.wait(launched)
-        return self._deliver(call, launched.result)
+        results: list[Any] = launched.result
+        return results
 
-    def steps(self, call: ReductionCall, pending: Pending, has_same_placement: bool) -> Steps:
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         group, size = self._group, self._group.topology.size
-        if not self._uses_device:  # messages that this rank cannot leave alone
-            while not pending.may_wait and size > 1:
+        if not self._uses_device:  # a rank that sends messages blocks in the algorithm
+            while not pending.may_block and size > 1:
                 yield 0
-            return self.finish(call, has_same_placement)
+            return self.finish(call, has_same_places)
         while not (pending.is_waited_for or size == 1 or self._can_be_launched()):
             yield 0
         layout: _Layout = call.state
         if not self._can_be_launched():
-            # Device memory that MPI takes is not in flight together with NCCL.
+            # MPI and NCCL are not at work on device memory at once.
             group.devices.wait_for_launches(call.name)
             group.devices.events.follow(layout.after)
-            results = self.finish(call, has_same_placement)
+            results = self.finish(call, has_same_places)
             group.devices.wait_for_launches(call.name)  # so that the results can be used in any stream
             return results
         queue = self._levels_of(True).queue
         assert queue is not None
-        launched = queue.launch(call.name, partial(self._work, call, layout, queue), layout, layout.after)
+        launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout, layout.after)
         pending.is_launched = True
-        yield 0  # who waits for a later call launches that, too, before it waits for this one
+        yield 0  # a rank that waits for a later call launches that call, too, before it waits for this one
         while not queue.is_complete(launched):
             if pending.is_waited_for:
                 self._wait(queue, launched, pending, call)
             else:
                 yield 1
-        return self._deliver(call, launched.result)
+        return launched.result
 
-    def _lay_out(self, call: ReductionCall, is_later: bool) -> _Layout:
-        """Find the places of a call's results. Local."""
+    def _lay_out(self, call: ReductionCall, is_started: bool) -> _Layout:
+        """Find or allocate the arrays of a call's results. Local."""
         laid = []
         for part in self._parts:
             arrays = [call.operands.arrays[index] for index in part.indices]
@@ -145,48 +144,43 @@ class PackedExecution(Execution):
             else:
                 outs = [call.outs[index] for index in part.indices]
                 targets = target_arrays(outs, part.specs, part.results, self._group.shared)
-                arrays = keep_apart(arrays, targets)
+                arrays = copy_overwritten(arrays, targets)
             laid.append((arrays, targets))
-        return _Layout(laid, self._group.devices.events.record() if is_later else None)
+        return _Layout(laid, self._group.devices.events.record() if is_started else None)
 
-    def _work(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
-        """Send every message. Outs are filled here, on the stream that the sums are made on."""
+    def _reduce(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
+        """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""
         results: list[Any] = [None] * self._num_values
         for part, (arrays, targets) in zip(self._parts, layout.parts, strict=True):
             on_device = [message for message in part.messages if message.device]
             if on_device:
-                levels = self._levels_of(True).compressed(part.half)
-                run_on_device(on_device, arrays, targets, levels, part.reduce)
+                run_on_device(on_device, arrays, targets, self._levels_of(True), part.reduce)
             on_host = [message for message in part.messages if not message.device]
             if on_host:
-                _run_on_host(on_host, arrays, targets, self._levels_of(False).compressed(part.half), part.reduce)
+                _run_on_host(on_host, arrays, targets, self._levels_of(False), part.reduce)
             if part.ranks is None or self._group.topology.rank in part.ranks:
                 for index, target in zip(part.indices, targets, strict=True):
                     results[index] = target
-        if queue is not None and call.outs is not None:
-            queue.join()
+        if self._uses_device and call.outs is not None:
+            if queue is not None:
+                queue.join()
             return write_outs(call.outs, results, self._group.shared)
         return results
-
-    def _deliver(self, call: ReductionCall, results: list[Any]) -> list[Any]:
-        if call.outs is None:
-            return call.operands.restore(results)
-        return write_outs(call.outs, results, self._group.shared)
 
     def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
         since = time.monotonic()
 
-        def meanwhile() -> None:
-            pending.meanwhile()
-            self._group.agreement.restart_clock(since, call)  # calls that were joined meanwhile have begun their own
+        def advance_others() -> None:
+            pending.advance_others()
+            self._group.agreement.restart_clock(since, call)  # the calls advanced here have restarted the clock
 
         self._group.agreement.restart_clock(since, call)
-        queue.wait(launched, meanwhile)
+        queue.wait(launched, advance_others)
 
     def _can_be_launched(self) -> bool:
-        """Whether nothing of a call needs the host, so that it can be launched whatever the other ranks do.
+        """Whether no step of a call needs the host, so that the call can be launched before other ranks arrive.
 
-        Alike on all ranks. The first call of a group makes NCCL's communicators, which takes all ranks.
+        Equal on all ranks. False for the first call of a group, which makes NCCL's communicators with all ranks.
         """
         if self._is_ring or not self._is_all_device:
             return False
@@ -195,7 +189,7 @@ class PackedExecution(Execution):
 
 
 def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    """Reduce to the first of some ranks by `reduce`, and send the result to the others. Collective."""
+    """Reduce to the first of `ranks` by `reduce`, and send the result to the other `ranks`. Collective."""
     reduce(levels, buffer, reduction)
     send_to(levels.world, buffer, ranks[0], ranks)
 
@@ -203,20 +197,20 @@ def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buff
 def _run_on_host(
     messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
 ) -> None:
-    """Send the messages of host memory."""
+    """Reduce the messages of host memory."""
     arrays = list(arrays)
     for index in {piece.index for message in messages for piece in message.pieces}:
         if not arrays[index].flags.c_contiguous:  # copied once, and not for each message that carries a piece of it
             arrays[index] = arrays[index].copy()
-    with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+    with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
         for message in messages:
-            (_run_direct if message.direct else _run_packed)(message, arrays, results, levels, reduce)
+            (_run_direct if message.is_direct else _run_packed)(message, arrays, results, levels, reduce)
 
 
 def _run_direct(
     message: Message, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
 ) -> None:
-    """Reduce one piece where its result lies."""
+    """Reduce one piece in the memory of its result."""
     (piece,) = message.pieces
     array, result = arrays[piece.index], results[piece.index]
     flat = result.reshape(-1)
@@ -227,7 +221,7 @@ def _run_direct(
         flat = flat[piece.start : piece.stop]
         if array is not result:
             flat[...] = array.reshape(-1)[piece.start : piece.stop]
-    reduce(levels, flat, message.reduction)
+    reduce(levels.compressed(message.half), flat, message.reduction)
     if message.divide_by != 1:
         flat /= message.divide_by
 
@@ -245,7 +239,7 @@ def _run_packed(
         else:
             buffer[at : at + piece.count] = part
         at += piece.count
-    reduce(levels, buffer, message.reduction)
+    reduce(levels.compressed(message.half), buffer, message.reduction)
     at = 0
     for piece in message.pieces:
         part = buffer[at : at + piece.count]
@@ -260,19 +254,19 @@ def _run_packed(
 def run_on_device(
     messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
 ) -> None:
-    """Send the messages of device memory.
+    """Reduce the messages of device memory. Launches work, and waits for nothing.
 
-    Around the reductions it takes one launch to copy what is reduced where its result lies, two for each pack, and one
-    to divide what was reduced in place. Nothing here waits.
+    Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
+    unpack), and one to divide all direct pieces.
     """
     kernels = levels.kernels
-    direct = [(message, message.pieces[0]) for message in messages if message.direct]
+    direct = [(message, message.pieces[0]) for message in messages if message.is_direct]
     moved = [piece for _, piece in direct if arrays[piece.index] is not results[piece.index]]
     if moved:
         kernels.copy(_parts(moved, arrays), _parts(moved, results))
     for message in messages:
-        if message.direct:
-            reduce(levels, _part(message.pieces[0], results).reshape(-1), message.reduction)
+        if message.is_direct:
+            reduce(levels.compressed(message.half), _part(message.pieces[0], results).reshape(-1), message.reduction)
             continue
         with levels.pack_stream():
             buffer = levels.pack_buffer(message.count, message.wire)

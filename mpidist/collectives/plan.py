@@ -1,7 +1,8 @@
-"""What one shape of call sends: which arrays together, in which messages. Of elements alone, never of their memory.
+"""Which arrays a call sends together, and in which messages. Plans know indices of elements, and no memory.
 
-Packs are the user's grouping; messages are what really moves: a large piece of one array is reduced where its result
-will lie, small pieces share a pack buffer. A transport of fused arrays takes whole lists instead, one for each dtype.
+Packs are the user's grouping of arrays; messages are the units that the transport sends: a large piece of one array is
+reduced in the memory of its result, small pieces share a pack buffer. A transport of fused arrays takes whole lists
+instead, one for each dtype.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ __all__ = [
     "FusedList",
     "Message",
     "Piece",
-    "fused_lists",
+    "make_fused_lists",
     "group_by_size",
-    "messages_of",
+    "make_messages",
     "require_num_packs",
 ]
 
@@ -46,25 +47,27 @@ class Piece:
 @final
 @dataclass(frozen=True)
 class Message:
-    """What goes through a transport at once.
+    """The elements that a transport reduces at once.
 
     Attributes:
-        pieces: One piece that is reduced where its result lies (`direct`), or pieces that share a pack buffer.
-        wire: The dtype in which they travel.
-        direct: Which of the two.
+        pieces: One piece if `is_direct`, else pieces that share a pack buffer.
+        wire: The dtype in which the pieces are sent.
+        is_direct: Whether the piece is reduced in the memory of its result, without a pack buffer.
         device: Whether the arrays lie in device memory.
-        reduction: What the transport does.
-        divide_by: What the sums are divided by as they are copied out; 1 for none.
-        is_compressed: Whether float32 numbers travel in half precision.
+        reduction: The transport's reduction.
+        divide_by: The divisor of the sums as they are copied out; 1 for none.
+        is_compressed: Whether the numbers are float32 numbers that every rank rounds to `wire`.
+        half: The half precision that float32 numbers are sent in between nodes; `None` for none.
     """
 
     pieces: tuple[Piece, ...]
     wire: np.dtype[Any]
-    direct: bool
+    is_direct: bool
     device: bool
     reduction: Reduction
     divide_by: int
     is_compressed: bool = False
+    half: np.dtype[Any] | None = None
 
     @cached_property
     def count(self) -> int:
@@ -83,16 +86,16 @@ class FusedList:
     """Arrays of one dtype that are reduced as one.
 
     Attributes:
-        indices: The arrays, in the order of sending. None is empty.
-        lengths: Number of elements of each.
-        wire: The dtype in which they travel.
+        indices: The arrays, in the order of sending, without empty ones.
+        lengths: Number of elements of each array.
+        wire: The dtype in which the arrays are sent.
         result: The dtype of the results.
-        reduction: What the transport does.
-        divide_by: What the sums are divided by; 1 for none.
-        half: What they are rounded to on their way between nodes; `None` for none.
-        schedule: How they are cut into chunks.
-        is_uniform: Whether all have one shape, of at least one dimension.
-        keeps_dtype: Whether every array has the dtype in which the list travels.
+        reduction: The transport's reduction.
+        divide_by: The divisor of the sums; 1 for none.
+        half: The half precision that float32 numbers are sent in between nodes; `None` for none.
+        schedule: How the list is cut into chunks.
+        is_uniform: Whether all arrays have one shape, of at least one dimension.
+        keeps_dtype: Whether all arrays have the dtype `wire`.
     """
 
     indices: tuple[int, ...]
@@ -113,19 +116,19 @@ class FusedList:
 
     @cached_property
     def nbytes(self) -> int:
-        """Number of bytes on the way."""
+        """Number of bytes in the dtype `wire`."""
         return self.count * self.wire.itemsize
 
 
 @final
 @dataclass(frozen=True)
 class _Wire:
-    """What is equal of arrays that travel together.
+    """What arrays that are sent together have in common.
 
     Attributes:
-        dtype: The dtype in which they travel.
-        device: Whether they lie in device memory.
-        is_compressed: Whether float32 numbers travel in half precision.
+        dtype: The dtype in which the arrays are sent.
+        device: Whether the arrays lie in device memory.
+        is_compressed: Whether the arrays are float32, and every rank rounds them to `dtype`.
     """
 
     dtype: np.dtype[Any]
@@ -133,8 +136,8 @@ class _Wire:
     is_compressed: bool
 
 
-def _by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], Any]]) -> dict[_Wire, list[int]]:
-    """Group arrays that can travel together. The last come first: their gradients are ready first."""
+def _group_by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], Any]]) -> dict[_Wire, list[int]]:
+    """Group arrays that can be sent together, the last array first: the last layers' gradients are ready first."""
     groups: dict[_Wire, list[int]] = {}
     for index in reversed(range(len(specs))):
         spec, wire = specs[index], dtypes[index][0]
@@ -142,23 +145,25 @@ def _by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], Any]])
     return groups
 
 
-def fused_lists(arithmetic: Arithmetic, specs: Sequence[Spec], reducer: FusedReducer) -> tuple[FusedList, ...] | None:
-    """Make the lists of a call for a transport of fused arrays.
+def make_fused_lists(
+    arithmetic: Arithmetic, specs: Sequence[Spec], reducer: FusedReducer
+) -> tuple[FusedList, ...] | None:
+    """Make the lists of a call for a reducer of fused arrays.
 
     Args:
         arithmetic: How the numbers are reduced.
         specs: The arrays.
-        reducer: The transport.
+        reducer: The reducer.
 
     Returns:
-        The lists; `None` if there are arrays that the transport does not take, or too few bytes.
+        The lists; `None` if the reducer cannot take some array, or if messages are faster for so few bytes.
 
     Raises:
         InvalidArgumentError: If arrays of these dtypes cannot be reduced.
     """
     dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
     lists = []
-    for wire, indices in _by_wire(specs, dtypes).items():
+    for wire, indices in _group_by_wire(specs, dtypes).items():
         if wire.device or wire.is_compressed:
             return None
         if reducer.spans_nodes and arithmetic.in_rank_order and is_half(wire.dtype):
@@ -193,7 +198,7 @@ def _fused_list(
     )
 
 
-def messages_of(
+def make_messages(
     arithmetic: Arithmetic, specs: Sequence[Spec], bytes_per_pack: int, num_packs: int, levels: Levels
 ) -> tuple[tuple[Message, ...], int]:
     """Make the messages of a call.
@@ -201,10 +206,10 @@ def messages_of(
     Args:
         arithmetic: How the numbers are reduced.
         specs: The arrays.
-        bytes_per_pack: If it is not 0, every pack is one message, and closes once it holds more bytes.
-        num_packs: Else, that many packs of equal size per dtype, which cut arrays; 0 makes every array a pack. The
-            transport moves such packs in messages of the size that suits it.
-        levels: Which say how large a message should be.
+        bytes_per_pack: If it is not 0, every pack is one message, and is complete once it holds more bytes.
+        num_packs: If `bytes_per_pack` is 0: the number of packs per dtype, equal in size, which cut arrays; 0 makes
+            every array a pack. Such packs are sent in messages of the size that is fastest for the transport.
+        levels: The communicators, which know the best sizes of messages.
 
     Returns:
         The messages, in the order of sending, and the number of packs.
@@ -215,38 +220,39 @@ def messages_of(
     dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
     made: list[Message] = []
     count = 0
-    for wire, indices in _by_wire(specs, dtypes).items():
+    for wire, indices in _group_by_wire(specs, dtypes).items():
         reduction, divide_by = arithmetic.reduction(wire.dtype, wire.is_compressed)
+        half = arithmetic.half_between_nodes if wire.dtype == np.float32 else None
         itemsize = wire.dtype.itemsize
         pieces = [Piece(index, 0, specs[index].num_elements) for index in indices]
         if bytes_per_pack:
-            packs = _packs_by_size(pieces, itemsize, bytes_per_pack)
-            direct_bytes = pack_bytes = sum(piece.count for piece in pieces) * itemsize + 1
+            sizes = [piece.count * itemsize for piece in pieces]
+            packs = [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
+            direct_bytes = pack_bytes = sum(sizes) + 1
         else:
-            packs = _packs_by_number(pieces, num_packs)
+            packs = _pack_by_number(pieces, num_packs)
             direct_bytes, pack_bytes = levels.message_bytes(wire.device)
         count += len(packs)
         limits = direct_bytes // itemsize, pack_bytes // itemsize
         for pack in packs:
             keeps = [_is_reduced_in_place(specs[piece.index], *dtypes[piece.index]) for piece in pack]
-            for direct, run in _cut(pack, keeps, *limits, wire.device):
-                made.append(
-                    Message(tuple(run), wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed)
-                )
+            for direct, run in _cut_pack(pack, keeps, *limits, wire.device):
+                what = wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed, half
+                made.append(Message(tuple(run), *what))
     return tuple(made), count
 
 
 def _is_reduced_in_place(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
-    """Whether an array can be reduced where its result will lie. A GPU copies there what has the dtype already."""
+    """Whether an array can be reduced in the memory of its result. A GPU's kernels copy there without conversion."""
     return result == wire and (spec.dtype == wire or not spec.device)
 
 
 def require_num_packs(owner: str, num_packs: int) -> None:
-    """Refuse what is no number of packs.
+    """Check a number of packs.
 
     Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is negative.
+        TypeError: If `num_packs` is no whole number.
+        ValueError: If `num_packs` is negative.
     """
     if isinstance(num_packs, bool) or not isinstance(num_packs, (int, np.integer)):
         raise TypeError(f"{owner} requires num_packs to be a whole number of packs, got {num_packs!r}")
@@ -255,22 +261,15 @@ def require_num_packs(owner: str, num_packs: int) -> None:
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Group items, in order, into packs that close once they are larger than the limit.
+    """Group items, in order, into packs that are complete once they are larger than the limit.
 
     Args:
         sizes: Size of each item in bytes.
-        bytes_per_pack: The limit in bytes; 0 for no limit.
+        bytes_per_pack: The limit in bytes, not 0.
 
     Returns:
         Lists of indices into `sizes`; concatenated, they count from 0.
-
-    Raises:
-        ValueError: If `bytes_per_pack` is negative.
     """
-    if bytes_per_pack < 0:
-        raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}")
-    if bytes_per_pack == 0:
-        return [list(range(len(sizes)))]
     packs: list[list[int]] = []
     held = bytes_per_pack + 1  # the first item opens a pack
     for index, size in enumerate(sizes):
@@ -282,12 +281,7 @@ def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
     return packs
 
 
-def _packs_by_size(pieces: list[Piece], itemsize: int, bytes_per_pack: int) -> list[list[Piece]]:
-    sizes = [piece.count * itemsize for piece in pieces]
-    return [[pieces[at] for at in pack] for pack in group_by_size(sizes, bytes_per_pack)]
-
-
-def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
+def _pack_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
     """Cut the concatenation of all pieces into packs of `total // num_packs`; the last takes the remainder."""
     if num_packs == 0:
         return [[piece] for piece in pieces]
@@ -309,17 +303,21 @@ def _packs_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
     return packs
 
 
-def _cut(
+def _cut_pack(
     pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
-    """Cut a pack into messages: large pieces directly, runs of small ones through a pack buffer.
+    """Cut a pack into messages: one for each large piece, and one pack buffer for each run of small pieces.
 
     Args:
         pack: The pieces.
-        keeps: Whether a piece's result has the dtype in which it travels, so that it can be reduced in place.
-        direct_count: From how many elements on a piece is large.
-        pack_count: How many elements a pack buffer holds.
-        device: Whether small pieces on both sides of a large one share a buffer: there are launches to save.
+        keeps: For each piece, whether it can be reduced in the memory of its result.
+        direct_count: The least number of elements of a large piece.
+        pack_count: The number of elements of a pack buffer.
+        device: Whether the arrays lie in device memory: there, small pieces on both sides of a large piece share a
+            pack buffer, which saves launches.
+
+    Yields:
+        Whether the message is direct, and its pieces.
     """
     run: list[Piece] = []
     held = 0

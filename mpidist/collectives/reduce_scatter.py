@@ -1,4 +1,4 @@
-"""Arrays of all ranks, reduced, and each rank's part of the result."""
+"""Reduce-scatter: arrays of all ranks are reduced, and each rank gets its part of the result."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def reduce_scatter(
 ) -> Any:
     """Reduce arrays over all ranks, and give each rank its part of the result along an axis. Collective.
 
-    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes of as many
-    ranks each, S (K - 1) / K bytes per node between them; with `reproducible`, or on uneven nodes, more.
+    One reduce-scatter per array: S - s bytes for an array of S bytes of which this rank gets s. Over K nodes with equal
+    numbers of ranks, each node sends S (K - 1) / K bytes to other nodes; with `reproducible`, or on uneven nodes, more.
 
     Args:
         group: The ranks.
-        call: What errors call it.
+        call: The name of the call, for errors.
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, or a nest of them, of at least one dimension.
         axis: The axis; negative counts from the end.
-        options: `timeout_seconds`, `reproducible` and the compression count.
-        error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+        options: Only `timeout_seconds`, `reproducible` and the compression are used.
+        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
         A nest like `value`. Rank r gets the r-th part; lengths differ by at most one, longer ones first.
@@ -95,7 +95,7 @@ def reduce_scatter(
 
 
 def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
-    """Reduce one array: the axis goes first, so that every rank's part is one run of memory."""
+    """Reduce one array: with the axis moved to the front, the part of every rank is contiguous."""
     device = arrays.is_device(array)
     levels = group.levels_of(device)
     arithmetic = Arithmetic.of(op, options, levels, by_node=True)
@@ -107,7 +107,7 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
     by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
-    levels = levels.compressed(arithmetic.half)
+    levels = levels.compressed(arithmetic.half if wire == np.float32 else None)
     if by_level and not reduction.in_rank_order:
         _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
     else:
@@ -115,7 +115,7 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
         flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
         levels.world.reduce_scatter(flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             np.divide(shard.reshape(result.shape), divide_by, out=result)
     back = result.swapaxes(0, axis)
     return back if back.flags.c_contiguous else back.copy()
@@ -124,8 +124,8 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
 def _scatter_by_levels(
     levels: Levels, topology: Topology, moved: Any, rows: Sequence[int], reduction: Reduction, shard: Any
 ) -> None:
-    """Reduce and scatter within nodes, then across: S (K - 1) / K bytes per node, the least for K nodes."""
-    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]  # each rank of a node adds a lane
+    """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""
+    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]  # the ranks of lane 0, of lane 1, ...
     row = int(np.prod(moved.shape[1:], dtype=np.int64))
     work = arrays.empty(moved.shape[0] * row, shard.dtype, arrays.is_device(moved))
     ends = [0]
@@ -141,7 +141,7 @@ def _scatter_by_levels(
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:
-    """The array in one run and in the dtype that travels: itself, if it is."""
+    """Return an array flat and in the dtype `wire`: a view, if it is contiguous and of that dtype."""
     if moved.dtype == wire and moved.flags.c_contiguous:
         return moved.reshape(-1)
     work = arrays.empty(moved.shape, wire, device)

@@ -1,4 +1,4 @@
-"""The reducing calls of a group: planned once for calls alike, agreed on by all ranks, carried out, or started."""
+"""The reducing calls of a group: planned once for equal calls, agreed on by all ranks, and executed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpidist import nest
 from mpidist.collectives.arguments import Operands, Spec
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
-from mpidist.collectives.destinations import Kept, put_together
+from mpidist.collectives.destinations import MirroredLeaves, rebuild_results
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.out_arrays import CheckedOuts, native_outs
+from mpidist.collectives.out_arrays import CheckedOuts, native_outs, write_outs
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
-from mpidist.collectives.plan import fused_lists, messages_of
+from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.signature import specs_text
 from mpidist.options import Compression
 from mpidist.transport import Levels, Pending, Steps, SyncGroup, count_text, fingerprint_of, name_ranks, size_text
@@ -27,25 +27,25 @@ __all__ = ["PendingResult", "Reductions"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
-_MAX_OUTS: Final = 16  # lists of outs remembered for a plan
-_MAX_PLANS: Final = 1024  # a program that makes more has shapes that do not come back
+_MAX_OUTS: Final = 16  # lists of outs that a plan caches
+_MAX_PLANS: Final = 1024  # a program with more plans hardly uses a shape twice
 
-Ranks = tuple[int, ...] | None  # `None`: all of them
+Ranks = tuple[int, ...] | None  # `None`: all ranks
 
 
 @lru_cache(4096)
 def _name_digest(call: str) -> int:
-    """Return a number for a call's name, which ranks compare together with its plan."""
+    """Return a digest of a call's name, a part of the call's fingerprint."""
     return fingerprint_of(call)
 
 
 @final
 class Reductions:
-    """Makes reducing calls of one group with one algorithm.
+    """The reducing calls of one group with one algorithm.
 
     Args:
         group: The ranks.
-        algorithm: How flat buffers are reduced.
+        algorithm: Reduces flat buffers.
 
     Attributes:
         group: The ranks.
@@ -65,7 +65,7 @@ class Reductions:
             call: The call.
 
         Returns:
-            A result for each value, of its kind; `None` where this rank is no destination.
+            A result for each value, of the value's kind; `None` where this rank is no destination.
 
         Raises:
             InvalidArgumentError: If the ranks differ, or the values cannot be reduced.
@@ -78,26 +78,30 @@ class Reductions:
             self._open(call)
         try:
             group.agreement.arrive(call)
-            has_same_placement = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
-            results = call.plan.execution.finish(call, has_same_placement)
+            has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
+            results = call.plan.execution.finish(call, has_same_places)
+            if call.outs is None:
+                results = call.operands.restore(results)
+            else:
+                results = write_outs(call.outs, results, group.shared)
             group.agreement.end()
             if call.options.compression is not Compression.NONE:
-                self._overflows.look(call.name, group.topology.rank, group.overflowed)
+                self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
             return results
         except BaseException as error:
             group.break_off(error)
             raise
 
     def start(self, call: ReductionCall) -> Pending:
-        """Start to reduce, and return at once. Collective; ranks start calls in one order.
+        """Start to reduce, and return at once. Collective; all ranks start calls in the same order.
 
         Args:
-            call: The call. Its values and outs must not be touched until it is done.
+            call: The call. Nobody may read its outs or write its values until the call is done.
         """
         group = self.group
         group.enter(call.name)
         if call.error is None:
-            self._open(call, is_later=True)
+            self._open(call, is_started=True)
 
         def steps(pending: Pending) -> Steps:
             self._begin(call)
@@ -106,22 +110,26 @@ class Reductions:
                 while not (pending.is_waited_for or group.agreement.have_all_arrived()):
                     yield 0
                 # Another rank may wait for this one elsewhere before it tells what it passed.
-                while not (pending.may_wait or group.agreement.can_conclude_now(call)):
+                while not (pending.may_block or group.agreement.can_conclude_now(call)):
                     yield 0
-                has_same_placement = group.agreement.conclude(call)
-                results = yield from call.plan.execution.steps(call, pending, has_same_placement)
+                has_same_places = group.agreement.conclude(call)
+                results = yield from call.plan.execution.steps(call, pending, has_same_places)
+                if call.outs is None:
+                    results = call.operands.restore(results)
+                else:
+                    results = write_outs(call.outs, results, group.shared)
                 if call.options.compression is not Compression.NONE:
-                    self._overflows.look(call.name, group.topology.rank, group.overflowed)
+                    self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
                 return results
 
         return group.calls.start(steps, needs_caller=call.error is None and call.plan.uses_device)
 
-    def _open(self, call: ReductionCall, is_later: bool = False) -> None:
-        """Look at the arguments, and plan the call. Local; never raises.
+    def _open(self, call: ReductionCall, is_started: bool = False) -> None:
+        """Check the arguments, and find or make the plan. Local; never raises, but stores the error in the call.
 
         Args:
             call: The call.
-            is_later: Whether other calls come before this one, which is not begun then.
+            is_started: Whether `start` makes the call: `begin` waits until the calls before it are done.
         """
         try:
             call.operands = operands = Operands(call.values)
@@ -131,14 +139,14 @@ class Reductions:
             if call.outs is not None:
                 self._check_outs(call, operands)
             if plan.uses_device:
-                plan.execution.prepare(call, is_later)
-            if not is_later:
+                plan.execution.prepare(call, is_started)
+            if not is_started:
                 plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             call.error = problem
 
     def _begin(self, call: ReductionCall) -> None:
-        """Begin a call that was started, when no call is before it. Local; never raises."""
+        """Begin a started call, once the calls before it are done. Local; never raises, but stores the error."""
         if call.error is None:
             try:
                 call.plan.execution.begin(call)
@@ -146,7 +154,7 @@ class Reductions:
                 call.error = problem
 
     def _check_outs(self, call: ReductionCall, operands: Operands) -> None:
-        """Refuse outs that cannot take the results; those of an earlier call need no second look."""
+        """Check that outs can take the results; the outs of an earlier call of the plan are not checked again."""
         outs, plan = call.outs or (), call.plan
         key = id(outs[0]) if outs else 0
         checked = plan.checked_outs.get(key)
@@ -160,7 +168,7 @@ class Reductions:
         call.fingerprint ^= checked.per_node_digest
 
     def _plan_of(self, call: ReductionCall) -> Plan:
-        # Without the call's name, of which there may be as many as variables: `_name_digest` stands for it.
+        # The call's name is not in the key, since there may be one for each variable: `_name_digest` covers the name.
         key = (call.op, call.structure, call.mirrored, call.destinations, call.options.plan_key, call.operands.key)
         if self._planned_for is not self.group.levels:  # another transport since a reset
             self._planned_for = self.group.levels
@@ -176,7 +184,7 @@ class Reductions:
     def _make_plan(self, call: ReductionCall, fingerprint: int) -> Plan:
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
-        parts = _by_destinations(call.destinations, len(specs), self.group.topology.size)
+        parts = _group_by_destinations(call.destinations, len(specs), self.group.topology.size)
         execution: Execution | None = None
         if len(parts) == 1:
             execution, form = self._fused(call, specs, results, next(iter(parts)))
@@ -192,12 +200,12 @@ class Reductions:
     def _fused(
         self, call: ReductionCall, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]], ranks: Ranks
     ) -> tuple[FusedExecution | None, str]:
-        """Let a transport of fused arrays carry a call, if there is one that can and shall. Else nothing."""
+        """Make a fused execution and its name for the log; `None` if the transport or the algorithm has none."""
         group = self.group
         reducer = self._algorithm.fused_reducer_for(call.options, group.levels)
         if reducer is None or (ranks is not None and reducer.spans_nodes):
-            return None, ""  # fewer bytes between nodes than if all nodes had the result
-        lists = fused_lists(self._arithmetic(call, ranks), specs, reducer)
+            return None, ""  # messages to the destinations alone send fewer bytes between nodes
+        lists = make_fused_lists(self._arithmetic(call, ranks), specs, reducer)
         if lists is None:
             return None, ""
         wants_results = ranks is None or group.topology.rank in ranks
@@ -212,15 +220,14 @@ class Reductions:
         made, total = [], 0
         for ranks, indices in parts.items():
             own, arithmetic = tuple(specs[index] for index in indices), self._arithmetic(call, ranks)
-            messages, num_packs = messages_of(
+            messages, num_packs = make_messages(
                 arithmetic, own, options.bytes_per_pack, algorithm.num_packs, self.group.levels
             )
             reduce = algorithm.all_reduce_for(options)
             if ranks is not None:
                 reduce = partial(reduce_to_ranks, algorithm.reduce_to(ranks[0]), ranks)
             results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in own)
-            half = arithmetic.half_between_nodes
-            made.append(PackedPart(ranks, tuple(indices), own, results, messages, half, reduce))
+            made.append(PackedPart(ranks, tuple(indices), own, results, messages, reduce))
             total += num_packs
             form = f"{count_text(num_packs, 'pack')} in {count_text(len(messages), 'message')}"
             self._log(call, len(own), form, sum(message.nbytes for message in messages), ranks)
@@ -243,10 +250,10 @@ class Reductions:
         )
 
 
-def _by_destinations(
+def _group_by_destinations(
     destinations: tuple[tuple[int, ...], ...] | None, num_values: int, num_ranks: int
 ) -> dict[Ranks, list[int]]:
-    """Group values whose results go to the same ranks."""
+    """Group the indices of values by the ranks that get the results."""
     everywhere = tuple(range(num_ranks))
     parts: dict[Ranks, list[int]] = {}
     for index in range(num_values):
@@ -257,45 +264,46 @@ def _by_destinations(
 
 @final
 class PendingResult:
-    """A reduction under way, of `ReplicaContext.start_all_reduce`.
+    """A reduction that `ReplicaContext.start_all_reduce` started.
 
-    Reductions get on, in the order of their start, whenever this rank starts or waits for one, asks whether one is
-    done, or makes any other collective call, which finishes them first. With several nodes, a thread looks after them
-    between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
+    Started reductions progress in the order of their start, whenever this rank starts or waits for a reduction, calls
+    `is_done`, or makes another collective call, which first finishes all started reductions. With several nodes, a
+    thread lets reductions progress between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
 
-    A reduction of a GPU's arrays is launched on its streams as a whole, behind those before it, when this rank looks
-    after it and all ranks have started it. It comes after what the current stream held when it was started. Where data
-    goes through the host (between nodes, but for `implementation="NCCL"`) it is done in `wait` instead.
+    A reduction of arrays on a GPU is launched as a whole on the GPU's streams, after the reductions started before it,
+    in one of those calls, once all ranks have started it. The reduction comes after the work that the current stream
+    held at its start. Where data goes through the host (between nodes, unless `implementation="NCCL"`), `wait` does
+    the whole reduction instead.
     """
 
-    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, kept: Kept) -> None:
+    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, mirrored: MirroredLeaves) -> None:
         self._group, self._call = group, call
         self._form = None
-        with suppress(Exception):  # then the call was refused, which `wait` raises
-            self._form = nest.map_structure(lambda _: None, value)  # the caller may fill its list anew meanwhile
-        self._out, self._kept = out, kept
+        with suppress(Exception):  # of a value that is no nest: the call was refused, and `wait` raises why
+            self._form = nest.map_structure(lambda _: None, value)  # a copy, as the caller may change the list
+        self._out, self._mirrored = out, mirrored
 
     def is_done(self) -> bool:
-        """Whether the result is there, and let reductions under way get on.
+        """Whether the result is there. Also lets started reductions progress.
 
-        Does not wait, but where ranks send messages and MPI allows no thread: there it may, for ranks that started
-        the same reductions. Never for a GPU's arrays.
+        Does not block, with one exception: where ranks send messages and MPI allows no second thread, `is_done` may
+        wait for ranks that started the same reductions. It never waits for arrays on a GPU.
         """
         if not self._call.is_done:
             self._group.require_mpi("is_done()")
-            self._group.calls.advance(may_wait=True)
+            self._group.calls.advance(may_block=True)
         return self._call.is_done
 
     def wait(self) -> Any:
-        """Wait for the result, and return it: what `all_reduce` would. Collective. May be called again.
+        """Wait for the result, and return what `all_reduce` returns. Collective. May be called again.
 
-        A GPU is done with the reduction then: arguments and results can be used in any stream.
+        Also waits for the GPU: arguments and results can then be used in any stream.
 
         Raises:
-            Exception: What `all_reduce` would have raised.
+            Exception: What `all_reduce` raises.
         """
         if not self._call.is_done:
             self._group.require_mpi("wait()")
             self._group.calls.finish(self._call)
         results = self._call.result
-        return self._out if self._out is not None else put_together(self._form, results, self._kept)
+        return self._out if self._out is not None else rebuild_results(self._form, results, self._mirrored)

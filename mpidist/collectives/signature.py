@@ -1,4 +1,4 @@
-"""What all ranks must agree on about a call, in fields for ranks that compare them, and in few words for people."""
+"""What all ranks must agree on about a call: the fields that ranks compare, and short texts for people."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Arguments", "agreed_call", "names_of", "require_usable", "specs_text
 
 
 class Arguments(ABC):
-    """What one rank passes to a collective call, opened.
+    """The checked arguments of one rank to a collective call.
 
     Attributes:
         operands: The arrays.
-        structure: The form of their nest.
-        placement: As in `CallRecord`.
+        structure: The form of the nest of arrays.
+        variant: As in `CallRecord`.
     """
 
     operands: Operands
     structure: nest.Structure
-    placement = 0
+    variant = 0
 
     @abstractmethod
     def key(self) -> Hashable:
-        """Return what is equal only for equal descriptions, to describe calls once. Local."""
+        """Return a key that is equal only for equal descriptions, so that each is made once. Local."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
-        """Say what must be equal on all ranks, as name and text. Local."""
+        """Return the fields that must be equal on all ranks, as name and text. Local."""
 
 
 _Arguments = TypeVar("_Arguments", bound=Arguments)
@@ -51,21 +51,21 @@ def agreed_call(
     open_arguments: Callable[[], _Arguments],
     error: Exception | None,
 ) -> Iterator[tuple[_Arguments, bool]]:
-    """Make a call with all ranks: the body does this rank's part of the call. Collective.
+    """Agree on a call with all ranks; the body then does this rank's part of the call. Collective.
 
     Args:
         group: The ranks.
-        name: What errors call it.
-        options: `timeout_seconds` counts.
-        open_arguments: Looks at this rank's arguments. What it raises, all ranks learn of.
-        error: What is known to be wrong with this rank's arguments already.
+        name: The name of the call, for errors.
+        options: Only `timeout_seconds` is used.
+        open_arguments: Checks this rank's arguments. Its exception becomes an error of all ranks.
+        error: An error in this rank's arguments that was found before; `None` for none.
 
-    Returns:
-        The arguments, and whether all ranks have the same `placement`.
+    Yields:
+        The arguments, and whether all ranks have the same `variant`.
 
     Raises:
         InvalidArgumentError: If the ranks differ. On every rank.
-        Exception: What is wrong with this rank's arguments.
+        Exception: `error`, or that of `open_arguments`.
     """
     record = Call(name, timeout_seconds=options.timeout_seconds, error=error)
     try:
@@ -78,20 +78,20 @@ def agreed_call(
                 fingerprint,
                 arguments.describe,
                 timeout_seconds=options.timeout_seconds,
-                placement=arguments.placement,
+                variant=arguments.variant,
                 details=details,
             )
     except Exception as problem:  # whatever it is, the other ranks must learn of it
         record = Call(name, timeout_seconds=options.timeout_seconds, error=problem)
-    with group.call(record) as has_same_placement:
-        yield arguments, has_same_placement
+    with group.call(record) as has_same_variant:
+        yield arguments, has_same_variant
 
 
 def require_usable(options: CommunicationOptions) -> None:
-    """Refuse options that this machine cannot follow.
+    """Check that this machine can follow the options.
 
     Raises:
-        UnavailableError: If they insist on NCCL.
+        UnavailableError: If the options require NCCL, which cannot be used here.
     """
     if options.implementation is CommunicationImplementation.NCCL:
         reason = cuda.current().support.reason
@@ -101,7 +101,7 @@ def require_usable(options: CommunicationOptions) -> None:
 
 @lru_cache(256)
 def specs_text(specs: tuple[Spec, ...]) -> str:
-    """Say which arrays these are: `3 x float32, 1.5 KiB`."""
+    """Write number, dtypes and size of arrays: `3 x float32, 1.5 KiB`."""
     kinds: dict[str, int] = {}
     for spec in specs:
         kinds[str(spec.dtype)] = kinds.get(str(spec.dtype), 0) + 1
@@ -110,17 +110,17 @@ def specs_text(specs: tuple[Spec, ...]) -> str:
     return f"{', '.join(counts) or 'nothing'}, {size_text(nbytes)}"
 
 
-def names_of(structures: Sequence[Any], kept: Sequence[Sequence[int]]) -> tuple[list[str], list[str]]:
-    """Name the arrays of nests that travel, and those that are mirrored.
+def names_of(structures: Sequence[Any], mirrored: Sequence[Sequence[int]]) -> tuple[list[str], list[str]]:
+    """Name the arrays of nests that are sent, and those that are mirrored.
 
     Args:
         structures: The forms of the nests.
-        kept: Which leaves of each nest are mirrored.
+        mirrored: Which leaves of each nest are mirrored.
     """
-    travelling: list[str] = []
-    mirrored: list[str] = []
-    for index, (structure, places) in enumerate(zip(structures, kept, strict=True)):
+    sent_names: list[str] = []
+    mirrored_names: list[str] = []
+    for index, (structure, places) in enumerate(zip(structures, mirrored, strict=True)):
         pair = f"pair {index}, " if len(structures) > 1 else ""
         for place, name in enumerate(array_names(structure)):
-            (mirrored if place in places else travelling).append(pair + name)
-    return travelling, mirrored
+            (mirrored_names if place in places else sent_names).append(pair + name)
+    return sent_names, mirrored_names

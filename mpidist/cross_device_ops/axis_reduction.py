@@ -11,9 +11,9 @@ from mpidist import nest
 from mpidist.collectives import (
     axes_of,
     axes_text,
+    axes_tuple,
     native_dtype,
     require_values,
-    whole_axes,
     wire_and_result_dtypes,
 )
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
@@ -58,7 +58,7 @@ def reduce_along_axis(
     op = ReduceOp.SUM
     call = "reduce along an axis"
     try:
-        axes = whole_axes(axis)
+        axes = axes_tuple(axis)
         call = f"reduce along {axes_text(axes)}"  # as ranks compare it
         op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)

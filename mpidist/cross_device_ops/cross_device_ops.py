@@ -13,20 +13,20 @@ from typing import Any, ClassVar, Final, final
 
 from mpidist import context_stack, nest
 from mpidist.collectives import (
-    NOTHING_KEPT,
+    NO_MIRRORED,
     Algorithm,
-    Kept,
+    MirroredLeaves,
     PendingResult,
     Reduce,
     ReductionCall,
     Reductions,
     ValueWithDestinations,
     broadcast,
-    outs_like,
-    put_together,
+    flatten_contributions,
+    flatten_out,
+    rebuild_results,
     require_num_packs,
     require_usable,
-    take_apart,
 )
 from mpidist.cross_device_ops.of_world import all_reduce_of_world, reduce_to_root, ring_of_world
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
@@ -240,7 +240,7 @@ class CrossDeviceOps(Algorithm):
         reductions = self._tied()
         opened, kept = self._open(reductions.group, call, reduce_op, value, options, out, error)
         results = reductions.run(opened)
-        return out if out is not None else put_together(value, results, kept)
+        return out if out is not None else rebuild_results(value, results, kept)
 
     @final
     def start_all_reduce(
@@ -263,10 +263,10 @@ class CrossDeviceOps(Algorithm):
 
     def _open(
         self, group: SyncGroup, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
-    ) -> tuple[ReductionCall, Kept]:
+    ) -> tuple[ReductionCall, MirroredLeaves]:
         leaves: list[Any] = []
         structure: nest.Structure = nest.LEAF
-        kept = NOTHING_KEPT
+        kept = NO_MIRRORED
         outs = None
         op = ReduceOp.SUM
         merged = self._options
@@ -274,9 +274,9 @@ class CrossDeviceOps(Algorithm):
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
             if options is not None:
                 merged = self._merge(options)
-            leaves, structure, kept = take_apart(op, value, group)
+            leaves, structure, kept = flatten_contributions(op, value, group)
             if out is not None:
-                outs = outs_like(structure, bool(kept), out)
+                outs = flatten_out(structure, bool(kept), out)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             error = error or problem
         return ReductionCall(call, op, merged, leaves, structure, tuple(kept), None, outs, error), kept
@@ -323,7 +323,7 @@ class CrossDeviceOps(Algorithm):
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
-        forms, kept = tuple(pair.structure for pair in opened), tuple(tuple(pair.kept) for pair in opened)
+        forms, kept = tuple(pair.structure for pair in opened), tuple(tuple(pair.mirrored) for pair in opened)
         made = ReductionCall(call, op, merged, leaves, forms, kept, ranks, None, error)
         results = iter(reductions.run(made))
         return [pair.close(results, group.topology.rank) for pair in opened]

@@ -150,7 +150,7 @@ class DistributedIterator(Iterator[Any]):
         step = self._read()
         pass_ = f"that began with call {self._began}" if self._num_steps else "begins"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": self._shared.advice}
-        is_alike = self._extended.agree(self._call, fields, placement=step.word)
+        is_alike = self._extended.agree(self._call, fields, variant=step.word)
         if not self._num_steps:
             self._began = self._extended.group.agreement.sequence
         self._num_steps += 1

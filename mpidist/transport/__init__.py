@@ -1,6 +1,6 @@
-"""Ranks and flat arrays: who is where, and how memory moves between them.
+"""Ranks and flat arrays: the nodes of the ranks, and how memory moves between ranks.
 
-Nothing here knows of strategies, replicas or gradients.
+Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
@@ -50,7 +50,7 @@ from mpidist.transport.shared_memory import (
     SharedArrays,
     SharedMemoryCommunicator,
     TwoShot,
-    placement_digest,
+    places_digest,
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
 from mpidist.transport.topology import Topology
@@ -120,6 +120,6 @@ __all__ = [
     "text_of",
     "tuning_path",
     "value_text",
-    "placement_digest",
+    "places_digest",
     "takes_device_memory",
 ]

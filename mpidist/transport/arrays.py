@@ -1,7 +1,7 @@
-"""Arrays of any library: to the two native kinds, NumPy and CuPy, and back.
+"""Conversion of arrays of any library to native arrays (NumPy or CuPy), and back.
 
-Everything past this module sees flat arrays of NumPy (host memory) or CuPy (device memory) alone. A library is one
-class; the list at the foot of the file says in which order they are asked.
+Other modules see only arrays of NumPy (host memory) or CuPy (device memory). Each library is one class; `LIBRARIES`
+lists the classes in the order in which they are asked.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
     "use_gpu",
 ]
 
-_MAX_WORK: Final[Any] = 10_000  # of NumPy's search for a common element; some 10 ms
+_MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 
 class ArrayLibrary(ABC):
-    """How values of one library become native arrays, and native arrays values of it again."""
+    """Conversion of one library's values to native arrays, and back."""
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Say whether `value` is of this library. Must not import it."""
+        """Say whether `value` is of this library. Must not import the library."""
 
     @abstractmethod
     def to_native(self, value: Any) -> NativeArray:
@@ -55,10 +55,10 @@ class ArrayLibrary(ABC):
 
     @abstractmethod
     def from_native(self, array: NativeArray, like: Any) -> Any:
-        """Give a native array the kind that `like` has. The caller owns `array` and gives it up."""
+        """Convert a native array to the kind of `like`. May return `array` itself, which the caller must not keep."""
 
     def to_target(self, value: Any) -> NativeArray | None:
-        """View a value as a native array that takes results, so that the value holds them; `None` if it cannot."""
+        """View a value as a native array through which results are written to the value; `None` if it has none."""
         return None
 
 
@@ -83,7 +83,7 @@ class NumPyArrays(ArrayLibrary):
 
 @final
 class NumPyScalars(ArrayLibrary):
-    """NumPy's scalars: 0-d arrays on the way."""
+    """NumPy's scalars, converted to 0-d arrays."""
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, np.generic)
@@ -117,11 +117,11 @@ class PythonNumbers(ArrayLibrary):
 
 @final
 class CuPyArrays(ArrayLibrary):
-    """Device memory: CuPy's arrays, and whatever has `__cuda_array_interface__`.
+    """Device memory: CuPy's arrays, and objects with `__cuda_array_interface__`.
 
-    Other libraries have streams of their own: through DLPack they let CuPy's current one wait for what they have
-    launched on theirs, which the interface of CUDA arrays leaves to the user. An array of another device is copied to
-    the current one.
+    Other libraries have streams of their own. Through DLPack, they let CuPy's current stream wait for the work on
+    theirs, which `__cuda_array_interface__` leaves to the user. An array of another device is copied to the current
+    device.
     """
 
     def owns(self, value: Any) -> bool:
@@ -133,19 +133,22 @@ class CuPyArrays(ArrayLibrary):
             value = cupy.from_dlpack(value)
         array = cupy.asarray(value)
         if not array.dtype.isnative:
-            raise TypeError(f"a GPU cannot reckon with the byte order of {array.dtype.str!r}; pass native numbers")
+            raise TypeError(
+                f"CuPy needs native byte order, got {array.dtype.str!r}; convert with "
+                "x.astype(x.dtype.newbyteorder('='))"
+            )
         return array
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
 
     def to_target(self, value: Any) -> NativeArray | None:
-        return value if isinstance(value, _cupy().ndarray) else None  # others' streams would not wait for the result
+        return value if isinstance(value, _cupy().ndarray) else None  # other libraries' streams would not wait for it
 
 
 @final
 class DLPackArrays(ArrayLibrary):
-    """Host arrays of other libraries that speak DLPack; results go back the same way."""
+    """Host arrays of other libraries with DLPack, through which results are converted back."""
 
     def owns(self, value: Any) -> bool:
         return hasattr(value, "__dlpack__")
@@ -177,12 +180,12 @@ class ArrayLikes(ArrayLibrary):
         return array
 
 
-# First that owns the value wins. CuPy before DLPack: device memory must not be asked for on the host.
+# The first library that owns the value is taken. CuPy before DLPack: NumPy cannot read device memory.
 LIBRARIES: Final[list[ArrayLibrary]] = [
     NumPyArrays(), NumPyScalars(), PythonNumbers(), CuPyArrays(), DLPackArrays(), ArrayLikes(),
 ]  # fmt: skip
 
-# Only these are told by type alone: a tensor of another library may lie in host or in device memory.
+# Types that have one library: a tensor of another library may lie in host or in device memory.
 _BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: LIBRARIES[0], float: LIBRARIES[2], int: LIBRARIES[2]}
 
 
@@ -207,12 +210,12 @@ def is_device(array: NativeArray) -> bool:
 
 
 def is_aligned(array: NativeArray) -> bool:
-    """Whether an array of device memory begins at a multiple of its numbers' size; others do not matter."""
+    """Whether an array's address is a multiple of its item size. True for all host arrays, which need not be."""
     return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
-    """Copy an array to new host memory; a device array when the current stream has got there."""
+    """Copy an array to new host memory; a device array after all work on the current stream."""
     host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
 
@@ -228,7 +231,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeA
 
 
 def memory_bounds(array: NativeArray) -> tuple[int, int]:
-    """Return the addresses of an array's first byte and of the one after its last."""
+    """Return the addresses of an array's first byte and of the byte after its last."""
     start = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
     low = high = start
     for length, stride in zip(array.shape, array.strides, strict=True):
@@ -239,7 +242,7 @@ def memory_bounds(array: NativeArray) -> tuple[int, int]:
 
 
 def share_memory(one: NativeArray, other: NativeArray) -> bool:
-    """Whether two arrays whose bounds overlap have an element in common. True where that is too hard to tell."""
+    """Whether two arrays whose bounds overlap share memory. True if that takes too long to find out."""
     if is_device(one) or is_device(other):
         return True
     try:
@@ -249,7 +252,7 @@ def share_memory(one: NativeArray, other: NativeArray) -> bool:
 
 
 def num_visible_gpus() -> int:
-    """Count the GPUs that this process may use: 0 without CuPy, without a driver, and without GPUs. Found out once."""
+    """Return the number of GPUs that this process may use: 0 without CuPy, driver or GPUs. Cached."""
     return cuda.current().support.num_devices
 
 
@@ -259,10 +262,10 @@ def use_gpu(index: int) -> None:
 
 
 def require_not_capturing(call: str) -> None:
-    """Refuse a call while the current stream is captured in a CUDA graph.
+    """Check that the current stream is not captured in a CUDA graph.
 
     Raises:
-        RuntimeError: If it is.
+        RuntimeError: If the stream is captured.
     """
     if _cupy().cuda.get_current_stream().is_capturing():
         raise RuntimeError(

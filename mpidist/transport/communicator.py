@@ -1,7 +1,7 @@
-"""What a group of ranks can do with a flat array: the interface, and the group of one.
+"""Collective operations on flat arrays: the interface `Communicator`, and the communicator of one rank.
 
-A transport is one subclass of `Communicator`: MPI on host memory, device memory staged through the host, and
-whatever joins them. Algorithms are written against this interface alone.
+Each transport is a subclass of `Communicator`: MPI on host memory, device memory staged through the host, and others.
+Algorithms use this interface alone.
 
 Bytes are counted for the busier direction of a rank's link, for the algorithm that moves the least: what any
 library must move, and what docstrings promise. `Traffic` holds the sums.
@@ -21,12 +21,12 @@ from mpidist.transport.reduction import Reduction
 
 __all__ = ["Array", "Communicator", "SoloCommunicator", "Traffic", "shard_bounds"]
 
-# A flat, contiguous array of the memory that the communicator serves: [n] of NumPy or CuPy.
+# A flat, contiguous array [n] of NumPy or CuPy, whichever kind of memory the communicator is for.
 Array = Any
 
 
 def shard_bounds(count: int, size: int) -> list[int]:
-    """Cut `count` elements into `size` shards whose lengths differ by at most one, longer ones first.
+    """Cut `count` elements into `size` shards whose lengths differ by at most one, longer shards first.
 
     Returns:
         `size + 1` bounds: rank r's shard is `buffer[bounds[r]:bounds[r + 1]]`.
@@ -37,10 +37,10 @@ def shard_bounds(count: int, size: int) -> list[int]:
 
 @final
 class Traffic:
-    """What went through a communicator since it was made, or since `clear`: calls and bytes of this rank, by primitive.
+    """The calls and bytes of this rank in a communicator, by primitive, since it was made or since `clear`.
 
     Attributes:
-        overflowed: How many finite numbers this rank saw become infinite float16 on the way.
+        overflowed: How many finite numbers this rank rounded to an infinite float16.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Traffic:
         sums[1] += nbytes
 
     def clear(self) -> None:
-        """Start again at nothing."""
+        """Set all sums to 0."""
         self._sums.clear()
         self.overflowed = 0
 
@@ -82,7 +82,7 @@ class Communicator(ABC):
         name: For logs and errors, for example `"within_node"`.
         rank: This rank in the group.
         size: Number of ranks, P.
-        traffic: What this rank moved, by primitive.
+        traffic: The calls and bytes of this rank.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -93,7 +93,7 @@ class Communicator(ABC):
         self._check_peers: Callable[[], None] = lambda: None
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while this rank waits for others: it raises where there is no sense in waiting on."""
+        """Call `check_peers` while this rank waits for others. It raises if the others will not arrive."""
         self._check_peers = check_peers
 
     def _start_all_gather(self, buffer: Array, bounds: Sequence[int] | None) -> Sequence[int]:
@@ -104,7 +104,7 @@ class Communicator(ABC):
         return bounds
 
     def _start_broadcast(self, buffer: Array, root: int, into: Array | None) -> Array:
-        """Count a broadcast, and return the array that it works on in place."""
+        """Count a broadcast, and return the array to broadcast in place."""
         self.traffic.add("broadcast", buffer.nbytes if into is None else into.nbytes)
         if into is None:
             return buffer
@@ -114,12 +114,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Lend memory to pack into, where this transport reads it without another copy.
-
-        Not collective. The memory stays the transport's: its content is lost at the next call.
+        """Return memory to pack into, which this transport reads without another copy. Local.
 
         Returns:
-            A buffer [count], uninitialised.
+            A buffer [count], uninitialised. It belongs to the transport: the next call overwrites it.
         """
 
     @abstractmethod
@@ -139,8 +137,8 @@ class Communicator(ABC):
         Args:
             buffer: [n], this rank's contribution.
             reduction: The elementwise operation.
-            bounds: As `shard_bounds` makes them, where the shards have other lengths.
-            into: [s], where the shard goes; then `buffer` is only read.
+            bounds: The bounds of the shards; by default those of `shard_bounds`.
+            into: [s], which takes the shard; then `buffer` is only read.
 
         Returns:
             This rank's shard: `into`, or a view of `buffer`, the rest of which is lost.
@@ -151,8 +149,8 @@ class Communicator(ABC):
         """Give every rank the shard of every other, in place. S - s bytes in.
 
         Args:
-            buffer: [n], this rank's shard filled in.
-            bounds: As `shard_bounds` makes them, where the shards have other lengths.
+            buffer: [n], of which this rank has filled its shard.
+            bounds: The bounds of the shards; by default those of `shard_bounds`.
         """
 
     @abstractmethod
@@ -160,14 +158,14 @@ class Communicator(ABC):
         """Copy the root's buffer into every rank's. S bytes.
 
         Args:
-            buffer: [n], the numbers at the root.
-            root: The rank that has them.
-            into: [n], where they go, on every rank; then `buffer` is only read, and at the root alone.
+            buffer: [n], the numbers to send on the root.
+            root: The rank that sends.
+            into: [n], which takes the numbers on every rank; then `buffer` is only read, and only on the root.
         """
 
     @abstractmethod
     def gather(self, buffer: Array, root: int) -> Array | None:
-        """Bring all ranks' buffers to the root. S (P - 1) bytes at the root, S at the others.
+        """Copy all ranks' buffers to the root. S (P - 1) bytes at the root, S at the other ranks.
 
         Returns:
             [P, n] at the root, in rank order; `None` elsewhere.
@@ -175,23 +173,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        """Send one flat array and receive another, at once. The larger of the two, in bytes.
+        """Send one flat array and receive another, at once. As many bytes as the larger array has.
 
         Not collective: every send needs its receive. An empty array sends or receives nothing.
         """
 
     @abstractmethod
     def free(self) -> None:
-        """Give back what the transport holds. The communicator cannot be used again."""
+        """Free the resources of the transport. The communicator cannot be used again."""
 
 
 @final
 class SoloCommunicator(Communicator):
-    """The group of one rank: whatever is reduced is there already, but for the division. Moves nothing.
+    """The communicator of one rank, which moves nothing: a reduction is at most a division.
 
     Args:
         name: As in `Communicator`.
-        device: Whether it serves device memory.
+        device: Whether the communicator is for device memory.
     """
 
     def __init__(self, name: str, device: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A number that stands for what all ranks must have alike."""
+"""A digest of what must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FINGERPRINT_MASK: Final = (1 << 63) - 1  # fits into a signed 64-bit integer
 
 
 def fingerprint_of(signature: Any) -> int:
-    """Return 63 bits of a digest that is the same on every rank for equal signatures."""
+    """Return 63 bits of a digest of `repr(signature)`."""
     return (
         int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little") & FINGERPRINT_MASK
     )

@@ -1,7 +1,8 @@
 """Half precision to float32 and back, in blocks that stay in the cache.
 
-NumPy converts float16 one number at a time, which takes longer than all the rest of a reduction; here its bits are
-moved by whole arrays. The results are those of NumPy's `astype`, bit by bit. bfloat16 (`ml_dtypes`) converts fast.
+NumPy converts float16 one number at a time, which takes longer than the rest of a reduction; here, integer operations
+on whole arrays convert the bits. The results are equal to NumPy's `astype`, bit by bit. bfloat16 (`ml_dtypes`) is
+converted by `astype`, which is fast.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 __all__ = ["HalfAccumulator", "bfloat16"]
 
-_BLOCK: Final = 1 << 15  # elements: what is at work of them fits in a core's second cache
+_BLOCK: Final = 1 << 15  # elements, whose buffers fit into a core's second-level cache
 _ABSOLUTE: Final = np.int32(0x7FFFFFFF)
 _EXPONENT: Final = np.int32(0x7F800000)
 _SCALE: Final = np.float32(2.0**112)  # between the exponents' biases, 127 and 15
@@ -40,7 +41,7 @@ class HalfAccumulator:
         self._short = np.empty(_BLOCK, np.uint16)
 
     def combine(self, parts: Sequence[Any], out: Any, ufunc: Callable[..., Any], divisor: int) -> int:
-        """Join the arrays [m] of `parts` in order, divide, and round into `out` [m], which may be one of them.
+        """Reduce the arrays [m] of `parts` in order, divide, and round into `out` [m], which may be one of `parts`.
 
         Returns:
             How many finite numbers became infinite float16.
@@ -82,7 +83,7 @@ class HalfAccumulator:
             wide[...] = part
             return
         bits, short = self._bits[0][: part.size], self._short[: part.size]
-        if np.bitwise_and(part.view(np.uint16), 0x7FFF, out=short).max() >= 0x7C00:  # an infinity, or no number
+        if np.bitwise_and(part.view(np.uint16), 0x7FFF, out=short).max() >= 0x7C00:  # an infinity, or NaN
             wide[...] = part
             return
         bits[...] = part.view(np.int16)
@@ -97,7 +98,7 @@ class HalfAccumulator:
         size, exponent, unit = (bits[: total.size] for bits in self._bits)
         bits, sign, result = total.view(np.int32), self._short[: total.size], out.view(np.uint16)
         np.bitwise_and(bits, _ABSOLUTE, out=size)
-        if size.max() >= _OVERFLOW:  # an infinity, or no number
+        if size.max() >= _OVERFLOW:  # an infinity, or NaN
             with np.errstate(all="ignore"):  # an overflow is a result, and counted
                 out[...] = total
             return int(np.count_nonzero(np.isinf(out)) - np.count_nonzero(np.isinf(total)))

@@ -1,4 +1,4 @@
-"""Which elementwise operation joins the ranks' numbers, and in what precision."""
+"""The elementwise operation that reduces the ranks' numbers, and its precision."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ UFUNCS: Final = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": n
 class Reduction:
     """An elementwise reduction over ranks.
 
-    Half-precision numbers are joined in a float32 accumulator that is divided by `divisor` and then rounded, so
-    that a mean does not overflow on its way. For all other dtypes `divisor` is 1 and the caller divides.
+    Half-precision numbers are reduced in a float32 accumulator, which is divided by `divisor` and then rounded, so
+    that a mean cannot overflow. For all other dtypes `divisor` is 1 and the caller divides.
 
     Args:
         op: `"sum"`, `"prod"`, `"min"` or `"max"`.
-        divisor: What the accumulator of half-precision numbers is divided by before it is rounded.
-        in_rank_order: Join the contributions in rank order, whatever the transport would do.
-        counts_overflow: Whether half precision is how float32 numbers travel, so that it matters which of them became
-            infinite. The sums of the caller's own float16 numbers overflow as they do in NumPy.
+        divisor: The divisor of the accumulator of half-precision numbers, before it is rounded.
+        in_rank_order: Whether contributions must be reduced in rank order, whatever is faster for the transport.
+        counts_overflow: Whether to count numbers that become infinite: those of compressed float32 numbers. Sums of
+            the caller's own float16 numbers overflow as they do in NumPy.
     """
 
     op: str = "sum"
@@ -50,17 +50,17 @@ class Reduction:
         return UFUNCS[self.op]
 
     def finish(self, buffer: Any) -> None:
-        """Do to one rank's numbers what `combine` does when there are no others: divide them."""
+        """Divide the numbers of a group of one rank, as `combine` does in larger groups."""
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 
     def combine(self, parts: Sequence[Any], out: Any) -> int:
-        """Reduce NumPy arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of them.
+        """Reduce NumPy arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of `parts`.
 
         No floating-point error is reported.
 
         Returns:
-            How many finite numbers became infinite when they were rounded to float16; 0 if they do not count.
+            How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
         ufunc = self.ufunc
         if is_half(out.dtype):
@@ -71,7 +71,7 @@ class Reduction:
         elif len(parts) == 1:
             if parts[0] is not out:
                 out[...] = parts[0]
-        else:  # the last step alone writes `out`, when all parts have been read
+        else:  # only the last step writes `out`, which may be one of `parts`
             total = without_float_errors(ufunc, parts[0], parts[1])
             for part in parts[2:-1]:
                 without_float_errors(ufunc, total, part, out=total)
@@ -81,7 +81,7 @@ class Reduction:
 
 @final
 class _Accumulators(threading.local):
-    """What half-precision numbers are added in: one for each dtype and thread."""
+    """The accumulators of half-precision numbers: one for each dtype and thread."""
 
     def __init__(self) -> None:
         self._made: dict[np.dtype[Any], HalfAccumulator] = {}
@@ -117,5 +117,5 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 
 @functools.cache
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which numbers of `dtype` are joined."""
+    """Return the dtype in which numbers of `dtype` are reduced."""
     return np.dtype(np.float32) if is_half(dtype) else dtype

@@ -1,4 +1,4 @@
-"""What the environment says: the `MPIDIST_` variables, read once when a strategy is built."""
+"""The settings of the environment: the `MPIDIST_` variables, read once when a strategy is built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, TypeVar, final
 
 __all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "Settings"]
 
-# In which chunks device memory may go through the host.
+# Limits of the size of chunks in which device memory is staged through the host.
 LEAST_CHUNK_BYTES: Final = 256 << 10
 MOST_CHUNK_BYTES: Final = 8 << 20
 
@@ -25,19 +25,19 @@ _TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
 @final
 @dataclass(frozen=True)
 class Settings:
-    """The environment's say in how a group of ranks works together.
+    """The settings of a group of ranks, from the environment.
 
     Attributes:
         pretend_nodes: Node label of each rank of the world, or `None` for the real nodes.
         check: Whether ranks compare what they call before data moves.
-        timeout_seconds: How long a call waits for the others when nobody says; `None` waits for ever.
+        timeout_seconds: The deadline of calls without `timeout_seconds` of their own; `None` waits for ever.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
-        transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node reach each other.
+        transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node communicate.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
-        nccl: Whether NCCL may carry device memory.
+        nccl: Whether NCCL may be used for device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
-        staging_bytes: Size of the chunks in which device memory goes through the host; 0 for the best by formula.
-        device_mpi: Whether MPI is given device memory between nodes: the user's word that the MPI library can take it.
+        staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
+        device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -56,7 +56,7 @@ class Settings:
         """Read the settings.
 
         Raises:
-            ValueError: If a variable has a value that it cannot have. The text names the variable.
+            ValueError: If the value of a variable is invalid. The text names the variable.
         """
         return cls(
             pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),

@@ -22,17 +22,17 @@ class Following(NamedTuple):
 
 
 def mark_shared(error: BaseException, ranks: Iterable[int]) -> None:
-    """Note in an error that several ranks raise it alike, so that printing it once will do.
+    """Mark an error as raised alike by several ranks, so that it is printed once.
 
     Args:
         error: The error.
-        ranks: The ranks that raise it, as they are numbered in the whole job.
+        ranks: The ranks that raise the error, as they are numbered in the whole job.
     """
     vars(error).update(raised_on_all_ranks=True, raised_on=frozenset(ranks))
 
 
 def is_shared_by(error: BaseException, ranks: frozenset[int]) -> bool:
-    """Whether all these ranks of the job raise this error alike."""
+    """Whether an error is marked as raised by all of these ranks of the job."""
     raised_on: frozenset[int] = vars(error).get("raised_on", frozenset())
     return ranks <= raised_on
 

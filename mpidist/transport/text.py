@@ -1,4 +1,4 @@
-"""Ranks, sizes, numbers and errors, in the few words that people read of them."""
+"""Short texts for people: ranks, sizes, numbers, values and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 __all__ = ["count_text", "first_line", "last_line", "name_ranks", "size_text", "text_of", "value_text"]
 
-_MAX_ITEMS: Final = 8  # that are written out
+_MAX_ITEMS: Final = 8  # the longest list or tuple that is written out
 
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
@@ -19,7 +19,7 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Say how much that is, in the unit that people would choose."""
+    """Write a number of bytes in a unit of suitable size."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"
@@ -28,23 +28,23 @@ def size_text(nbytes: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text without its full stop; its kind, if it has no text."""
+    """Return the first line of an exception's text without the full stop; its type, if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an exception's text, where MPI says what went wrong, without its full stop."""
+    """Return the last line of an exception's text (the reason, in MPI's errors) without the full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's name and the first line of its text, also of one that cannot say what it is."""
-    told = [entry for entry in traceback.format_exception_only(error) if not entry.startswith(" ")]  # no lines of code
-    return told[0].splitlines()[0]
+    """Return an exception's type and the first line of its text, also if its `__str__` raises."""
+    entries = [entry for entry in traceback.format_exception_only(error) if not entry.startswith(" ")]  # no code
+    return entries[0].splitlines()[0]
 
 
 def value_text(value: Any) -> str:
-    """Write an argument as Python does; where that may show an address or many numbers, say what it is."""
+    """Write an argument as `repr` does; if that may show an address or many numbers, write its type."""
     if value is None or isinstance(value, (str, bytes, Number, Enum)):
         return repr(value)
     if type(value) in (list, tuple) and len(value) <= _MAX_ITEMS:
@@ -56,7 +56,7 @@ def value_text(value: Any) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks in as few words as it takes: `rank 3`, `ranks 0-2, 5`."""
+    """Write ranks with ranges: `rank 3`, `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ordered:

@@ -1,4 +1,4 @@
-"""Who is where: the ranks of a group, and the nodes that they are on."""
+"""The ranks of a group, and their nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import count_text, name_ranks
 
 __all__ = ["Topology"]
 
@@ -15,7 +15,7 @@ __all__ = ["Topology"]
 @final
 @dataclass(frozen=True)
 class Topology:
-    """The placement of ranks on nodes. A node is the ranks that share memory.
+    """The node of each rank. A node is a set of ranks that share memory.
 
     Args:
         rank: This rank in the group.
@@ -29,7 +29,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, rank: int, labels: Sequence[Hashable], hostnames: Sequence[str]) -> Topology:
-        """Number the nodes that are given by any label per rank, in order of first appearance."""
+        """Make a topology from a label of each rank's node, numbering the nodes in order of first appearance."""
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return cls(rank, tuple(numbers[label] for label in labels), tuple(hostnames))
 
@@ -63,24 +63,19 @@ class Topology:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Each rank's place among the ranks of its node."""
+        """The index of each rank among the ranks of its node."""
         place_of = {rank: place for ranks in self.nodes for place, rank in enumerate(ranks)}
         return tuple(place_of[rank] for rank in range(self.size))
 
     @property
     def local_rank(self) -> int:
-        """This rank's place among the ranks of its node."""
+        """The index of this rank among the ranks of its node."""
         return self.local_ranks[self.rank]
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this rank's node."""
         return self.node_sizes[self.node]
-
-    @cached_property
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of each node."""
-        return tuple(ranks[0] for ranks in self.nodes)
 
     @property
     def is_leader(self) -> bool:
@@ -89,12 +84,11 @@ class Topology:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether every node has as many ranks."""
+        """Whether all nodes have equally many ranks."""
         return len(set(self.node_sizes)) == 1
 
     def __str__(self) -> str:
         nodes = (
             f"node {node} ({self.hostnames[ranks[0]]}): {name_ranks(ranks)}" for node, ranks in enumerate(self.nodes)
         )
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-        return f"{ranks} on {self.num_nodes} node{'s' if self.num_nodes > 1 else ''}; {'; '.join(nodes)}"
+        return f"{count_text(self.size, 'rank')} on {count_text(self.num_nodes, 'node')}; {'; '.join(nodes)}"

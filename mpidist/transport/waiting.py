@@ -1,4 +1,4 @@
-"""How a rank waits: it spins for what comes soon, then yields its core, then naps."""
+"""How a rank waits: it polls in a spin loop, later yields its core between polls, and at last sleeps between them."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ __all__ = ["complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
 
 _T = TypeVar("_T")
 
-_SPINS: Final = 200  # a message inside a node takes a few tests; a yield costs more than that
-_SPINS_IN_A_CROWD: Final = 20  # where another rank waits for this core
+_SPINS: Final = 200  # a message within a node arrives after a few tests, sooner than a yield returns
+_SPINS_IN_A_CROWD: Final = 20  # if another rank needs this core
 _YIELD_SECONDS: Final = 0.002
-_LOOK_SECONDS: Final = 0.001
+_CHECK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
 _LONG_NAP_SECONDS: Final = 0.001
 _LONG_WAIT_SECONDS: Final = 1.0
 
 
 @final
-class _Habit:
+class _SpinLimit:
     spins = _SPINS
 
 
 def set_crowded(num_ranks: int) -> None:
-    """Say how many ranks this machine has to run. With more than it has cores, they give up theirs sooner."""
-    _Habit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
+    """Set the number of ranks on this machine. If it has fewer cores, ranks yield their cores sooner."""
+    _SpinLimit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
 
 
 def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
-    """Test until what this rank waits for has come.
+    """Poll until a test is true.
 
     Args:
-        test: Says whether it has come.
-        check_peers: Called now and then, from when the wait is long on. Raises where there is no sense in waiting on.
-        busy_seconds: How long to test without a nap between: messages get on by being tested.
+        test: The condition to wait for, for example MPI's test of a request.
+        check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
+        busy_seconds: How long to poll without sleeping: MPI's messages progress while they are tested.
     """
-    for _ in range(_Habit.spins):
+    for _ in range(_SpinLimit.spins):
         if test():
             return
     start = time.monotonic()
     while not test():
         waited = time.monotonic() - start
-        if waited > _LOOK_SECONDS:
+        if waited > _CHECK_SECONDS:
             check_peers()
         _rest(waited, busy_seconds)
 
 
 def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
-    """Drive work that waits for other ranks, to its end.
+    """Run steps that wait for other ranks, until they are done.
 
     Args:
-        steps: The work. It yields whenever it can do nothing now: a number that changes as it gets on.
+        steps: A generator that yields when it cannot progress now: a number that changes with its progress.
         check_peers: As in `poll`.
 
     Returns:
-        What the work returns.
+        The generator's result.
     """
-    at, spun, start, spins = -1, 0, 0.0, _Habit.spins
+    at, spun, start, spins = -1, 0, 0.0, _SpinLimit.spins
     try:
         while True:
             now = next(steps)
@@ -73,7 +73,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
                 os.sched_yield()
             else:
                 waited = time.monotonic() - start
-                if waited > _LOOK_SECONDS:
+                if waited > _CHECK_SECONDS:
                     check_peers()
                 _rest(waited)
     except StopIteration as end:
@@ -87,7 +87,7 @@ def poll_or_keep(
     memory: tuple[Any, ...],
     busy_seconds: float = _YIELD_SECONDS,
 ) -> None:
-    """Test until a message is through, as `poll` does; `check_peers` raises, and then MPI may still write `memory`."""
+    """Poll a message as `poll` does; if `check_peers` raises, keep `memory`, which MPI may still write."""
     try:
         poll(test, check_peers, busy_seconds)
     except BaseException:
@@ -96,9 +96,9 @@ def poll_or_keep(
 
 
 def never_free(memory: tuple[Any, ...]) -> None:
-    """Keep a message that nobody waits for any more, with the memory that MPI may still read and write.
+    """Keep the objects of an abandoned message until the process ends: MPI may still read and write their memory.
 
-    Python would free it before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
+    Python would free them before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 

@@ -30,8 +30,8 @@ class CallRecord(ABC):
         timeout_seconds: How long to wait; `None` is the group's own deadline, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             raise the error, too.
-        placement: Digest of where the arguments lie in shared memory. Ranks may differ; `join` returns whether they
-            are equal. 0 on all ranks, or on none.
+        variant: Digest of what may differ between ranks, for example where the arguments lie in shared memory. `join`
+            returns whether it is equal on all ranks. 0 on all ranks, or on none.
         details: What the flight recorder says of the call.
         is_last: Whether the rank leaves the group with this call, so that the other ranks must leave with it.
         timeout: How long this rank waits in the call, once it has joined: in seconds; `None` or 0 for ever.
@@ -42,7 +42,7 @@ class CallRecord(ABC):
     fingerprint = 0
     timeout_seconds: float | None = None
     error: Exception | None = None
-    placement = 0
+    variant = 0
     details = ""
     is_last = False
     timeout: float | None = None
@@ -65,7 +65,7 @@ class Call(CallRecord):
         *,
         timeout_seconds: float | None = None,
         error: Exception | None = None,
-        placement: int = 0,
+        variant: int = 0,
         details: str = "",
         is_last: bool = False,
     ) -> None:
@@ -73,7 +73,7 @@ class Call(CallRecord):
         self.fingerprint = fingerprint
         self.timeout_seconds = timeout_seconds
         self.error = error
-        self.placement = placement
+        self.variant = variant
         self.details = details
         self.is_last = is_last
         self._describe = describe
@@ -125,7 +125,7 @@ class Agreement(ABC):
         """Wait until all ranks make this call, and compare what they pass. Collective.
 
         Returns:
-            Whether all ranks have the same `placement`.
+            Whether all ranks have the same `variant`.
 
         Raises:
             InvalidArgumentError: If the ranks differ. On every rank, with the same text.

@@ -19,9 +19,9 @@ class Rounds(ABC):
 
     Attributes:
         is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
-        start: Joins a round, with a fingerprint and a placement. Local.
+        start: Joins a round, with a fingerprint and a variant. Local.
         is_complete: Returns whether all ranks have joined. Local; called until it returns true.
-        compare: Returns whether all ranks showed the same fingerprint, and whether the same placement, in the complete
+        compare: Returns whether all ranks showed the same fingerprint, and whether the same variant, in the complete
             round. Local.
     """
 
@@ -53,8 +53,8 @@ class MpiRounds(Rounds):
         self._is_complete = True
         self.start, self.is_complete, self.compare = self._start, self._test, self._compare
 
-    def _start(self, fingerprint: int, placement: int) -> None:
-        self._sent[:] = fingerprint, -fingerprint, placement, -placement
+    def _start(self, fingerprint: int, variant: int) -> None:
+        self._sent[:] = fingerprint, -fingerprint, variant, -variant
         self._request = self._comm.Iallreduce(self._sent, self._received, self._max)
         self._is_complete = False
 
@@ -83,7 +83,7 @@ class NodeRounds(Rounds):
 
     def __init__(self, barrier: NodeBarrier) -> None:
         self._barrier = barrier
-        self.start, self.is_complete, self.compare = barrier.post_words, barrier.passed, barrier.shows_the_same
+        self.start, self.is_complete, self.compare = barrier.post_words, barrier.has_passed, barrier.has_equal_words
 
     @property
     def memory(self) -> tuple[Any, ...]:

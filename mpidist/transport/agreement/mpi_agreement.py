@@ -75,7 +75,7 @@ class MpiAgreement(Agreement):
         if timeout or record.is_last:
             self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
-        self._rounds.start(fingerprint ^ bool(timeout), record.placement)
+        self._rounds.start(fingerprint ^ bool(timeout), record.variant)
 
     def _must_meet(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
@@ -84,7 +84,7 @@ class MpiAgreement(Agreement):
         if record.error is not None:  # the other ranks may move data at once, so only a note reaches them
             self.break_off(record.error)
             return False
-        return bool(record.timeout) or record.placement != 0  # which is 0 on all ranks, or on none
+        return bool(record.timeout) or record.variant != 0  # which is 0 on all ranks, or on none
 
     def have_all_arrived(self) -> bool:
         if not self._rounds.is_complete():
@@ -117,7 +117,7 @@ class MpiAgreement(Agreement):
                 raise self._repeated(self._watchdog.broken)
             self._watch.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
-        equal, same_placement = self._compared or self._rounds.compare()
+        equal, same_variant = self._compared or self._rounds.compare()
         if not equal:
             self._raise_mismatch(record)
         if error is not None:
@@ -125,7 +125,7 @@ class MpiAgreement(Agreement):
             mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
-        return same_placement
+        return same_variant
 
     @property
     def is_node_barrier(self) -> bool:

@@ -1,4 +1,4 @@
-"""A group of ranks, put together: topology, communicators, agreement, end."""
+"""A group of ranks: its topology, communicators, agreement and end, in one object."""
 
 from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.device_levels import DeviceLevels

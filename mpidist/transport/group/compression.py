@@ -1,4 +1,4 @@
-"""Float32 numbers that travel in half precision: a communicator around another one."""
+"""Float32 numbers that are sent in half precision: a communicator around another one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @final
 class CompressingCommunicator(Communicator):
-    """Ranks that send each other float32 numbers in half precision, and all other numbers as they are.
+    """Ranks that send each other float32 numbers in half precision. Buffers are float32, and no other dtype.
 
-    What a rank contributes is rounded, the rounded numbers are joined in float32, and the result is rounded once more:
+    What a rank contributes is rounded, the rounded numbers are reduced in float32, and the result is rounded once more:
     the same bits on all ranks, and half the bytes that the methods of `Communicator` state.
 
     Args:
-        inner: Carries the numbers, and counts them. It stays its owner's, who frees it.
+        inner: The communicator that carries the rounded numbers and counts the traffic. Its owner frees it.
         half: float16 or bfloat16.
-        kernels: Those for device memory; `None` for host memory.
+        kernels: The kernels for device memory; `None` for host memory.
     """
 
     def __init__(self, inner: Communicator, half: np.dtype[np.generic], kernels: DeviceKernels | None = None) -> None:
@@ -41,17 +41,11 @@ class CompressingCommunicator(Communicator):
         return self._inner.pack_buffer(count, dtype)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
-        if buffer.dtype != _FLOAT32:
-            self._inner.all_reduce(buffer, reduction)
-            return
         half = self._narrowed(buffer)
         self._inner.all_reduce(half, _counting(reduction))
         widen(half, buffer, self._kernels)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
-        if buffer.dtype != _FLOAT32:
-            self._inner.reduce(buffer, reduction, root)
-            return
         half = self._narrowed(buffer)
         self._inner.reduce(half, _counting(reduction), root)
         if self.rank == root:
@@ -60,8 +54,6 @@ class CompressingCommunicator(Communicator):
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
-        if buffer.dtype != _FLOAT32:
-            return self._inner.reduce_scatter(buffer, reduction, bounds, into)
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
         half = self._inner.reduce_scatter(self._narrowed(buffer), _counting(reduction), bounds)
@@ -69,9 +61,6 @@ class CompressingCommunicator(Communicator):
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
-        if buffer.dtype != _FLOAT32:
-            self._inner.all_gather(buffer, bounds)
-            return
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         half = self._half_of(buffer)
@@ -80,16 +69,11 @@ class CompressingCommunicator(Communicator):
         widen(half, buffer, self._kernels)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
-        if buffer.dtype != _FLOAT32:
-            self._inner.broadcast(buffer, root, into)
-            return
         half = self._narrowed(buffer) if self.rank == root else self._half_of(buffer)
         self._inner.broadcast(half, root)
         widen(half, buffer if into is None else into, self._kernels)
 
     def gather(self, buffer: Array, root: int) -> Array | None:
-        if buffer.dtype != _FLOAT32:
-            return self._inner.gather(buffer, root)
         halves = self._inner.gather(self._narrowed(buffer), root)
         if halves is None:
             return None
@@ -98,18 +82,15 @@ class CompressingCommunicator(Communicator):
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        if outgoing.dtype != _FLOAT32:
-            self._inner.send_receive(outgoing, to, incoming, source)
-            return
         half = arrays.empty(incoming.shape, self._half, arrays.is_device(incoming))
         self._inner.send_receive(self._narrowed(outgoing), to, half, source)
         widen(half, incoming, self._kernels)
 
     def free(self) -> None:
-        """Nothing: what it stands on is its owner's."""
+        """Do nothing: the owner of `inner` frees it."""
 
     def _half_of(self, buffer: Array) -> Array:
-        if arrays.is_device(buffer):  # of CuPy's pool, where it lies the next time: a communicator may share its packs
+        if arrays.is_device(buffer):  # communicators of NCCL share a pack buffer, which may hold `buffer`
             return arrays.empty(buffer.shape, self._half, device=True)
         return self._inner.pack_buffer(buffer.size, self._half)
 
@@ -123,10 +104,10 @@ class CompressingCommunicator(Communicator):
 
 
 def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> int:
-    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: those for device memory.
+    """Round float32 numbers [m] to half precision, into `out` [m]. `kernels`: for device memory.
 
     Returns:
-        How many finite numbers became infinite float16; 0 for device memory, whose kernels count by themselves.
+        How many finite numbers became infinite float16; 0 for device memory, where the kernels count.
     """
     if kernels is not None:
         kernels.pack([numbers], out, counts_overflow=True)
@@ -136,7 +117,7 @@ def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> 
 
 
 def widen(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> None:
-    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: those for device memory."""
+    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: for device memory."""
     if kernels is not None:
         kernels.unpack(numbers, [out])
     else:

@@ -1,4 +1,4 @@
-"""How ranks find each other: what all of them must have alike, and who shares memory with whom."""
+"""What ranks exchange before they form a group: settings, versions, costs, and which ranks share memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "agreed_token",
     "communicators",
     "discover",
-    "meet",
+    "wait_for_all_ranks",
     "own_settings",
 ]
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("mpidist.transport")
 
 
 def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
-    """Start MPI, if nobody has, in a process that a launcher started for it, or that is alone.
+    """Initialize MPI, unless the program has, and check that the ranks know of each other.
 
     Args:
         comm: The ranks of a group; `None` for all ranks of the job.
@@ -60,16 +60,16 @@ def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
     return comm, world
 
 
-def meet(comm: Intracomm, settings: Settings) -> None:
-    """Wait until all ranks have come to build a group. Collective.
+def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
+    """Wait until all ranks build a group. Collective.
 
     Args:
         comm: The ranks.
-        settings: This rank's own.
+        settings: This rank's settings.
 
     Raises:
         UnavailableError: If an earlier group could not be built.
-        DeadlineExceededError: If they do not come within `MPIDIST_TIMEOUT_SECONDS`.
+        DeadlineExceededError: If some ranks do not within `MPIDIST_TIMEOUT_SECONDS`.
     """
     open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
@@ -91,13 +91,13 @@ def meet(comm: Intracomm, settings: Settings) -> None:
             if comm.rank == 0:
                 logger.warning("mpidist: %s have come to build it", text)
 
-    for _ in range(2):  # one that comes after others gave up completes the first, not the second
+    for _ in range(2):  # a rank that arrives after others gave up completes the first barrier, not the second
         request = comm.Ibarrier()
         poll_or_keep(request.Test, check_peers, (request,))
 
 
 def own_settings() -> Settings:
-    """Read what this rank's environment says, before all ranks agree on it; what is wrong is said then. Local."""
+    """Read this rank's settings; defaults if they are invalid, which `discover` raises later, on all ranks. Local."""
     try:
         return Settings.from_environment(os.environ)
     except ValueError:
@@ -105,13 +105,13 @@ def own_settings() -> Settings:
 
 
 def agreed_token(comm: Intracomm) -> str:
-    """Choose a name for a group that no other one has. Collective."""
+    """Choose a random name for a group, equal on all ranks. Collective."""
     token: str = comm.bcast(secrets.token_hex(4) if comm.rank == 0 else None, 0)
     return token
 
 
 def _agreed_settings(comm: Intracomm) -> Settings:
-    """Read the environment, and see that all ranks read the same. Collective."""
+    """Read the settings, and check that settings and versions are equal on all ranks. Collective."""
     try:
         settings, error = Settings.from_environment(os.environ), None
     except ValueError as problem:
@@ -119,9 +119,9 @@ def _agreed_settings(comm: Intracomm) -> Settings:
     variables = {name: value for name, value in os.environ.items() if name.startswith("MPIDIST_")}
     versions = {"Python": sys.version.split()[0], "NumPy": numpy.__version__}
     everyone = comm.allgather((error, variables, versions))
-    for rank, (its_error, _, _) in enumerate(everyone):
-        if its_error:
-            raise ValueError(f"rank {rank}: {its_error}")
+    for rank, (rank_error, _, _) in enumerate(everyone):
+        if rank_error:
+            raise ValueError(f"rank {rank}: {rank_error}")
     for what, reports in (("environment variable", 1), ("version", 2)):
         for name in sorted({name for report in everyone for name in report[reports]}):
             values: dict[Any, list[int]] = {}
@@ -141,15 +141,15 @@ def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
 
 
 def discover(comm: Intracomm, world: Intracomm) -> tuple[Settings, Topology]:
-    """Read the settings, which all ranks must have alike, and find out where the ranks are. Collective.
+    """Read the settings, which must be equal on all ranks, and find the node of each rank. Collective.
 
     Args:
-        comm: The ranks. It is freed if there is an error.
+        comm: The ranks. Freed if an error is raised.
         world: All ranks of the job.
 
     Raises:
-        ValueError: If a variable cannot be understood on some rank. On every rank.
-        TopologyError: If ranks have other settings or versions, or no place. On every rank.
+        ValueError: If a rank's environment variable is invalid. On every rank.
+        TopologyError: If settings or versions differ, or `MPIDIST_PRETEND_NODES` does not fit. On every rank.
     """
     try:
         settings = _agreed_settings(comm)
@@ -163,7 +163,7 @@ def discover(comm: Intracomm, world: Intracomm) -> tuple[Settings, Topology]:
 
 
 def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Intracomm) -> Topology:
-    """Find out which ranks share memory. Collective."""
+    """Find the ranks that share memory. Collective."""
     mpi = load_mpi()
     rank, hostname = comm.Get_rank(), socket.gethostname()
     sharing = comm.Split_type(mpi.COMM_TYPE_SHARED, rank)
@@ -179,7 +179,7 @@ def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Int
         label = pretend_nodes[world.Get_rank()]
     everyone = comm.allgather((label, first_here, hostname))
     labels = [label for label, _, _ in everyone]
-    for label, ranks in _group(labels).items():
+    for label, ranks in _group_by_label(labels).items():
         if len({everyone[other][1] for other in ranks}) > 1:
             raise TopologyError(
                 f"MPIDIST_PRETEND_NODES puts {name_ranks(ranks)} on node {label}, but they do not share memory; "
@@ -188,7 +188,7 @@ def _topology(comm: Intracomm, pretend_nodes: tuple[int, ...] | None, world: Int
     return Topology.from_labels(rank, labels, [hostname for _, _, hostname in everyone])
 
 
-def _group(labels: list[Hashable]) -> dict[Hashable, list[int]]:
+def _group_by_label(labels: list[Hashable]) -> dict[Hashable, list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)

@@ -18,21 +18,20 @@ from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
 from mpidist.transport.nccl import DeviceQueue
-from mpidist.transport.shared_memory import Across, FusedReducer, ShardExchange, SharedMemoryCommunicator, Slots
+from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
 
 logger = logging.getLogger("mpidist.transport")
 
-# Without shared memory. On one node packing costs two passes through memory, so packs stay in a core's cache and large
-# arrays out of them. Between nodes every message costs a latency per step, so packs are large. Index: whether there
-# are several nodes.
+# Without shared memory: (one node, several nodes). On one node packing costs two passes through memory: packs fit into
+# a core's cache, and arrays of at least _DIRECT_BYTES are not packed. Between nodes every message costs latency: packs
+# are large.
 _DIRECT_BYTES: Final = (32 << 10, 1 << 20)
 _PACK_BYTES: Final = (256 << 10, 4 << 20)
 
-
-# For device memory: a launch costs as much as some MB take, and a pack costs two passes at the memory's speed.
+# Of device memory: a launch takes as long as reducing some MB, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
 _SAME_STREAM: Final = nullcontext()
@@ -40,7 +39,7 @@ _SAME_STREAM: Final = nullcontext()
 
 @final
 class NcclReach(Enum):
-    """How far NCCL carries device memory."""
+    """Among which ranks NCCL sends device memory."""
 
     NOWHERE = 0
     NODE = 1
@@ -50,17 +49,17 @@ class NcclReach(Enum):
 @final
 @dataclass(frozen=True)
 class Levels:
-    """Where an all-reduce algorithm can send: the levels of the machine, for one kind of memory.
+    """The communicators of the machine's levels, for one kind of memory, as an all-reduce algorithm uses them.
 
     Attributes:
         world: All ranks of the group.
         within_node: The ranks of this rank's node, in rank order.
-        across_nodes: The ranks with this rank's place on their nodes, in order of nodes.
-        is_even: Whether every node has as many ranks, so that `across_nodes` reaches every node from every rank.
-        fused: Reduces lists of arrays over all ranks through shared memory; `None` where there is none.
-        nccl: Which of them are NCCL's.
-        queue: Where the work of NCCL's goes; `None` if there are none.
-        own_kernels: Those of the levels for device memory; `None` of others.
+        across_nodes: The ranks with this rank's local rank, in order of nodes.
+        is_even: Whether all nodes have equally many ranks, so that `across_nodes` of every rank has all nodes.
+        fused: Reduces lists of arrays over all ranks through shared memory; `None` without shared memory.
+        nccl: Which communicators are NCCL's.
+        queue: The queue of NCCL's launches; `None` without NCCL.
+        own_kernels: The kernels of levels for device memory; `None` of levels for host memory.
     """
 
     world: Communicator
@@ -75,7 +74,7 @@ class Levels:
 
     @property
     def kernels(self) -> DeviceKernels:
-        """What moves and joins arrays of device memory.
+        """The kernels that copy and reduce device memory.
 
         Raises:
             RuntimeError: If these are the levels for host memory.
@@ -101,39 +100,39 @@ class Levels:
         """Split a communicator by nodes. Collective.
 
         Args:
-            comm: The communicator of the group. What is made here are duplicates and parts of it.
-            topology: The placement of its ranks.
+            comm: The communicator of the group, which is duplicated and split.
+            topology: The nodes of the ranks.
             max_chunk_bytes: Larger arrays are sent in several calls.
-            transport: `"mpi"` for MPI alone, `"shared_memory"` to insist on shared memory within nodes, `"auto"`.
-            cost_model: The speeds of the machine, the same on all ranks; by default those of a common one.
+            transport: `"mpi"` for MPI alone, `"shared_memory"` to require shared memory within nodes, or `"auto"`.
+            cost_model: The speeds of the machine, the same on all ranks; by default those of a common machine.
 
         Raises:
-            UnavailableError: If shared memory is insisted on and cannot be had. On every rank.
+            UnavailableError: If shared memory is required and not available. On every rank.
         """
-        world = _level(comm.Dup(), "world", max_chunk_bytes)
-        within = _level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
-        across = _level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
+        world = _make_level(comm.Dup(), "world", max_chunk_bytes)
+        within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
+        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
-            slots, reason = _slots(comm, within, topology, model)
+            slots, reason = _make_slots(comm, within, topology, model)
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._do_without(reason, transport)
+                levels._report_no_shared_memory(reason, transport)
             return levels
         on_node = FusedReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
-            fused = _fused_across(slots, across, topology, model, within.traffic)
+            fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
             fused = FusedReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
     def compressed(self, half: np.dtype[Any] | None) -> Levels:
-        """Return the same levels, but for `world` and `across_nodes`, which round to half precision. Local.
+        """Return levels whose `world` and `across_nodes` round to half precision, for float32 buffers alone. Local.
 
         Args:
             half: float16 or bfloat16; `None` for these levels themselves.
@@ -149,29 +148,26 @@ class Levels:
             self._compressed[half] = replace(self, world=world, across_nodes=across, _compressed={})
         return self._compressed[half]
 
-    @property
-    def direct_bytes(self) -> int:
-        """Size from which on an array is better sent by itself than copied into a pack and out again, in bytes."""
-        return _DIRECT_BYTES[self.within_node.size < self.world.size] if self.world.size > 1 else 1
-
-    @property
-    def pack_bytes(self) -> int:
-        """Size of the pack buffer that this machine likes best, in bytes."""
-        return _PACK_BYTES[self.within_node.size < self.world.size]
-
     def message_bytes(self, device: bool) -> tuple[int, int]:
-        """Return `direct_bytes` and `pack_bytes`; those for device memory, if `device`."""
-        if device and self.world.size > 1:
+        """Return the best sizes of messages in bytes: the least of an array without packing, and that of a pack.
+
+        Args:
+            device: Whether the arrays lie in device memory.
+        """
+        spans_nodes = self.within_node.size < self.world.size
+        if self.world.size == 1:
+            return 1, _PACK_BYTES[spans_nodes]
+        if device:
             return _DIRECT_BYTES_OF_DEVICE, _PACK_BYTES_OF_DEVICE
-        return self.direct_bytes, self.pack_bytes
+        return _DIRECT_BYTES[spans_nodes], _PACK_BYTES[spans_nodes]
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank saw become infinite float16 on the way."""
+        """How many finite numbers this rank rounded to an infinite float16."""
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Lend memory to pack into: that of the innermost transport."""
+        """Return the pack buffer of `within_node`: `Communicator.pack_buffer`."""
         return self.within_node.pack_buffer(count, dtype)
 
     def pack_stream(self) -> AbstractContextManager[None]:
@@ -179,26 +175,26 @@ class Levels:
         return _SAME_STREAM if self.queue is None else self.queue.pack_stream()
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while a rank waits for others; it may raise."""
+        """Set the function that communicators call while this rank waits for others; it may raise."""
         for level in (self.world, self.within_node, self.across_nodes):
             level.set_wait_hook(check_peers)
         if self.fused is not None:
             self.fused.check_peers = check_peers
 
     def abandon(self) -> None:
-        """Leave to MPI what may still be under way, after a call that failed. Local; nothing else can follow."""
+        """Abandon incomplete messages of a call that failed. Local; the levels cannot be used again."""
         if self.fused is not None:
             self.fused.abandon()
 
     def free(self) -> None:
-        """Free the communicators, last made first, and the staging memory. Collective; all ranks must be in it."""
+        """Free the communicators in reverse order, and the staging memory. Collective."""
         for level in (self.across_nodes, self.within_node, self.world):
             level.free()
         if self.fused is not None:
             self.fused.slots.free()
 
-    def _do_without(self, reason: str, transport: str) -> None:
-        """Say that there is no shared memory; refuse to go on where it is insisted on."""
+    def _report_no_shared_memory(self, reason: str, transport: str) -> None:
+        """Log that shared memory is not available; raise `UnavailableError` if it is required."""
         if transport == "shared_memory":
             self.free()
             raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
@@ -206,7 +202,7 @@ class Levels:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
 
-def _fused_across(
+def _inter_node_reducer(
     slots: Slots, across: Communicator, topology: Topology, model: CostModel, traffic: Traffic
 ) -> FusedReducer:
     lanes = min(topology.node_sizes)
@@ -215,13 +211,13 @@ def _fused_across(
         exchange = ShardExchange(cast("MpiCommunicator", across))
     is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
     least = model.least_bytes(topology.node_sizes)
-    return FusedReducer(slots, lanes, 0, traffic, Across(exchange, least, is_in_blocks))
+    return FusedReducer(slots, lanes, 0, traffic, InterNode(exchange, least, is_in_blocks))
 
 
-def _slots(
+def _make_slots(
     comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
 ) -> tuple[Slots | None, str | None]:
-    """Make the staging memory of every node, or say why there is none on any. Collective over all ranks."""
+    """Make the staging memory of every node; on all nodes or none, with the reason. Collective over all ranks."""
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:
@@ -241,7 +237,7 @@ def _split(comm: Intracomm, color: int, key: int) -> Intracomm:
     return cast("Intracomm", part)
 
 
-def _level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
+def _make_level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
     if part.Get_size() > 1:
         return MpiCommunicator(part, name, max_chunk_bytes)
     part.Free()

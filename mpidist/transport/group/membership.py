@@ -1,4 +1,4 @@
-"""What a rank keeps of its group for as long as it is in it, whatever calls and communicators come and go."""
+"""What a rank keeps of its group through every reset: the ranks, the status board, and the exit barrier."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
 
-_PART_SECONDS: Final = 30.0  # what ranks that live may take to end their work after a call that failed
-_LOST_SECONDS: Final = 1.0  # where a rank is known not to come
+_EXIT_SECONDS: Final = 30.0  # how long a rank waits for others to end their work, after a call that failed
+_LOST_SECONDS: Final = 1.0  # the same, if a rank is known to have ended
 
 
 @final
 class Membership:
-    """One rank's place among the ranks of a group. Making it is collective.
+    """One rank's membership in a group. Making it is collective.
 
     Args:
-        comm: The ranks. This object owns it and frees it.
-        topology: Their placement.
+        comm: The ranks. This object owns and frees the communicator.
+        topology: The nodes of the ranks.
         world: All ranks of the job.
         token: A name of the group, the same on all ranks.
         stall_seconds: When to warn of a wait without a deadline; 0 for never.
 
     Attributes:
         comm: The ranks.
-        folder: Where flight recorders are kept; `None` if they are not.
+        folder: The folder of the flight recorders; `None` if none are kept.
     """
 
     def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, stall_seconds: float) -> None:
@@ -58,28 +58,31 @@ class Membership:
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
-        self._parting = comm.Dup()  # for one barrier that nothing was given up in before
-        self._resets = self._make_watch(comm, "End the job, and start it again")
+        self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
+        self._reset_watch = self._make_watch(comm, "End the job, and start it again")
 
     def make_watch(self, comm: Intracomm) -> CallWatchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
-    def meet_to_reset(
+    def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
-        """Wait until all ranks come to reset, and show them two numbers of each. Collective.
+        """Wait until all ranks call `reset`, and all-gather two numbers of each rank. Collective.
 
         Args:
             flags: The numbers of this rank.
             timeout: How long to wait, in seconds; `None` or 0 for ever.
-            calls: The watch over the calls until now, which hears of ranks that have left.
+            calls: The watchdog of the calls until now, which receives the notes of ranks that have left.
+
+        Returns:
+            The numbers of each rank, in rank order.
 
         Raises:
-            DeadlineExceededError: If not all come in time.
-            PeerFailedError: If a rank is gone, or has left because of an exception.
+            DeadlineExceededError: If not all ranks call `reset` in time.
+            PeerFailedError: If a rank's process has ended, or a rank has left because of an exception.
         """
-        watch, watchdog = self._resets, self._resets.watchdog
+        watch, watchdog = self._reset_watch, self._reset_watch.watchdog
 
         def check_peers() -> None:
             if calls is not None:
@@ -92,32 +95,32 @@ class Membership:
             raise type(watchdog.broken)(f"an earlier reset() failed: {watchdog.broken}")
         watch.begin(RESET, "reset()", "", timeout)
         watchdog.require_no_notes(PROBES)
-        mine, all_of_them = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
-        for _ in range(2):  # one that comes after others gave up completes the first round, but not the second
-            request = self.comm.Iallgather(mine, all_of_them)
-            poll_or_keep(request.Test, check_peers, (request, mine, all_of_them))
+        own, gathered = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
+        for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
+            request = self.comm.Iallgather(own, gathered)
+            poll_or_keep(request.Test, check_peers, (request, own, gathered))
         self._board.recorder.end()
-        return [(first, second) for first, second in all_of_them.tolist()]
+        return [(first, second) for first, second in gathered.tolist()]
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
-        request, start, has_told = self._parting.Ibarrier(), time.monotonic(), False
+        request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:
             nonlocal has_told
             waited = time.monotonic() - start
             if waited < _LOST_SECONDS:
                 return
-            lost = self._lost()
+            lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
-            if waited > _PART_SECONDS:
+            if waited > _EXIT_SECONDS:
                 what = "other ranks did not come to their end"
-                raise DeadlineExceededError(f"a call failed before, and {what} within {_PART_SECONDS:g} s")
+                raise DeadlineExceededError(f"a call failed before, and {what} within {_EXIT_SECONDS:g} s")
             if not has_told:
                 has_told = True
                 job_abort.write_line(
-                    f"waits up to {_PART_SECONDS:g} s for other ranks to end, because a call failed before"
+                    f"waits up to {_EXIT_SECONDS:g} s for other ranks to end, because a call failed before"
                 )
 
         try:
@@ -142,7 +145,7 @@ class Membership:
 
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
-        self._parting.Free()
+        self._exit_comm.Free()
         self.comm.Free()
         self._board.free()
 
@@ -150,7 +153,7 @@ class Membership:
         hostnames = self._topology.hostnames
         return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 
-    def _lost(self) -> Stragglers:
-        """The ranks of this node that can do nothing more."""
+    def _lost_ranks(self) -> Stragglers:
+        """Return the ranks of this node whose processes have ended or stopped."""
         lost = {rank: status for rank, status in self._board.statuses().items() if not status.is_able}
         return Stragglers(lost, (), self._topology.hostnames)

@@ -1,4 +1,4 @@
-"""One rank's exception becomes everybody's, where ranks do work of their own between two calls."""
+"""An exception of one rank's local work, between two calls, becomes an exception of all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ErrorReport", "raise_reported", "raise_together"]
 
 @final
 class ErrorReport(NamedTuple):
-    """What a rank tells of its exception.
+    """A rank's exception, as the rank reports it to the others.
 
     Attributes:
-        error: The exception, pickled, if it comes out of that as it went in.
-        text: Its kind and first line.
-        trace: Its traceback.
+        error: The pickled exception; `None` if unpickling does not restore its type and text.
+        text: The exception's type and first line.
+        trace: The exception's traceback.
     """
 
     error: bytes | None
@@ -50,7 +50,7 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
         error, own = problem, ErrorReport.of(problem)
     try:
         group.enter("raise_together")
-    except RuntimeError as closed:  # in the block
+    except RuntimeError as closed:  # the block closed the strategy
         raise closed from error
 
     def describe() -> dict[str, str]:
@@ -65,16 +65,16 @@ def raise_together(group: SyncGroup, what: str, timeout_seconds: float | None) -
 
 
 def raise_reported(own: Exception | None, reports: Sequence[ErrorReport | None], group: SyncGroup) -> None:
-    """Raise the exception of the lowest rank that has one, alike on all ranks. Local.
+    """Raise the exception of the lowest rank that has one, on all ranks. Local.
 
     Args:
         own: This rank's own exception.
-        reports: Those of all ranks, in rank order; `None` of a rank without one.
+        reports: The reports of all ranks, in rank order; `None` of a rank without exception.
         group: The ranks.
 
     Raises:
-        Exception: Of the same type and text as that rank's, with its traceback as the cause; a `PeerFailedError` with
-            its text where the exception cannot be copied.
+        Exception: Of the same type and text as that rank's, with that rank's traceback as the cause; a
+            `PeerFailedError` with the text if the exception cannot be pickled.
     """
     failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if not failed:
@@ -95,7 +95,7 @@ def _pickled(error: Exception) -> bytes | None:
         pickled = pickle.dumps(error)
         again: Any = pickle.loads(pickled)
         return pickled if type(again) is type(error) and str(again) == str(error) else None
-    except Exception:  # whatever a class of somebody else's raises when it is copied, or read
+    except Exception:  # whatever a user's class raises when pickled
         return None
 
 
@@ -104,6 +104,6 @@ def _unpickled(error: bytes | None) -> Exception | None:
         return None
     try:
         again: Exception = pickle.loads(error)
-    except Exception:  # of a class that this rank does not have, for example
+    except Exception:  # for example, this rank does not have the class
         return None
     return again

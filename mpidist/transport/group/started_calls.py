@@ -1,4 +1,4 @@
-"""Calls that were started and not waited for: they get on, in order, whenever their ranks look after them."""
+"""Started calls: they progress in the order of their start, when their ranks advance them."""
 
 from __future__ import annotations
 
@@ -19,80 +19,79 @@ __all__ = ["Pending", "PendingCalls", "Steps"]
 
 Steps = Generator[int, None, Any]
 
-_PAUSE_SECONDS: Final = 0.0001  # of the thread, between two looks
-_IDLE_STEPS: Final = 4  # looks at what others must do first, before the caller gets its time back
+_PAUSE_SECONDS: Final = 0.0001  # of the thread, between two polls
+_IDLE_STEPS: Final = 4  # polls without progress, before control returns to the caller
 
 
 @final
 class Pending:
-    """One call under way.
+    """One started call.
 
     Attributes:
-        is_waited_for: Whether the caller has nothing better to do.
-        may_wait: Whether whoever advances this call may be kept waiting by other ranks: the caller who waits for it,
-            or a thread.
-        is_launched: Whether this rank has given all of it to its GPU, so that the next call may get on.
+        is_waited_for: Whether the caller is blocked in `wait()`: then the steps may block.
+        may_block: Whether the steps may block until other ranks arrive: in `wait()`, or in the background thread.
+        is_launched: Whether all work of the call was launched on this rank's GPU: then the next call may progress.
         is_done: Whether the result, or an error, is there.
-        needs_caller: Whether only the thread that makes the group's calls may advance it: it works on a GPU, whose
-            current device and stream are a thread's own, and NCCL wants all its calls from one.
-        meanwhile: Lets the other calls get on, for who waits for this one.
+        needs_caller: Whether only the thread that makes the group's calls may advance the call: it works on a GPU,
+            whose current device and stream belong to a thread, and NCCL needs all its calls in one thread.
+        advance_others: Advances the other started calls while the caller waits for this call.
     """
 
     def __init__(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> None:
-        self.is_waited_for = self.may_wait = False
+        self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
         self.needs_caller = needs_caller
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
         self._error: BaseException | None = None
 
     @property
     def result(self) -> Any:
-        """What the call returned.
+        """The call's result.
 
         Raises:
-            BaseException: What it raised.
+            BaseException: The call's error.
         """
         if self._error is not None:
             raise self._error
         return self._result
 
-    def advance(self, may_wait: bool = False) -> None:
-        """Do what can be done now. Local, unless it may wait."""
-        self.may_wait = may_wait
+    def advance(self, may_block: bool = False) -> None:
+        """Advance the call as far as possible now. Blocks only if `may_block`."""
+        self.may_block = may_block
         at, idle = -1, 0
         try:
             while idle < _IDLE_STEPS:
-                with np.errstate(all="ignore"):  # of a block, not of the caller's work between two calls of this
+                with np.errstate(all="ignore"):  # around each step, so that it does not leak into the caller's work
                     now = next(self._steps)
                 at, idle = (at, idle + 1) if now == at else (now, 0)
         except StopIteration as end:
             self._end(end.value, None)
-        except Exception as error:  # it is the caller's who waits for this call
+        except Exception as error:  # `result` raises it for the caller who waits
             self._end(None, error)
-        except BaseException as error:  # Ctrl-C: the call goes on later, unless it was broken off
+        except BaseException as error:  # Ctrl-C: the call can continue later, unless it was broken off
             if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
                 self._end(None, error)
             raise
 
     def finish(self, check_peers: Callable[[], None], to_launch: bool = False) -> None:
-        """Do all of it, or what comes before its launch on a GPU. Waits for the other ranks."""
-        self.is_waited_for = self.may_wait = True
+        """Finish the call, or its steps before the launch on a GPU. Waits for the other ranks."""
+        self.is_waited_for = self.may_block = True
         try:
             with np.errstate(all="ignore"):
                 complete(self._until_launched() if to_launch else self._until_done(), check_peers)
         except BaseException as error:
             with suppress(BaseException):
-                self._steps.throw(error)  # if this rank was interrupted, the call tells the others
+                self._steps.throw(error)  # breaks the call off, which tells other ranks of an interrupt
             self._end(None, error)
-            if not isinstance(error, Exception):  # Ctrl-C is not this call's affair
+            if not isinstance(error, Exception):  # Ctrl-C is raised here, other errors by `result`
                 raise
-        if to_launch:  # what follows must not keep waiting who asks on behalf of another call
-            self.is_waited_for = self.may_wait = False
+        if to_launch:  # from now on `advance` for another call continues this call, and must not block
+            self.is_waited_for = self.may_block = False
 
     def abandon(self, why: str) -> None:
-        """Let waiting for this call raise."""
+        """Give up the call: `result` raises an error."""
         self._steps.close()
         self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
 
@@ -113,17 +112,17 @@ class Pending:
 
 @final
 class PendingCalls:
-    """The calls of a group that are under way, in the order of their start. Only the first of them gets on.
+    """The started calls of a group, in the order of their start. Only the first call progresses.
 
-    A call that was launched on a GPU is out of the others' way: the next one gets on, and is launched behind it.
+    Once a call is launched on a GPU, the next call progresses, and is launched after it.
 
-    Within a node whatever moves data is work of this rank's core, so calls get on when the rank looks after them.
-    Messages mostly wait for the network: there a thread can look after them while the rank computes.
+    Within a node, moving data is work of this rank's core, so calls progress when the rank advances them. Between
+    nodes, calls mostly wait for the network, so a background thread can advance them while the rank computes.
 
     Args:
-        agreement: How long the ranks wait for each other.
-        uses_thread: Whether a thread looks after calls under way. MPI must allow calls from several threads. It leaves
-            alone what works on a GPU.
+        agreement: The agreement of the group, whose clock and peer checks apply while a call waits.
+        uses_thread: Whether a background thread advances calls, except those that work on a GPU. MPI must allow calls
+            from several threads.
     """
 
     def __init__(self, agreement: Agreement, uses_thread: bool = False) -> None:
@@ -140,28 +139,28 @@ class PendingCalls:
         return bool(self._calls or self._launched)
 
     def start(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> Pending:
-        """Put a call behind the others, and let the first get on. Local. `needs_caller`: as in `Pending`."""
+        """Append a call, and advance the first. Local. `needs_caller`: as in `Pending`."""
         call = Pending(steps, needs_caller)
-        call.meanwhile = self.advance
+        call.advance_others = self.advance
         self._calls.append(call)
         self.advance()
         return call
 
-    def advance(self, may_wait: bool = False) -> None:
-        """Let the calls get on, as far as the other ranks are. Local.
+    def advance(self, may_block: bool = False) -> None:
+        """Advance the calls as far as other ranks allow. Local.
 
         Args:
-            may_wait: Whether other ranks may keep this one waiting, where no thread looks after the calls.
+            may_block: Whether the calls may block until other ranks arrive, if no background thread advances them.
         """
-        if self._lock.acquire(blocking=False):  # else the thread is at it
+        if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
-                self._advance(may_wait and not self._uses_thread, is_caller=True)
+                self._advance(may_block and not self._uses_thread, is_caller=True)
             finally:
                 self._lock.release()
         self._wake()
 
     def finish(self, last: Pending | None = None) -> None:
-        """Finish a call and all before it; all, if none is named. Waits for the other ranks."""
+        """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
         with self._lock:
             while last is None or not last.is_done:
                 if self._calls and self._calls[0].needs_caller and (last is None or last in self._calls):
@@ -175,7 +174,7 @@ class PendingCalls:
         self._wake()
 
     def abandon(self, why: str) -> None:
-        """Give the calls up, and end the thread. `why`: what does so, for people."""
+        """Abandon the calls, and end the thread. `why`: the reason, for errors."""
         with self._lock:
             for call in (*self._launched, *self._calls):
                 call.abandon(why)
@@ -187,7 +186,7 @@ class PendingCalls:
             self._thread.join()
 
     def _launch_first(self) -> None:
-        """Bring the first call to its launch, so that those behind it can follow. Waits for the other ranks."""
+        """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
         call = self._calls.popleft()
         self._agreement.restart_clock()
         try:
@@ -201,7 +200,7 @@ class PendingCalls:
         self._agreement.restart_clock()
         call.finish(self._agreement.check_peers)
 
-    def _advance(self, may_wait: bool, is_caller: bool) -> None:
+    def _advance(self, may_block: bool, is_caller: bool) -> None:
         while is_caller and self._launched:
             self._launched[0].advance()
             if not self._launched[0].is_done:
@@ -209,7 +208,7 @@ class PendingCalls:
             self._launched.popleft()
         while self._calls and (is_caller or not self._calls[0].needs_caller):
             call = self._calls[0]
-            call.advance(may_wait)
+            call.advance(may_block)
             if not (call.is_done or call.is_launched):
                 return
             self._calls.popleft()
@@ -217,20 +216,20 @@ class PendingCalls:
                 self._launched.append(call)
 
     def _wake(self) -> None:
-        """Let the thread look after what it may."""
+        """Start the background thread, or wake it, if there is a call that it may advance."""
         if self._uses_thread and self._calls and not self._calls[0].needs_caller and not self._is_closed:
             self._has_work.set()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_after, name="mpidist.pending", daemon=True)
+                self._thread = threading.Thread(target=self._run_thread, name="mpidist.pending", daemon=True)
                 self._thread.start()
 
-    def _look_after(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             self._has_work.wait()
             with self._lock:
                 if self._is_closed:
                     return
-                self._advance(may_wait=True, is_caller=False)
+                self._advance(may_block=True, is_caller=False)
                 if not self._calls or self._calls[0].needs_caller:
                     self._has_work.clear()
             time.sleep(_PAUSE_SECONDS)

@@ -1,8 +1,8 @@
-"""A group of ranks that work in step: its topology, its communicators, and its end.
+"""A group of ranks that make the same calls: its topology, its communicators, and its end.
 
-Everything is made on duplicates of the user's communicator, so that the user's messages and ours never meet, and
-freed in reverse order by `close`: communicators are never freed by garbage collection, which runs at other times on
-other ranks.
+All communicators are made from duplicates of the user's communicator, so that no message of mpidist matches one of the
+user's. `close` frees them in reverse order. Garbage collection never frees a communicator, since it runs at different
+times on different ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mpidist.transport.group.discovery import (
     agreed_token,
     communicators,
     discover,
-    meet,
     own_settings,
+    wait_for_all_ranks,
 )
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
@@ -49,17 +49,17 @@ __all__ = ["SyncGroup"]
 class SyncGroup(OpenGroup):
     """Ranks that make the same calls in the same order.
 
-    Made by `solo` or `from_mpi`; the constructor only stores.
+    `solo` and `from_mpi` make groups.
 
     Attributes:
-        topology: The placement of the ranks.
-        levels: The communicators of the topology, for host memory; `levels_of` has those for device memory.
-        devices: Those for device memory, which are made at their first use.
-        shared: The arrays in memory that all ranks of a node reach.
-        settings: What the environment says.
+        topology: The nodes of the ranks.
+        levels: The communicators of the topology, for host memory; `levels_of` returns those for device memory.
+        devices: The communicators for device memory, which are made at their first use.
+        shared: The arrays in shared memory of the node.
+        settings: The settings that were read from the environment.
         cost_model: The speeds of the machine.
-        calls: Calls that were started and not waited for.
-        agreement: The rule that all ranks make the same calls; `agree` joins it.
+        calls: The started calls that are not done.
+        agreement: Checks that all ranks make the same calls.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class SyncGroup(OpenGroup):
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._handled = sys.exc_info()[1]  # by the program, which makes a strategy, or a call, meanwhile
+        self._handled_exception = sys.exc_info()[1]  # the exception that the program handles during the last call
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_closed = self._is_of_parent = False  # or: whether this process is a fork of the one that made it
-        self._sequence = 0  # of the last call before a reset
-        self._watchdog: Watchdog | None = None  # over the calls of several ranks
+        self._is_closed = self._is_forked = False  # forked: this process is a child of the process that made the group
+        self._sequence = 0  # the number of the last call before a reset
+        self._watchdog: Watchdog | None = None  # `None` for a group of one
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
@@ -104,16 +104,17 @@ class SyncGroup(OpenGroup):
         Raises:
             TypeError: If `comm` is something else.
             UnavailableError: If there is no MPI.
-            TopologyError: If the ranks do not know of each other, or cannot work together, or this is a rank's child.
+            TopologyError: If the processes are no ranks of one MPI world, if settings or versions differ, or if this
+                process is a child of a rank.
             ValueError: If an `MPIDIST_` variable cannot be understood.
         """
         comm, world = communicators(comm)
         settings = own_settings()
         open_groups.install_job_abort(world, settings.abort_on_error)
-        meet(comm, settings)
+        wait_for_all_ranks(comm, settings)
         ranks = ranks_in_world(comm)
         try:
-            return cls._of_all(comm.Dup(), world, max_chunk_bytes)
+            return cls._of_duplicate(comm.Dup(), world, max_chunk_bytes)
         except load_mpi().Exception as error:  # on all ranks, where there is no communicator left
             raise open_groups.no_communicators_left(error, ranks) from error
         except (ValueError, TopologyError, UnavailableError) as error:
@@ -121,8 +122,8 @@ class SyncGroup(OpenGroup):
             raise
 
     @classmethod
-    def _of_all(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
-        """Make the group of all ranks of a communicator, which becomes the group's own. Collective."""
+    def _of_duplicate(cls, comm: Intracomm, world: Intracomm, max_chunk_bytes: int) -> SyncGroup:
+        """Make the group of all ranks of a communicator, which the group will own and free. Collective."""
         settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
         membership = Membership(comm, topology, world, token, settings.stall_seconds)
@@ -133,12 +134,12 @@ class SyncGroup(OpenGroup):
             raise
 
     def require_open(self, call: str) -> None:
-        """Refuse a call of a group that was closed, or that belongs to another process.
+        """Check that the group is open, and that this process made it.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: If the group is closed, or belongs to the parent of this process.
         """
-        if self._is_of_parent:
+        if self._is_forked:
             raise RuntimeError(
                 f"{call} in a forked process: a strategy belongs to the process that made it; make collective calls in "
                 "the parent alone, or start workers with multiprocessing.get_context('spawn')"
@@ -148,7 +149,7 @@ class SyncGroup(OpenGroup):
         self.require_mpi(call)
 
     def require_mpi(self, call: str) -> None:
-        """Refuse a call of several ranks after the program has ended MPI itself.
+        """Check that the program has not finalized MPI.
 
         Raises:
             RuntimeError: If MPI was finalized.
@@ -158,89 +159,89 @@ class SyncGroup(OpenGroup):
             raise RuntimeError(f"{call} after MPI.Finalize(): {what}")
 
     def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
-        """Return the communicators for host or device memory. The latter are made at first use: collective.
+        """Return the communicators for host or device memory. Collective at the first use for device memory.
 
         Args:
-            device: Whether the memory is a GPU's.
-            nccl_everywhere: Whether NCCL must carry it, also between nodes: `DeviceLevels.levels`.
+            device: Whether to return those for device memory.
+            nccl_everywhere: Whether to require NCCL also between nodes: `DeviceLevels.levels`.
         """
         return self.devices.levels(nccl_everywhere) if device else self.levels
 
     def host_levels_of(self, device: bool) -> Levels:
-        """Return the communicators that do without NCCL, for host or device memory. Local."""
+        """Return the communicators that use no NCCL, for host or device memory. Local."""
         return self.devices.staged if device else self.levels
 
     @property
     def overflowed(self) -> int:
-        """How many finite numbers this rank saw become infinite float16 on the way, since the last reset."""
+        """How many finite numbers this rank rounded to an infinite float16, since the last reset."""
         return self.levels.overflowed + self.devices.overflowed
 
     def enter(self, call: str) -> None:
-        """Refuse a call that this rank alone cannot make: of a closed group, or in a second thread. Local.
+        """Check that this rank can make a call: the group is open, and this thread makes its calls. Local.
 
         Raises:
-            RuntimeError: If it is one. The others are not told, so it comes before `agree`.
+            RuntimeError: If it cannot. Other ranks are not told: `enter` comes before `agree`.
         """
         if self._is_closed or self._is_finalized():
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
-            self._threads.require_this_thread(call)
-        self._handled = sys.exc_info()[1]
+            self._threads.take_over(call)
+        self._handled_exception = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:
-        """Wait until all ranks make this call, and compare: `Agreement.join`. Collective; `enter` comes before."""
+        """Finish started calls, then `Agreement.join`: compare the call on all ranks. Collective; after `enter`."""
         if self.calls:
             self.calls.finish()
         return self.agreement.join(record)
 
     @contextmanager
     def call(self, record: CallRecord) -> Iterator[bool]:
-        """Make a call with all ranks; the body does this rank's part. Yields what `agree` returns. Collective."""
+        """Agree on a call with all ranks; the body does this rank's part. Yields what `agree` returns. Collective."""
         self.enter(record.name)
-        if self.calls:  # they have numbers of their own, and this call has the next one
+        if self.calls:  # started calls get their sequence numbers before this call
             self.calls.finish()
         with self.data_phase():
             yield self.agreement.join(record)
 
     def break_off(self, error: BaseException) -> None:
-        """Give up in the middle of a call, because of this rank's own error: `Agreement.break_off`. Local."""
+        """Break off a call because of this rank's error, and tell the other ranks: `Agreement.break_off`. Local."""
         if not self._is_closed:
             self.agreement.break_off(error)
 
     @contextmanager
     def data_phase(self) -> Iterator[None]:
-        """Break off if the body raises: it joins a call, and does this rank's part of it. Then the call is over.
+        """End a call after the body, which joins the call and does this rank's part; break off if the body raises.
 
-        Another may have been joined since, where this one's part was left to a GPU.
+        The call is not ended here if the body has joined another call since, after a launch on a GPU.
         """
         number = self.agreement.sequence + 1
         try:
             yield
             if self.agreement.sequence == number:
                 self.agreement.end()
-        except GeneratorExit:  # a call that was given up by `reset` or `close`, which see to the rest
+        except GeneratorExit:  # `reset` or `close` abandoned the call, and do the rest
             raise
         except BaseException as error:
             self.break_off(error)
             raise
 
     def disown(self) -> None:
-        """Leave the group to the process that this one was forked from. Local."""
-        self._is_of_parent = self._is_closed = True
+        """Mark the group as closed in a forked child: it belongs to the parent process. Local."""
+        self._is_forked = self._is_closed = True
         self.calls = PendingCalls(self.agreement)
 
     def reset(self) -> None:
-        """Start anew on fresh communicators. Collective over all ranks.
+        """Replace the communicators by new ones. Collective over all ranks.
 
-        If the group failed on any rank, the old ones are left behind: messages of the call that failed may still be
-        under way in them.
+        If the group failed on any rank, the old communicators are not freed: messages of the failed call may still be
+        incomplete.
 
         Raises:
-            DeadlineExceededError: If not all ranks come in time.
-            PeerFailedError: If a rank is gone.
+            DeadlineExceededError: If not all ranks call `reset` in time.
+            PeerFailedError: If a rank's process has ended.
         """
         self.enter("reset()")
-        if self.calls:  # of which others may wait for this rank's part
+        if self.calls:  # other ranks may wait for this rank in started calls
             self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self._membership is not None:
@@ -248,7 +249,7 @@ class SyncGroup(OpenGroup):
                 self._watchdog.tell_reset()
             has_failed = self.agreement.broken is not None
             counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
-            flags = self._membership.meet_to_reset(counts, timeout, self._watchdog)
+            flags = self._membership.all_gather_at_reset(counts, timeout, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -261,14 +262,15 @@ class SyncGroup(OpenGroup):
     def close(self, timeout_seconds: float | None = None, error: BaseException | None = None) -> None:
         """Free the communicators. Collective; a second call does nothing.
 
-        Because of an exception of this rank alone nobody is waited for, and the other ranks are told of the exception.
+        If an exception of this rank alone leaves the strategy, this rank waits for no other, but tells them the
+        exception.
 
         Args:
             timeout_seconds: How long to wait for the other ranks; `None` is the group's own deadline, 0 for ever.
-            error: The exception that is under way.
+            error: The exception that leaves the strategy; `None` for none.
 
         Raises:
-            PeerFailedError: If another rank makes another call instead, or has left because of an exception.
+            PeerFailedError: If another rank makes another call, or has left because of an exception.
             DeadlineExceededError: If not all ranks close in time.
             RuntimeError: If the program has finalized MPI.
         """
@@ -287,13 +289,13 @@ class SyncGroup(OpenGroup):
         self._close(Call(CLOSE, describe=lambda: why, timeout_seconds=timeout_seconds, is_last=True))
 
     def end_with_program(self) -> None:
-        """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of work of their own left."""
-        with suppress(DeadlineExceededError):  # other ranks gave up before
+        """See `OpenGroup.end_with_program`. No deadline: other ranks may have hours of local work left."""
+        with suppress(DeadlineExceededError):  # other ranks have given up waiting
             self._close(Call(END, timeout_seconds=0.0, is_last=True))
 
     def _is_own(self, error: BaseException) -> bool:
-        """Whether an exception ends this rank's part in the group, and the other ranks must learn of it."""
-        if error is self._handled or ends_normally(error):
+        """Whether an exception is this rank's alone, and ends its part in the group: other ranks must be told."""
+        if error is self._handled_exception or ends_normally(error):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
 
@@ -327,11 +329,11 @@ class SyncGroup(OpenGroup):
             self._membership.free()
 
     def _give_up(self) -> None:
-        """Leave behind what ranks that do not come cannot free together. Local."""
+        """Abandon what only all ranks together could free. Local."""
         open_groups.remove(self, has_failed=self._membership is not None)
         self.devices.abandon()
         self.levels.abandon()
-        self._work_alone()  # the memory that ranks shared can go; their membership is needed until the program ends
+        self._connect_alone()  # frees shared memory; the membership stays until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
     def wait_for_peers_at_exit(self) -> str | None:
@@ -358,11 +360,11 @@ class SyncGroup(OpenGroup):
 
     @property
     def folder(self) -> Path | None:
-        """Where flight recorders are kept."""
+        """The folder of the flight recorders."""
         return None if self._membership is None else self._membership.folder
 
     def is_of_this_thread(self) -> bool:
-        """Whether this thread makes its calls."""
+        """Whether this thread makes the group's calls."""
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
@@ -373,7 +375,7 @@ class SyncGroup(OpenGroup):
     def _connect(self) -> None:
         membership, settings = self._membership, self.settings
         if membership is None or self.topology.size == 1:
-            self._work_alone()
+            self._connect_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
@@ -390,7 +392,7 @@ class SyncGroup(OpenGroup):
         self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
         open_groups.add(self)
 
-    def _work_alone(self) -> None:
+    def _connect_alone(self) -> None:
         self.levels, self.agreement = Levels.solo(), SoloAgreement()
         self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 

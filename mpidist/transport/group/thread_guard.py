@@ -1,4 +1,4 @@
-"""Which thread may make the calls of a group: one at a time, or ranks would make them in different orders."""
+"""Which thread may make the calls of a group: only one, since two would order the calls differently on each rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 @final
 class ThreadGuard:
-    """Refuses calls of a second thread, while the first lives.
+    """Refuses calls of a second thread while the first thread is alive.
 
-    The thread that builds a strategy may hand it to another one, and has it back when that one has ended. Where MPI
-    does not allow calls from several threads at a time, one thread makes the calls of all groups.
+    The thread that builds a strategy may leave its calls to a second thread, and take them back when that thread has
+    ended. Where MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
 
     Attributes:
         ident: The number of the thread that makes the calls.
@@ -28,7 +28,7 @@ class ThreadGuard:
     def __init__(self) -> None:
         self._owner = threading.current_thread()
         self.ident = threading.get_ident()
-        self._may_be_handed_on = True
+        self._may_be_taken_over = True
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -39,34 +39,30 @@ class ThreadGuard:
             cls._of_process = cls()
         return cls._of_process
 
-    def require_this_thread(self, call: str) -> None:
-        """Refuse a call of another thread than that which makes the group's calls. Local.
-
-        Raises:
-            RuntimeError: If it is one.
-        """
-        if not self.is_of_this_thread():
-            self._hand_on(call)
-
     def is_of_this_thread(self) -> bool:
-        """Whether this thread makes the calls. Local."""
+        """Whether this thread makes the group's calls. Local."""
         return threading.get_ident() == self.ident
 
-    def _hand_on(self, call: str) -> None:
+    def take_over(self, call: str) -> None:
+        """Let this thread make the group's calls, in the place of another thread. Local.
+
+        Raises:
+            RuntimeError: If the other thread still makes the calls.
+        """
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(
                 f"{call} in thread {new.name!r}: MPI was started with THREAD_{level}, so only the main thread may make "
                 "calls; set mpi4py.rc.thread_level = 'multiple' before anything starts MPI"
             )
-        if self._owner.is_alive() and not self._may_be_handed_on:
+        if self._owner.is_alive() and not self._may_be_taken_over:
             share = "a strategy is one thread's" if level == "MULTIPLE" else f"with THREAD_{level} all strategies are"
             raise RuntimeError(
                 f"{call} in thread {new.name!r}, but thread {self._owner.name!r} makes this strategy's calls: "
                 f"{share}, because calls of two threads come in another order on every rank. Build one strategy for "
                 "each thread, in the same order on all ranks"
             )
-        self._may_be_handed_on = not self._owner.is_alive()
+        self._may_be_taken_over = not self._owner.is_alive()
         self._owner, self.ident = new, threading.get_ident()
 
 

@@ -1,20 +1,20 @@
-"""Ranks of a node, and the memory that all of them reach."""
+"""Shared memory of the ranks of a node: windows, a barrier, and reductions through them."""
 
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.schedule import Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
-from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, placement_digest
+from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, places_digest
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = [
     "LINE_BYTES",
-    "Across",
     "InPlace",
+    "InterNode",
     "ShardExchange",
     "NodeBarrier",
     "Place",
@@ -26,5 +26,5 @@ __all__ = [
     "FusedArrays",
     "FusedReducer",
     "TwoShot",
-    "placement_digest",
+    "places_digest",
 ]

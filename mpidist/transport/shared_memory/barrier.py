@@ -1,4 +1,4 @@
-"""The barrier of a node's ranks, which lives in the memory that they share."""
+"""The barrier of a node's ranks, in shared memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Fence", "NodeBarrier"]
 
-# Processors that keep one core's stores in order for all others; elsewhere MPI has to see to it.
+# Processors where all cores see one core's stores in their order; on others an MPI window has to order them.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 
 @final
 class Fence:
-    """Orders this rank's loads and stores, those before it and those after it, where the processor does not."""
+    """A memory fence: orders this rank's loads and stores, where the processor does not."""
 
     def __init__(self) -> None:
         self._window: Any = None
         if not _ORDERED:
             mpi = load_mpi()
-            self._window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI's only fence belongs to a window
+            self._window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI has fences for windows only
             self._window.Lock_all()
 
     @property
     def sync(self) -> Callable[[], None] | None:
-        """What to call; `None` where nothing is needed."""
+        """The function that is the fence; `None` where none is needed."""
         return None if self._window is None else self._window.Sync
 
     def free(self) -> None:
-        """Give back what MPI holds for it."""
+        """Free the MPI window."""
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
@@ -41,13 +41,13 @@ class Fence:
 
 @final
 class NodeBarrier:
-    """Counts the barriers of a node's ranks, in shared memory, with a few words that each rank shows the others.
+    """A barrier of a node's ranks in shared memory, with which ranks can compare two words.
 
-    A rank posts its arrival and then asks whether all others have posted theirs. What a rank wrote into shared
-    memory before it posted, the others see once they have passed.
+    A rank posts its arrival, and then polls until all other ranks have posted theirs. Whatever a rank wrote into
+    shared memory before its post, the other ranks see once they have passed the barrier.
 
     Args:
-        window: The memory; each part begins with `LINE_BYTES` for this.
+        window: The memory; the first `LINE_BYTES` of each part are the barrier's.
         rank: This rank on the node.
         fence: `Fence.sync`.
     """
@@ -55,16 +55,14 @@ class NodeBarrier:
     def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:
         lines = [part[:LINE_BYTES].data.cast("q") for part in window.parts]
         self.count = 0
-        self.size = len(lines)
         self._own = lines[rank]
-        self._lines = lines
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
     def post_words(self, first: int, second: int) -> None:
-        """Say that this rank has arrived, and show two words of 63 bits with it."""
+        """Post this rank's arrival, with two words of 63 bits."""
         count = self.count + 1
-        at = 1 + count % 2 * 4  # two places in turn: slow ranks may still read the one before
+        at = 1 + count % 2 * 4  # two places in turn: slow ranks may still read the words of the last barrier
         own = self._own
         own[at] = first
         own[at + 1] = second
@@ -72,8 +70,8 @@ class NodeBarrier:
             self._fence()
         self.count = own[0] = count
 
-    def shows_the_same(self) -> tuple[bool, bool]:
-        """Whether all ranks showed the same first word, and the same second one, in the barrier passed last."""
+    def has_equal_words(self) -> tuple[bool, bool]:
+        """Whether all ranks posted the same first word, and the same second word, in the barrier passed last."""
         at = 1 + self.count % 2 * 4
         first, second = self._own[at], self._own[at + 1]
         same_first = same_second = True
@@ -83,13 +81,13 @@ class NodeBarrier:
         return same_first, same_second
 
     def post(self) -> None:
-        """Say that this rank has arrived."""
+        """Post this rank's arrival."""
         if self._fence is not None:
             self._fence()
         self.count += 1
         self._own[0] = self.count
 
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all ranks have arrived."""
         count = self.count
         for line in self._peers:
@@ -98,7 +96,3 @@ class NodeBarrier:
         if self._fence is not None:
             self._fence()
         return True
-
-    def missing(self) -> list[int]:
-        """List the ranks that have not arrived."""
-        return [rank for rank, line in enumerate(self._lines) if line[0] < self.count]

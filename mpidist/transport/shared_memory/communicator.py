@@ -1,4 +1,4 @@
-"""Ranks of one node, NumPy arrays, a shared window."""
+"""The communicator of ranks of one node, for NumPy arrays, through shared memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mpidist.transport.waiting import complete
 
 __all__ = ["SharedMemoryCommunicator"]
 
-_SCHEDULES: Final = 64  # remembered
+_SCHEDULES: Final = 64  # cached
 
 
 @final
 class SharedMemoryCommunicator(Communicator):
-    """Ranks of one node that move and add through memory which all of them reach, in chunks that stay in the cache.
+    """Ranks of one node that move and add arrays through shared memory, in chunks that fit into the cache.
 
-    Every reduction adds in rank order. Messages between two ranks, and `gather`, go through MPI.
+    Every reduction adds in rank order. `send_receive` and `gather` use MPI.
 
     Args:
-        mpi: The same ranks over MPI. This object owns it and frees it.
-        fused: How this communicator reduces; the reducer stays its owner's.
+        mpi: The communicator of the same ranks over MPI, which this object owns and frees.
+        fused: The reducer of all-reduces, which this object does not free.
     """
 
     def __init__(self, mpi: MpiCommunicator, fused: FusedReducer) -> None:
@@ -119,10 +119,10 @@ class SharedMemoryCommunicator(Communicator):
     def _spread(
         self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None
     ) -> Generator[int, None, None]:
-        """Copy what each owner has of every chunk to all ranks: into the same pieces, or into one array for all."""
+        """Copy each owner's part of every chunk to all ranks: into `pieces`, or into the one array `into`."""
         targets = pieces if into is None else [into]
         for chunk in schedule.chunks:
-            views = self._slots.next(targets[0].dtype)
+            views = self._slots.next_views(targets[0].dtype)
             for owner, moves in zip(owners, chunk.shards, strict=True):
                 if owner == self.rank:
                     for piece, _, start, stop, at, end in moves:

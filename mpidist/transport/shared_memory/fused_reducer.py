@@ -1,6 +1,6 @@
-"""Which way fused arrays take over all ranks of a group, and the memory that they take it through.
+"""Chooses how fused arrays are all-reduced: one-shot or two-shot, on one node or across nodes.
 
-Fused arrays are staged, added and delivered chunk by chunk: packing them is the staging copy.
+Fused arrays are staged, added and copied out chunk by chunk: the staging copy packs them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 
-__all__ = ["Across", "FusedReducer"]
+__all__ = ["InterNode", "FusedReducer"]
 
-_SCHEDULES: Final = 256  # remembered, of flat arrays; plans of lists hold theirs
+_SCHEDULES: Final = 256  # cached
 
 
 @final
-class Across(NamedTuple):
+class InterNode(NamedTuple):
     """How fused arrays cross nodes.
 
     Attributes:
-        exchange: This lane's way across; `None` for ranks that do not add.
-        least_bytes: The smallest list that is worth its messages, in bytes.
-        is_in_blocks: Whether the ranks of each node follow each other, and those of the next node follow them.
+        exchange: All-reduces this rank's shards across nodes; `None` on ranks that do not add.
+        least_bytes: The smallest list that is faster fused than in one pack, in bytes.
+        is_in_blocks: Whether each node has consecutive ranks, in the order of nodes.
     """
 
     exchange: ShardExchange | None
@@ -47,19 +47,19 @@ class FusedReducer:
     Args:
         slots: The node's staging memory. A chunk has the size of a slot.
         lanes: How many ranks of each node add.
-        one_shot_bytes: The largest list that every rank adds by itself, in bytes. 0 across nodes.
-        traffic: Where `count` counts.
+        one_shot_bytes: The largest list for a one-shot all-reduce, in bytes; 0 across nodes.
+        traffic: The traffic that `count` adds to.
         across: How the arrays cross nodes; `None` on one node.
 
     Attributes:
-        check_peers: Asked while this rank waits; see `waiting.complete`.
-        least_bytes: The smallest list that is worth its messages, in bytes.
+        check_peers: Called while this rank waits; see `waiting.complete`.
+        least_bytes: The smallest list that is faster fused than in one pack, in bytes.
         spans_nodes: Whether there are several nodes.
-        keeps_rank_order: Whether ranks can be added in their order.
+        keeps_rank_order: Whether contributions can be added in rank order.
     """
 
     def __init__(
-        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: Across | None = None
+        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: InterNode | None = None
     ) -> None:
         self.slots = slots
         self.lanes = lanes
@@ -78,15 +78,15 @@ class FusedReducer:
         return fused_schedule(lengths, self.lanes, max(1, self.slots.slot_bytes // itemsize))
 
     def _one_shot(self, count: int, dtype: np.dtype[Any]) -> OneShot:
-        """Prepare for small lists of a length."""
+        """Make the one-shot all-reduce of small lists of a length."""
         return OneShot(self.slots, count, dtype)
 
     def count(self, nbytes: int) -> None:
-        """Count an all-reduce of some bytes within the node; what goes across nodes is counted there."""
+        """Count the traffic of an all-reduce within the node. `ShardExchange` counts that across nodes."""
         self._traffic.add("all_reduce", 2 * nbytes * (self.slots.size - 1) // self.slots.size)
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether every rank adds a list of this size by itself."""
+        """Whether a list of this size is reduced by a one-shot all-reduce."""
         return nbytes <= self._one_shot_bytes
 
     def two_shot(
@@ -97,7 +97,7 @@ class FusedReducer:
         schedule: Schedule | None = None,
         half: np.dtype[Any] | None = None,
     ) -> TwoShot:
-        """Prepare an all-reduce. Local; all ranks do it alike. The arguments are those of `TwoShot`."""
+        """Make a two-shot all-reduce. Local; with equal arguments on all ranks, which are those of `TwoShot`."""
         if schedule is None:
             schedule = self.schedule(tuple(array.size for array in arrays.sources), arrays.dtype.itemsize)
         return TwoShot(self.slots, self._exchange, self.slots.depth, schedule, arrays, reduction, divide_by, half)
@@ -113,7 +113,7 @@ class FusedReducer:
             self.run(self.two_shot(FusedArrays(buffer.dtype, [buffer], [buffer]), reduction))
 
     def abandon(self) -> None:
-        """Leave to MPI what is under way between nodes. Local; nothing else can follow."""
+        """Abandon messages between nodes that are not complete. Local; the reducer cannot be used again."""
         if self._exchange is not None:
             self._exchange.abandon()
 
@@ -122,7 +122,7 @@ class FusedReducer:
         complete(self.slots.synchronize(), self.check_peers)
 
     def run(self, transfer: TwoShot) -> None:
-        """Do what `two_shot` prepared. Collective."""
-        with np.errstate(all="ignore"):  # an overflow is a result; raising it on one rank would leave the others
-            complete(transfer.steps(has_begun=False), self.check_peers)
+        """Execute a two-shot all-reduce. Collective."""
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            complete(transfer.steps(has_passed_barrier=False), self.check_peers)
         self._traffic.overflowed += transfer.overflowed

@@ -1,34 +1,32 @@
-"""Arrays that all ranks of a node reach, added where they lie."""
+"""All-reduce of arrays in shared memory, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction, is_half
-from mpidist.transport.shared_memory.schedule import chunk_bounds
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, chunk_bounds
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.symmetric import Run
 
 __all__ = ["InPlace"]
 
-_BLOCK_BYTES: Final = 128 << 10  # added, divided and copied to all places while it is in the cache
-
 
 @final
 class InPlace:
-    """One all-reduce of the same arrays again and again. Of S bytes a rank reads S and writes S: no copy in, none out.
+    """All-reduces of the same arrays, whose views are made once. Of S bytes a rank reads S and writes S, with no copy.
 
-    All views are made once. Each rank adds a part of all the elements, block by block.
+    Each rank adds a shard of the elements, block by block.
 
     Args:
         runs: The arrays.
-        slots: The node's staging memory, for its barrier.
+        slots: The node's staging memory, of which the barrier is used.
         reduction: The elementwise operation.
-        divide_by: What the results are divided by.
+        divide_by: The divisor of the results.
     """
 
     def __init__(self, runs: Sequence[Run], slots: Slots, reduction: Reduction, divide_by: int) -> None:
@@ -42,19 +40,19 @@ class InPlace:
             start, stop = start - count, stop - count
 
     def _cut(self, run: Run, start: int, stop: int) -> None:
-        step = _BLOCK_BYTES // run.targets[0].itemsize
+        step = BLOCK_BYTES // run.targets[0].itemsize
         for first in range(start, stop, step):
             block = slice(first, min(stop, first + step))
             total, *others = [target[block] for target in run.targets]
             self._blocks.append(([source[block] for source in run.sources], total, others))
 
-    def steps(self, has_begun: bool) -> Generator[int, None, None]:
-        """Do the work. Yields while other ranks have not come.
+    def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
+        """All-reduce. Yields while other ranks have not arrived at a barrier.
 
         Args:
-            has_begun: Whether the ranks have passed a barrier since the arrays were written.
+            has_passed_barrier: Whether the node has passed a barrier since the arrays were written.
         """
-        if not has_begun:
+        if not has_passed_barrier:
             yield from self._slots.synchronize()
         if len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_half(self._blocks[0][1].dtype):
             self._add_two()
@@ -65,7 +63,7 @@ class InPlace:
         yield from self._slots.synchronize()
 
     def _add_two(self) -> None:
-        """Do what `Reduction.combine` does, with nothing around it: small arrays feel that."""
+        """Add as `Reduction.combine` does, without its overhead, which slows small arrays."""
         ufunc, divides = self._reduction.ufunc, self._divide_by != 1
         for (first, second), total, others in self._blocks:
             ufunc(first, second, out=total)

@@ -1,4 +1,4 @@
-"""One lane's way across nodes: a shard is reduced with its counterparts, while the rank does other work."""
+"""All-reduce of shards across the ranks of a lane, one rank on each node, in the background of other work."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mpidist.transport.waiting import never_free
 
 __all__ = ["ShardAllReduce", "ShardExchange"]
 
-_TAGS: Final = 16384  # in turn; MPI promises 32,768, and far fewer are under way
+_TAGS: Final = 16384  # used in turn; MPI guarantees 32,768, and far fewer are in use at once
 
 
 class ShardAllReduce(ABC):
-    """One shard under way. It gets on in `progress` alone."""
+    """The all-reduce of one shard. Only `progress` advances it."""
 
     def __init__(self) -> None:
         self.is_done = False
 
     @abstractmethod
     def progress(self) -> None:
-        """Take what has come, and send on what can be sent. Local."""
+        """Handle messages that have arrived, and send what can be sent. Local."""
 
 
 @final
 class ShardExchange:
     """All-reduces shards among the ranks of a lane, one on every node, several shards at a time.
 
-    Nothing moves unless `progress` is called.
+    Only `progress` advances the shards.
 
     Args:
         across_nodes: The ranks of the lane, in order of nodes.
@@ -43,52 +43,52 @@ class ShardExchange:
 
     def __init__(self, across_nodes: MpiCommunicator) -> None:
         self._across = across_nodes
-        self._under_way: deque[ShardAllReduce] = deque()
+        self._unfinished: deque[ShardAllReduce] = deque()
         self._started = 0
 
     def start(self, buffer: Array, reduction: Reduction, half: np.dtype[Any] | None = None) -> ShardAllReduce:
-        """Reduce a shard, in the order of nodes.
+        """Start to all-reduce a shard, added in the order of nodes.
 
-        With K nodes and m bytes: every rank sends each other rank its K-th of the shard, adds what it gets, and
-        sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes a rank: the least that an
-        all-reduce can send. Half as many bytes where numbers are rounded to `half`.
+        With K nodes and m bytes: every rank sends each other rank a K-th of the shard, adds the parts that it receives,
+        and sends the sum to all. 2 steps, 2 (K - 1) messages and 2 m (K - 1) / K bytes per rank: the least that an
+        all-reduce can send. Half as many bytes with `half`.
 
         Args:
             buffer: [m], reduced in place. It must not be touched until the shard is done.
             reduction: The elementwise operation.
-            half: Half precision that float32 numbers are rounded to on their way; `None` leaves them as they are.
+            half: The half precision that float32 numbers are sent in; `None` for no compression.
         """
         tag = self._next_tag()
         if half is None:
-            return self._keep(_DirectAllReduce(self._across, buffer, reduction, tag))
-        return self._keep(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
+            return self._track(_DirectAllReduce(self._across, buffer, reduction, tag))
+        return self._track(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
-        """Reduce a shard from node to node, each adding its ranks' parts in turn, and send the result back.
+        """Start to all-reduce a shard in rank order: node after node adds its parts; the result goes the way back.
 
         With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
 
         Args:
             buffer: [m], which takes the result.
-            fold: Adds this node's parts to what it is given, the sum of all nodes before, or to nothing, and leaves
-                the sum in `buffer`.
+            fold: Adds this node's parts to its argument, the sum of all nodes before (`None` on the first node), and
+                leaves the sum in `buffer`.
         """
-        return self._keep(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
+        return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
-        """Let the shards under way get on. Local."""
-        for shard in self._under_way:
+        """Advance all shards that are not done. Local."""
+        for shard in self._unfinished:
             shard.progress()
-        while self._under_way and self._under_way[0].is_done:
-            self._under_way.popleft()
+        while self._unfinished and self._unfinished[0].is_done:
+            self._unfinished.popleft()
 
     def abandon(self) -> None:
-        """Leave what is under way to MPI, which may still read and write it. Local."""
-        never_free(tuple(self._under_way))
-        self._under_way.clear()
+        """Abandon shards that are not done. MPI may still read and write their memory, which is never freed. Local."""
+        never_free(tuple(self._unfinished))
+        self._unfinished.clear()
 
-    def _keep(self, shard: ShardAllReduce) -> ShardAllReduce:
-        self._under_way.append(shard)
+    def _track(self, shard: ShardAllReduce) -> ShardAllReduce:
+        self._unfinished.append(shard)
         return shard
 
     def _next_tag(self) -> int:
@@ -98,7 +98,7 @@ class ShardExchange:
 
 @final
 class _DirectAllReduce(ShardAllReduce):
-    """Parts to their owners, sums to everybody."""
+    """Sends each part to its owner, which adds it, and sends the sum to all ranks."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _DirectAllReduce(ShardAllReduce):
 
 @final
 class _CompressedAllReduce(ShardAllReduce):
-    """A shard of float32 that travels in half precision, its owner's part, too: all get the same bits."""
+    """Sends a float32 shard in half precision. The owner rounds its own part, too: all ranks get equal bits."""
 
     def __init__(
         self, across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int
@@ -143,17 +143,17 @@ class _CompressedAllReduce(ShardAllReduce):
 
 @final
 class _ChainAllReduce(ShardAllReduce):
-    """Partial sums up the nodes, the result back down."""
+    """Sends partial sums up the nodes, and the result back down."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
         super().__init__()
         self._across, self._buffer, self._fold, self._tag = across, buffer, fold, tag
         self._below = across.rank - 1 if across.rank > 0 else None
         self._above = across.rank + 1 if across.rank + 1 < across.size else None
-        self._is_up = self._is_sent_down = False
+        self._is_added = self._is_sent_down = False
         self._incoming: Array | None = None
         if self._below is None:
-            self._up()
+            self._add_and_send_up()
         else:
             self._incoming = np.empty(buffer.size, buffer.dtype)
             self._requests = [across.receive(self._incoming, self._below, tag)]
@@ -163,18 +163,18 @@ class _ChainAllReduce(ShardAllReduce):
     def progress(self) -> None:
         if self.is_done or not self._across.test_all(self._requests):
             return
-        if not self._is_up:
-            self._up()
+        if not self._is_added:
+            self._add_and_send_up()
         elif self._below is not None and not self._is_sent_down:
-            self._down()
+            self._send_down()
         else:
             self.is_done = True
 
-    def _up(self) -> None:
+    def _add_and_send_up(self) -> None:
         self._fold(self._incoming)
-        self._is_up = True
+        self._is_added = True
         if self._above is None:
-            self._down()
+            self._send_down()
             return
         self._outgoing = self._buffer.copy()  # the result comes back into the buffer
         self._requests = [
@@ -182,7 +182,7 @@ class _ChainAllReduce(ShardAllReduce):
             self._across.receive(self._buffer, self._above, self._tag + 1),
         ]
 
-    def _down(self) -> None:
+    def _send_down(self) -> None:
         self._is_sent_down = True
         self._requests = []
         if self._below is not None:

@@ -1,4 +1,4 @@
-"""One-shot all-reduce through shared memory: every rank adds everything itself, after one barrier."""
+"""One-shot all-reduce through shared memory: after one barrier, every rank adds all elements itself."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["OneShot"]
 
 @final
 class OneShot:
-    """All-reduces of one length and dtype within a node, in one barrier. S bytes in, P S bytes read, per rank.
+    """All-reduces of one length and dtype within a node, with one barrier. S bytes in, P S bytes read, per rank.
 
-    `stage`, then a barrier of the slots, then `add`.
+    A call is `stage`, a barrier of the slots, and `add`.
 
     Args:
         slots: The node's staging memory.
         count: Number of elements.
-        dtype: Their dtype.
+        dtype: The dtype of the elements.
     """
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
         self._slots = slots
-        self._parts = [[view[:count] for view in views] for views in slots.all(dtype)]
+        self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
         """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.
 
         Returns:
-            What `add` needs: every rank's part of the slot.
+            [ranks], every rank's part of the slot, the argument of `add`.
         """
         slots = self._slots
         parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]

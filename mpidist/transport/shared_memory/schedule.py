@@ -1,7 +1,7 @@
-"""Which elements of which arrays each chunk carries: made once for a list of lengths, and used for every call.
+"""Which elements of which arrays each chunk holds: computed once for a list of lengths, and used for every call.
 
-A list of flat pieces is thought of as one piece after the other. The list is cut into chunks that stay in the cache,
-wherever pieces end, and each chunk into one shard per lane. A lane is a rank that adds.
+The flat pieces of a list are concatenated in thought. The concatenation is cut into chunks that fit into the cache,
+without regard to the ends of pieces, and each chunk into one shard for each lane. A lane is a rank that adds.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Final, NamedTuple, final
 
 from mpidist.transport.communicator import shard_bounds
 
-__all__ = ["Chunk", "Move", "Schedule", "chunk_bounds", "scatter_schedule", "fused_schedule"]
+__all__ = ["BLOCK_BYTES", "Chunk", "Move", "Schedule", "chunk_bounds", "fused_schedule", "scatter_schedule"]
 
+BLOCK_BYTES: Final = 128 << 10  # what is added, divided and copied to several places while it is in the cache
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
 
 
 @final
 class Move(NamedTuple):
-    """Elements that lie together both in the arrays and in a chunk.
+    """Elements that are contiguous both in the arrays and in a chunk.
 
     Attributes:
-        first: The piece they are of, or the first of several whole pieces.
-        last: One after the last piece.
-        start: Their place in the piece; 0 with several.
-        stop: One after.
-        at: Their place in the chunk.
-        end: One after.
+        first: The index of the piece, or of the first of several whole pieces.
+        last: One after the index of the last piece.
+        start: The first element in the piece; 0 if there are several pieces.
+        stop: One after the last element in the piece.
+        at: The first element in the chunk.
+        end: One after the last element in the chunk.
     """
 
     first: int
@@ -46,8 +47,8 @@ class Chunk:
 
     Attributes:
         count: Number of elements.
-        bounds: [lanes + 1], where the shards begin and end in the chunk.
-        shards: [lanes], the moves of each.
+        bounds: [lanes + 1], the bounds of the shards in the chunk.
+        shards: [lanes], the moves of each shard.
     """
 
     count: int
@@ -64,7 +65,8 @@ class Schedule:
         count: Number of elements.
         num_pieces: Number of pieces.
         chunks: The chunks, in order.
-        is_fine: Whether the pieces are so small that adding piece by piece would cost more than copying them first.
+        is_fine: Whether the pieces are so small that to copy them into the slot and add them there is faster than to
+            add piece by piece.
     """
 
     count: int
@@ -73,11 +75,11 @@ class Schedule:
     is_fine: bool
 
 
-FINE_COUNT: Final = 4096  # elements of an average piece; adding that many takes as long as a call
+FINE_COUNT: Final = 4096  # elements of an average piece, whose addition takes as long as the call of a ufunc
 
 
 def chunk_bounds(count: int, lanes: int) -> tuple[int, ...]:
-    """Cut a chunk into shards that begin at whole cache lines, where it is long enough."""
+    """Cut a chunk into shards, which begin at whole cache lines if the chunk is long enough."""
     if count < lanes * _ROUND * 4:
         return tuple(shard_bounds(count, lanes))
     return tuple(min(count, bound * _ROUND) for bound in shard_bounds(-(-count // _ROUND), lanes))
@@ -107,7 +109,7 @@ def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sche
 def _moves(
     lengths: Sequence[int], ends: Sequence[int], piece: int, begin: int, start: int, stop: int
 ) -> tuple[tuple[Move, ...], int]:
-    """List the moves of elements `start` to `stop` of the whole list, and say which piece comes next."""
+    """List the moves of elements `start` to `stop` of the whole list, and return the piece that holds `stop`."""
     moves: list[Move] = []
     at = start
     while at < stop:
@@ -126,10 +128,10 @@ def _moves(
 
 
 def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
-    """Cut the shards of a buffer, so that every chunk holds a slice of each. A shard is a piece.
+    """Cut the shards of a buffer into chunks of which each holds a slice of every shard. Each shard is a piece.
 
     Args:
-        bounds: [lanes + 1], where the shards begin and end in the buffer.
+        bounds: [lanes + 1], the bounds of the shards in the buffer.
         chunk_count: The most elements of a chunk.
     """
     lanes = len(bounds) - 1

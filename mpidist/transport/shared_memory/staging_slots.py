@@ -1,4 +1,4 @@
-"""The staging memory of a node's ranks: a few slots each, taken in turn, that all of them read."""
+"""The staging memory of a node: a few slots for each rank, used in turn, which all ranks of the node read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
 
-# A slot is read until two barriers after its own, or three where a deadline adds one; then it can be filled again.
+# A slot is read until two barriers after its own, or three if a deadline adds one; then it can be filled again.
 _LEAST_SLOTS: Final = 4
 
 
 @final
 class Slots:
-    """Slots in a shared window, and the barrier that says when one can be read and filled.
+    """Slots in a shared window, and the barrier after which a slot can be read, or filled again.
 
-    A chunk is put into the slot of the barrier that comes next, and every barrier takes one slot further, on all
-    ranks alike. Memory: `4 + depth` slots a rank, whatever is sent through them.
+    A chunk is copied into the slot that belongs to the next barrier: the number of the barrier, modulo the number of
+    slots, on all ranks. Memory: `4 + depth` slots for each rank, however much is sent through the slots.
 
     Args:
         comm: The ranks of the node, or `None` for a node of one.
         slot_bytes: Size of a slot in bytes; a multiple of `LINE_BYTES`.
-        depth: For how many barriers more than usual a slot is in use.
+        depth: The number of additional barriers for which a slot is in use.
 
     Raises:
         UnavailableError: If there is too little shared memory.
@@ -45,11 +45,11 @@ class Slots:
         self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
-    def next(self, dtype: np.dtype[Any]) -> list[Array]:
-        """View the slot of the next barrier: [ranks], each the whole slot of a rank, flat."""
-        return (self._views.get(dtype) or self.all(dtype))[(self.barrier.count + 1) % self.num_slots]
+    def next_views(self, dtype: np.dtype[Any]) -> list[Array]:
+        """View the slot of the next barrier: [ranks], flat, each rank's whole slot."""
+        return (self._views.get(dtype) or self.views(dtype))[(self.barrier.count + 1) % self.num_slots]
 
-    def all(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+    def views(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """View all slots: [slots][ranks]."""
         views = self._views.get(dtype)
         if views is None:
@@ -57,14 +57,14 @@ class Slots:
         return views
 
     def synchronize(self) -> Generator[int, None, None]:
-        """Pass a barrier; yields while others have not come."""
+        """Pass a barrier. Yields while other ranks have not arrived."""
         barrier = self.barrier
         barrier.post()
-        while not barrier.passed():
+        while not barrier.has_passed():
             yield barrier.count
 
     def free(self) -> None:
-        """Give back the memory, although others may still refer to it. Local; all ranks must have left the slots."""
+        """Give back the memory, even if arrays refer to it. Local; no rank may use its slots any more."""
         self._views.clear()
         self._window.discard()
         if self._fence is not None:

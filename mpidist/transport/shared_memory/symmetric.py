@@ -1,4 +1,4 @@
-"""Arrays in memory that all ranks of a node reach."""
+"""Symmetric and per-node arrays: arrays in shared memory of a node, which a strategy allocates for users."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import numpy as np
 
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
-from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
-__all__ = ["Place", "Run", "SharedArrays", "placement_digest"]
+__all__ = ["Place", "Run", "SharedArrays", "places_digest"]
 
 _MASK: Final = (1 << 62) - 1
 
@@ -24,28 +23,28 @@ _MASK: Final = (1 << 62) - 1
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies in memory that all ranks of the node reach.
+    """Where an array lies in shared memory of the node.
 
     Attributes:
         window: The number of the window, the same on all ranks.
-        offset: Its first byte in a rank's part of the window.
+        offset: The array's first byte in a rank's part of the window.
         per_node: Whether there is one array for all ranks of the node.
-        everyone: [ranks], each rank's array of this place, flat; only one where `per_node`.
+        arrays: [ranks], each rank's array at this place, flat; only one if `per_node`.
     """
 
     window: int
     offset: int
     per_node: bool
-    everyone: tuple[Array, ...]
+    arrays: tuple[Array, ...]
 
 
 @final
 class Run(NamedTuple):
-    """Elements that lie one after the other, both where they are read and where they are written.
+    """Elements that are contiguous both in the sources and in the targets.
 
     Attributes:
-        sources: [ranks], what each rank contributes, flat.
-        targets: [places], where the results go.
+        sources: [ranks], each rank's contribution, flat.
+        targets: [ranks], or one for the node: where the results are written.
     """
 
     sources: tuple[Array, ...]
@@ -54,27 +53,27 @@ class Run(NamedTuple):
 
 @final
 class _Window:
-    """Where the arrays of one window lie. Does not keep its memory, which is there as long as one of them.
+    """The layout of one window's arrays. Holds no reference to the memory, which the arrays alone keep.
 
     Args:
         window: The window.
         per_node: Whether there is one array for all ranks of the node.
-        following: Where an array ends -> where the next one begins.
-        on_end: Called when its memory is given back.
+        next_offsets: The end of an array -> the offset of the next array.
+        on_end: Called when the last array is gone and the memory is given back.
     """
 
     def __init__(
-        self, window: SharedWindow, per_node: bool, following: dict[int, int], on_end: Callable[[], None]
+        self, window: SharedWindow, per_node: bool, next_offsets: dict[int, int], on_end: Callable[[], None]
     ) -> None:
         root = _root(window.parts[0])
         start, _ = memory_bounds(root)
-        self.per_node, self.following = per_node, following
+        self.per_node, self.next_offsets = per_node, next_offsets
         self.bounds = [memory_bounds(part) for part in window.parts]
         self._slices = [slice(low - start, high - start) for low, high in self.bounds]
         self._root = weakref.ref(root, lambda _: on_end())
 
     def views(self, offset: int, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        """View each rank's memory of a place, while an array lies in it; only one where `per_node`."""
+        """View each rank's memory at an offset, while some array of the window exists; only one if `per_node`."""
         root = self._root()
         assert root is not None
         slices = self._slices[:1] if self.per_node else self._slices
@@ -83,20 +82,20 @@ class _Window:
 
 @final
 class SharedArrays:
-    """The arrays that are shared within one node. A window's memory is given back when all its arrays are gone.
+    """The arrays in shared memory of a node. A window's memory is given back when all its arrays are gone.
 
     Args:
         within_node: The ranks of the node.
 
     Attributes:
-        num_windows: How many windows were made. The same on all ranks, which let go of arrays at other times.
+        num_windows: How many windows were made: equal on all ranks, unlike the number of windows that still exist.
     """
 
     def __init__(self, within_node: Communicator) -> None:
         self.within_node = within_node
         self.num_windows = 0
         self._windows: dict[int, _Window] = {}
-        self._bases: dict[int, int] = {}  # id of the array that all views of a window come from -> the window
+        self._bases: dict[int, int] = {}  # id of the base of all views of a window -> the window's number
         self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
 
     @property
@@ -110,8 +109,8 @@ class SharedArrays:
         """Allocate arrays in shared memory. Collective over the node.
 
         Args:
-            specs: Shape and dtype of each, the same on every rank.
-            per_node: One array for all ranks, instead of one for each.
+            specs: Shape and dtype of each array, the same on every rank.
+            per_node: Whether to make one array for all ranks of the node, instead of one for each rank.
 
         Returns:
             C-contiguous arrays, zero at first.
@@ -119,20 +118,20 @@ class SharedArrays:
         Raises:
             UnavailableError: If there is too little shared memory, on every rank of the node.
         """
-        offsets, end, following = [], 0, {}
+        offsets, end, next_offsets = [], 0, {}
         for shape, dtype in specs:
             nbytes = prod(shape) * dtype.itemsize
             offsets.append(end)
-            following[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
+            next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
-        self._know(window, per_node, following)
+        self._register(window, per_node, next_offsets)
         return [
             part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             for offset, (shape, dtype) in zip(offsets, specs, strict=True)
         ]
 
-    def _know(self, window: SharedWindow, per_node: bool, following: dict[int, int]) -> None:
+    def _register(self, window: SharedWindow, per_node: bool, next_offsets: dict[int, int]) -> None:
         number, key = self.num_windows, id(_root(window.parts[0]))
         windows, bases = self._windows, self._bases
 
@@ -140,16 +139,16 @@ class SharedArrays:
             windows.pop(number, None)
             bases.pop(key, None)
 
-        windows[number] = _Window(window, per_node, following, forget)
+        windows[number] = _Window(window, per_node, next_offsets, forget)
         bases[key] = number
         self.num_windows += 1
 
     def place(self, array: Any) -> Place | None:
-        """Say where an array lies; `None` if not in shared memory, or if it is not contiguous and of native order."""
+        """Return where an array lies; `None` if it is not in shared memory, not contiguous, or not of native order."""
         if not self._windows or type(array) is not np.ndarray:
             return None
         known = self._places.get(id(array))
-        if known is not None and known[1].everyone[0].dtype == array.dtype and known[0]() is array:
+        if known is not None and known[1].arrays[0].dtype == array.dtype and known[0]() is array:
             return known[1]
         number = self._bases.get(id(_root(array)))
         if number is None or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -157,11 +156,12 @@ class SharedArrays:
         found = self._find(array, number)
         if found is not None:
             key, places = id(array), self._places
-            places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found  # a place holds the memory
+            # Until the array is gone: a place holds the memory.
+            places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found
         return found
 
     def places(self, arrays: Sequence[Any]) -> list[Place] | None:
-        """Say where arrays lie, if they all lie in shared memory, one for each rank or one for all."""
+        """Return where arrays lie; `None` unless all are symmetric arrays, or all are per-node arrays."""
         if not self._windows or not arrays:
             return None
         places: list[Place] = []
@@ -173,59 +173,50 @@ class SharedArrays:
         return places
 
     def runs(self, sources: Sequence[Place], outs: Sequence[Place], dtype: np.dtype[Any]) -> list[Run]:
-        """Join arrays that were allocated one after the other: many small ones are added as one large one.
+        """Join arrays that were allocated one after the other, so that many small arrays are added as one large run.
 
-        What lies between them, to begin each at whole cache lines, is added with them, and nobody sees it.
+        The padding between arrays, which aligns each to whole cache lines, is added with them; no array shows it.
 
         Args:
             sources: Where the values lie.
             outs: Where the results go.
-            dtype: Of all of them.
+            dtype: The dtype of all arrays.
         """
         runs: list[tuple[Place, Place, int]] = []
         for source, out in sorted(zip(sources, outs, strict=True), key=lambda both: (both[0].window, both[0].offset)):
-            nbytes = source.everyone[0].nbytes
+            nbytes = source.arrays[0].nbytes
             if runs:
                 first, into, length = runs[-1]
                 step = source.offset - first.offset
-                both_follow = self._follows(first, length, source) and self._follows(into, length, out)
-                if both_follow and out.offset - into.offset == step:  # a part of an array may begin anywhere
+                both_follow = self._is_next(first, length, source) and self._is_next(into, length, out)
+                if both_follow and out.offset - into.offset == step:  # a view of a part may begin anywhere
                     runs[-1] = first, into, step + nbytes
                     continue
             runs.append((source, out, nbytes))
         return [
-            Run(self._everyone(source, length, dtype), self._everyone(out, length, dtype))
-            for source, out, length in runs
+            Run(self._arrays(source, length, dtype), self._arrays(out, length, dtype)) for source, out, length in runs
         ]
 
     def is_per_node(self, array: Any) -> bool:
-        """Whether an array lies in memory that is one for all ranks of the node, however it was made."""
+        """Whether an array is a per-node array, or a view of any kind of one."""
         if not self._windows or not isinstance(array, np.ndarray):
             return False
         start, stop = memory_bounds(array)
         parts = (window.bounds[0] for window in list(self._windows.values()) if window.per_node)
-        return any(start < its_stop and its_start < stop for its_start, its_stop in parts)
-
-    def fingerprint(self, outs: Sequence[Any]) -> int:
-        """Return a number that tells which of some arrays are one for all ranks of the node; 0 for none."""
-        which = [index for index, out in enumerate(outs) if self.is_per_node(out)] if self._windows else []
-        return fingerprint_of(which) if which else 0
+        return any(start < high and low < stop for low, high in parts)
 
     def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write an array that is one for all: `change`."""
+        """Let the node's first rank write a per-node array: `change`."""
         self.change(lambda: out.__setitem__(..., result))
 
     def change(self, change: Callable[[], None]) -> None:
-        """Let the node's first rank change arrays that are one for all. Collective over the node.
-
-        Returns when the numbers are there for this rank to read.
-        """
+        """Let the node's first rank change per-node arrays, and wait for the change. Collective over the node."""
         if self.within_node.rank == 0:
             change()
-        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # sent after the numbers were written
+        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # a barrier behind the change
 
     def free(self) -> None:
-        """Forget the arrays. Their memory is there as long as they are."""
+        """Forget the arrays, which keep their memory until they are gone."""
         self._windows.clear()
         self._bases.clear()
         self._places.clear()
@@ -236,21 +227,21 @@ class SharedArrays:
         address = array.__array_interface__["data"][0]
         if address < low or address + array.nbytes > high:
             return None
-        everyone = window.views(address - low, array.nbytes, array.dtype)
-        return Place(number, address - low, window.per_node, everyone)
+        arrays = window.views(address - low, array.nbytes, array.dtype)
+        return Place(number, address - low, window.per_node, arrays)
 
-    def _follows(self, first: Place, nbytes: int, place: Place) -> bool:
-        """Whether a place is that of the array which was allocated after those that end `nbytes` from a place on."""
+    def _is_next(self, first: Place, nbytes: int, place: Place) -> bool:
+        """Whether `place` starts where the allocation after `first` (its first `nbytes` bytes) starts."""
         if first.window != place.window:
             return False
-        return self._windows[first.window].following.get(first.offset + nbytes) == place.offset
+        return self._windows[first.window].next_offsets.get(first.offset + nbytes) == place.offset
 
-    def _everyone(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    def _arrays(self, place: Place, nbytes: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         return self._windows[place.window].views(place.offset, nbytes, dtype)
 
 
-def placement_digest(places: Sequence[Place] | None) -> int:
-    """Return a number that is the same on all ranks if the places are; 0 for none."""
+def places_digest(places: Sequence[Place] | None) -> int:
+    """Return a digest of places that is equal on all ranks if the places are; 0 for `None`."""
     if places is None:
         return 0
     return hash(tuple((place.window, place.offset) for place in places)) & _MASK | 1

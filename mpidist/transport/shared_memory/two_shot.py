@@ -1,13 +1,13 @@
-"""Two-shot all-reduce through shared memory: each rank adds a shard, and everybody copies the sums, chunk by chunk.
+"""Two-shot all-reduce through shared memory: each rank adds a shard, then all ranks copy the sums, chunk by chunk.
 
-Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the other lanes' shards of its own arrays
-into its slot, and its own shard never; a barrier; it adds its shard from all ranks' slots, in rank order; on several
-nodes the lanes of all nodes reduce the shard further; a barrier; everybody copies the sums out. The second barrier
-of a chunk is the first of the next one, so there is one for each chunk and one more.
+Of every chunk, each lane (a rank that adds) owns a shard. A rank copies the shards of the other lanes from its arrays
+into its slot, but not its own shard. After a barrier, each lane adds its shard from all ranks' slots, in rank order. On
+several nodes, the lanes of all nodes then all-reduce the shard. After a second barrier, all ranks copy the sums out.
+The second barrier of a chunk is the first barrier of the next chunk: there is one barrier more than there are chunks.
 
 With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P from P places, and copies S out.
 
-Arrays that lie in memory which all ranks reach are neither copied in nor out: they are added where they are.
+Arrays in shared memory are neither copied in nor out, but added in place.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import Chunk, Move, Schedule
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
 
 __all__ = ["FusedArrays", "TwoShot"]
-
-_BLOCK_BYTES: Final = 128 << 10  # of a shard that is added in place and written to several arrays
 
 
 @final
 @dataclass
 class FusedArrays:
-    """The arrays of one all-reduce. Flat and contiguous, but for the small pieces of a fine schedule.
+    """The arrays of one all-reduce, flat and contiguous; the small pieces of a fine schedule may have any layout.
 
     Attributes:
-        dtype: In which the numbers travel.
-        sources: [pieces], what this rank contributes.
-        results: [pieces], where the results go: of `result` dtype, also the sources themselves. Empty on a rank
-            that wants none.
-        peers: [ranks][pieces], what every rank of the node contributes, if this rank reaches all of it.
-        shared: [places][pieces], where whoever added writes the results, if that is memory that all reach: the
-            results of every rank of the node, or the one that the node has.
-        result: The dtype of the results, if it is another.
+        dtype: The dtype in which numbers are sent.
+        sources: [pieces], this rank's contribution.
+        results: [pieces], the arrays that take the results, of dtype `result`; may be the sources. Empty on a rank
+            that gets no results.
+        peers: [ranks][pieces], the contributions of all ranks of the node, if all lie in shared memory.
+        shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
+            each rank of the node, or the node's one array.
+        result: The dtype of the results; `None` if it is `dtype`.
     """
 
     dtype: np.dtype[Any]
@@ -61,17 +59,17 @@ class TwoShot:
 
     Args:
         slots: The node's staging memory.
-        exchange: The lane's way across nodes; `None` on one node, and for ranks that do not add.
-        depth: How many shards are under way between nodes at once; 0 on one node.
+        exchange: All-reduces shards across nodes; `None` on one node, and on ranks that do not add.
+        depth: How many chunks may be between nodes at once; 0 on one node.
         schedule: The chunks, with as many shards as there are lanes.
         arrays: The arrays.
         reduction: The elementwise operation.
-        divide_by: What the results are divided by.
-        half: Half precision that float32 numbers are rounded to on their way between nodes; `None` for none.
+        divide_by: The divisor of the results.
+        half: The half precision that float32 numbers are sent in between nodes; `None` for none.
 
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins.
-        overflowed: As `Reduction.combine` counts.
+        overflowed: The sum of what `Reduction.combine` returned.
     """
 
     def __init__(
@@ -95,37 +93,37 @@ class TwoShot:
         self.overflowed = 0
 
     def begin(self) -> None:
-        """Copy the first chunk in. Local. It can be left at that; else a barrier of the node and `steps` follow."""
+        """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
         self._stage(self._chunks[0])
 
-    def cut_results(self, schedule: Schedule) -> None:
-        """Say how the results are cut, where they are other pieces than the sources."""
+    def set_results_schedule(self, schedule: Schedule) -> None:
+        """Set the schedule of results whose pieces differ from those of the sources."""
         self._results_chunks = schedule.chunks
 
-    def steps(self, has_begun: bool) -> Generator[int, None, None]:
-        """Do the work. Yields the number of a barrier, while this rank waits for others there.
+    def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
+        """All-reduce. Yields the number of a barrier while this rank waits there for other ranks.
 
         Args:
-            has_begun: Whether this rank has called `begin`, and the ranks of the node have passed a barrier since.
+            has_passed_barrier: Whether this rank has called `begin`, and the node has passed a barrier since then.
         """
         barrier, exchange, chunks = self._slots.barrier, self._exchange, self._chunks
-        on_their_way: list[ShardAllReduce | None] = [None] * len(chunks)
+        exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
         has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
-        if not has_begun:
+        if not has_passed_barrier:
             self.begin()
-        for at in range(0 if has_begun else -1, len(chunks) + self._depth):  # at -1 is nothing but a barrier
+        for at in range(0 if has_passed_barrier else -1, len(chunks) + self._depth):  # step -1 is only a barrier
             done = at - self._depth
             if at >= 0:
                 if at + 1 < len(chunks):
                     self._stage(chunks[at + 1])
                 if at < len(chunks) and self._lane >= 0:
                     if exchange is not None:
-                        on_their_way[at] = self._start(exchange, chunks[at], self._views[at])
+                        exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
                     elif self.arrays.shared is None:
                         self._fold(chunks[at], self._views[at], None)
                     else:
                         self._add_in_place(chunks[at], self._views[at])
-                shard = on_their_way[done] if done >= 0 else None
+                shard = exchanges[done] if done >= 0 else None
                 while shard is not None and exchange is not None and not shard.is_done:
                     exchange.progress()
                     if not shard.is_done:
@@ -133,20 +131,20 @@ class TwoShot:
                 if done >= 0 and has_to_finish:
                     self._finish(done)
             barrier.post()
-            while not barrier.passed():
-                if exchange is not None:  # another node may wait for what this rank has to send on
+            while not barrier.has_passed():
+                if exchange is not None:  # another node may wait for messages of this rank
                     exchange.progress()
                 yield barrier.count
             if done >= 0 and self.arrays.shared is None and self.arrays.results:
-                self._deliver(done)
+                self._copy_out(done)
 
     @property
     def _keeps_dtype(self) -> bool:
         return self.arrays.result is None or self.arrays.result == self.arrays.dtype
 
     def _stage(self, chunk: Chunk) -> None:
-        """Copy this rank's part of a chunk into its slot: all shards but its own."""
-        views = self._slots.next(self.arrays.dtype)
+        """Copy this rank's contribution to a chunk into its slot: all shards but the rank's own."""
+        views = self._slots.next_views(self.arrays.dtype)
         self._views.append(views)
         if self.arrays.peers is not None:
             return
@@ -160,8 +158,8 @@ class TwoShot:
                 else:
                     np.concatenate(sources[first:last], axis=None, out=slot[at:end])
 
-    def _start(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
-        """Add this rank's shard of a chunk, and send the shard on its way between nodes."""
+    def _start_exchange(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
+        """Add this rank's shard of a chunk, and start to all-reduce the shard across nodes."""
         shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
         if self._reduction.in_rank_order:
             return exchange.start_chain(shard, partial(self._fold, chunk, views))
@@ -169,7 +167,7 @@ class TwoShot:
         return exchange.start(shard, self._reduction.rest, self._half)
 
     def _fold(self, chunk: Chunk, views: Sequence[Array], before: Array | None) -> None:
-        """Add all parts of this rank's shard to what comes before them, into this rank's slot."""
+        """Add all ranks' parts of this rank's shard into the rank's slot, after the sum `before`, if there is one."""
         own = views[self._slots.rank]
         start, stop = chunk.bounds[self._lane], chunk.bounds[self._lane + 1]
         if self._stages_own and self.arrays.peers is None:
@@ -187,7 +185,7 @@ class TwoShot:
                 self.overflowed += self._reduction.combine(parts, own[at:end])
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
-        """Every rank's elements `first` to `last` of a piece, in rank order."""
+        """Return every rank's elements `first` to `last` of a piece, in rank order."""
         if self.arrays.peers is not None:
             return [pieces[piece][first:last] for pieces in self.arrays.peers]
         parts = list(map(itemgetter(slice(at, at + last - first)), views))
@@ -195,9 +193,9 @@ class TwoShot:
         return parts
 
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
-        """Add this rank's shard where all ranks find the results."""
+        """Add this rank's shard, and write it to the results of all ranks in shared memory."""
         places = self.arrays.shared or ()
-        block = _BLOCK_BYTES // self.arrays.dtype.itemsize
+        block = BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
             for piece, first, last, at in _pieces(move, self.arrays.sources):
                 for start in range(first, last, block):
@@ -211,7 +209,7 @@ class TwoShot:
                         place[piece][start:stop] = total
 
     def _finish(self, index: int) -> None:
-        """Finish this rank's shard, which has been added: divide it, and write it where all can read it."""
+        """Divide this rank's shard, which has been added, and write it to results in shared memory."""
         if self.arrays.shared is not None and self._exchange is None:
             return
         chunk, slot = self._chunks[index], self._views[index][self._slots.rank]
@@ -223,7 +221,7 @@ class TwoShot:
                 for piece, first, last, at in _pieces(move, place):
                     place[piece][first:last] = slot[at : at + last - first]
 
-    def _deliver(self, index: int) -> None:
+    def _copy_out(self, index: int) -> None:
         """Copy the sums of a chunk out."""
         results, divide_by = self.arrays.results, self._divide_by
         converts = divide_by != 1 and not self._keeps_dtype
@@ -235,7 +233,7 @@ class TwoShot:
 
 
 def _pieces(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:
-    """Open a move: piece, first and last element of it, and their place in the chunk."""
+    """Yield a move's pieces: the piece, its first and last element, and their place in the chunk."""
     if move.last == move.first + 1:
         yield move.first, move.start, move.stop, move.at
         return

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share."""
+"""Windows: shared memory of the ranks of a node."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _libc() -> ctypes.CDLL:
 
 @final
 class _Mapping:
-    """A file as memory, for as long as an array refers to it.
+    """A file mapped into memory, until the last array that refers to the mapping is gone.
 
-    Python's own `mmap` keeps the file open (before 3.13 always), and a process may have only so many open files.
+    Python's own `mmap` keeps the file open (before 3.13 always), and the number of open files of a process is limited.
     """
 
     def __init__(self, file: int, nbytes: int) -> None:
@@ -44,23 +44,25 @@ class _Mapping:
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False  # others may run after us at exit
+        weakref.finalize(
+            self, _libc().munmap, address, nbytes
+        ).atexit = False  # code that runs later at exit may use arrays
 
 
 @final
 class SharedWindow:
-    """A piece of memory per rank of a node, which all of them reach. Making it is collective.
+    """A part of memory for each rank of a node, which all ranks of the node read and write. Making it is collective.
 
-    The memory is a nameless file of the node's memory file system, and there is at least as long as an array that
-    lies in it. MPI's own shared windows would be gone when they are freed, under whoever still reads them; and where
-    there is too little memory they may kill the process, instead of saying so.
+    The memory is a nameless file of the node's memory file system, and exists at least as long as any array in it.
+    MPI's own shared windows would not: freeing a window unmaps it from ranks that still read it. And where memory is
+    too short, MPI may kill the process instead of returning an error.
 
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone, which needs no MPI.
-        nbytes: How much each rank gets, in bytes; of one number on all ranks. Zeros at first.
+        nbytes: The size of each rank's part in bytes, the same on all ranks. Parts are zero at first.
 
     Attributes:
-        parts: [ranks], each rank's memory as bytes, on page boundaries.
+        parts: [ranks], each rank's part as bytes, on page boundaries.
 
     Raises:
         UnavailableError: If there is too little shared memory, on every rank of the node.
@@ -87,7 +89,7 @@ class SharedWindow:
             if rank != 0:
                 file = os.open(path, os.O_RDWR)
             if file >= 0:
-                os.posix_fallocate(file, step * rank, step)  # by its owner, so that it lies near the owner's core
+                os.posix_fallocate(file, step * rank, step)  # by the part's rank, near whose core it then lies
                 memory = _Mapping(file, step * size)
         except OSError as error:
             problem = f"{step * size >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
@@ -103,9 +105,9 @@ class SharedWindow:
         self.parts = [whole[step * owner : step * owner + nbytes] for owner in range(size)]
 
     def discard(self) -> None:
-        """Give back the memory of this rank's part but for its first page, whoever still refers to it. Local.
+        """Give back the memory of this rank's part except the first page, even if arrays refer to it. Local.
 
-        What is read there afterwards is 0.
+        Reads of that memory return 0 from then on.
         """
         rest = None if self._own is None else self._own[mmap.PAGESIZE :]
         if rest is not None and rest.size:
