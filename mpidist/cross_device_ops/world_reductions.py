@@ -1,4 +1,4 @@
-"""Reductions of a flat buffer over all ranks at once, as their communicator makes them."""
+"""Reductions of a flat buffer by one call on the communicator of all ranks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 from mpidist.transport import Levels, Reduction, ring_all_reduce
 
-__all__ = ["all_reduce_of_world", "reduce_to_root", "ring_of_world"]
+__all__ = ["world_all_reduce", "world_reduce", "world_ring_all_reduce"]
 
 
-def all_reduce_of_world(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    """Leave the reduction in every rank's buffer, added in the order that `reduction` asks for."""
+def world_all_reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    """Leave the reduction of all ranks' buffers in every rank's buffer."""
     levels.world.all_reduce(buffer, reduction)
 
 
-def ring_of_world(levels: Levels, buffer: Any, reduction: Reduction) -> None:
-    """Leave the reduction in every rank's buffer, by way of a ring. 2 S (P - 1) / P bytes a rank."""
+def world_ring_all_reduce(levels: Levels, buffer: Any, reduction: Reduction) -> None:
+    """Leave the reduction of all ranks' buffers in every rank's buffer, by a ring. 2 S (P - 1) / P bytes per rank."""
     ring_all_reduce(levels.world, buffer, reduction)
 
 
-def reduce_to_root(levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
-    """Leave the reduction of all ranks' buffers in the root's, the transport's own way. S bytes a rank."""
+def world_reduce(levels: Levels, buffer: Any, reduction: Reduction, root: int) -> None:
+    """Leave the reduction of all ranks' buffers in the root's buffer. S bytes per rank."""
     levels.world.reduce(buffer, reduction, root)
