@@ -15,7 +15,7 @@ from mpidist import nest
 from mpidist.collectives.arguments import require_values
 from mpidist.options import ReduceOp
 from mpidist.transport import Communicator, SyncGroup, value_text
-from mpidist.values import DistributedValues, any_distributed, contribution, is_mirrored, require_contributions
+from mpidist.values import DistributedValues, contribution, has_distributed, is_mirrored, require_contributions
 
 __all__ = [
     "NOTHING_KEPT",
@@ -118,7 +118,7 @@ def take_apart(op: ReduceOp, value: Any, group: SyncGroup) -> tuple[list[Any], n
         return [value], nest.LEAF, NOTHING_KEPT
     leaves, structure = nest.flatten(value)
     kept = NOTHING_KEPT
-    if any_distributed(leaves):
+    if has_distributed(leaves):
         require_contributions(op, leaves, group)
         kept = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if kept:

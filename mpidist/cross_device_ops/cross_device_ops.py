@@ -336,7 +336,7 @@ class CrossDeviceOps(Algorithm):
         require_usable(options)
         if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
             name = type(self).__name__
-            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot; leave one of them out")
+            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot call; leave one out")
         return merged
 
     @final
