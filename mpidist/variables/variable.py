@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
 import numpy as np
 
@@ -70,6 +70,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         InvalidArgumentError: If the ranks' names, shapes, dtypes or rules differ. On every rank.
     """
 
+    _is_trainable_by_default: ClassVar[bool]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
         kind: type[Variable] = cls
         if cls is Variable:
@@ -116,7 +118,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._value = self._place(value)
         self._local_view = self.local_value()  # read-only
-        self._trainable = self._default_trainable() if trainable is None else trainable
+        self._trainable = self._is_trainable_by_default if trainable is None else trainable
         if context_stack.current() is None and open_groups.num_open():
             logger.warning(
                 "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
@@ -127,11 +129,6 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     def _place(self, value: Any) -> Any:
         """Put the initial value where this kind of variable lives."""
         return value
-
-    @staticmethod
-    @abstractmethod
-    def _default_trainable() -> bool:
-        """Whether an optimizer should change variables of this kind."""
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -211,9 +208,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 class MirroredVariable(Variable):
     """A variable whose copies are kept equal: every rank writes the aggregate of what the replicas assign."""
 
-    @staticmethod
-    def _default_trainable() -> bool:
-        return True
+    _is_trainable_by_default = True
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return True for the ranks of its strategy, in cross-replica context."""
@@ -314,9 +309,7 @@ class MirroredVariable(Variable):
 class SyncOnReadVariable(Variable):
     """A variable whose copies may differ. Reading it in cross-replica context aggregates them: a metric, say."""
 
-    @staticmethod
-    def _default_trainable() -> bool:
-        return False
+    _is_trainable_by_default = False
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return False: copies may differ."""
