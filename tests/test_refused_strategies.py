@@ -231,7 +231,7 @@ class Elsewhere(VariablePlacement):
 @only_several
 def test_ranks_that_place_variables_differently_are_refused() -> None:
     placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
-    group, algorithm = SyncGroup.from_mpi(), CollectiveAllReduce()
+    group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
     with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
         StrategyExtended.assemble("Trial", group, algorithm, Device("cpu"), variable_placement=placement)
 
