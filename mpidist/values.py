@@ -213,9 +213,9 @@ def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup)
         return
     for leaf in leaves:
         if is_mirrored(leaf, group):
-            what, instead = f"mirrored variable, {leaf.name!r},", "its local_value(), if ranks differ in it"
-            if isinstance(leaf, Mirrored):
-                what, instead = "Mirrored value", "the array that this rank contributes"
+            what, instead = "Mirrored value", "the array that this rank contributes"
+            if not isinstance(leaf, Mirrored):
+                what, instead = f"mirrored variable, {leaf.name!r},", "its local_value(), if ranks differ in it"
             raise ValueError(
                 f"a {what} is the same on all {size} ranks and is no rank's contribution, so its {op} has no meaning; "
                 f"take the MEAN, or pass {instead}"
