@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Its name and arguments; `None` for those of the process.
+        arguments: The command's name and arguments; `None` for the arguments of this process.
 
     Returns:
         The exit status.
@@ -26,16 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mpidist", description="Commands of mpidist.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
-        its = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
-        its.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_arguments(its)
-        its.set_defaults(run=command.run)
+        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
+        subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
-    except BrokenPipeError:  # as with `| head`: nobody reads on
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a program that SIGPIPE ends
+        return 141  # the exit status of a shell for a program that SIGPIPE ended
     return status
 
 

@@ -1,4 +1,4 @@
-"""Names that a program of tf.distribute looks for and does not find: why, and what there is instead."""
+"""Names of tf.distribute that mpidist lacks: why, and what to use instead."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _WHY: Final[Mapping[str, str]] = {
 
 
 def explain_absent_names(module: str) -> None:
-    """Let a module say of a name that it does not have, when it is asked, why that is so.
+    """Give a module a `__getattr__` whose `AttributeError` says why a name is absent.
 
-    Set at run time, as a type checker would take any name for granted in a module with a `__getattr__` of its own.
+    The function is set at run time, because a type checker accepts any name of a module that defines `__getattr__`.
 
     Args:
-        module: The module's name. It has been imported, as far as this call.
+        module: The module's name. The module calls this while it is imported.
     """
 
     def look_up(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Which strategy is current on this thread, and seen from where: across replicas, or from inside one.
+"""Which strategy is current on this thread, and whether the code runs in replica or cross-replica context.
 
-The answer is a stack per thread. `Strategy.scope` and `run`, `merge_call` and `update` push an entry and pop it
-again; everything else only looks. Hardly anything of mpidist is imported here, so that every module may look:
-a strategy is known by two protocols. The functions for users are in `contexts`.
+Each thread has a stack of entries. `Strategy.scope` and `run`, `merge_call` and `update` push an entry and pop it
+again; all other code only reads the stack. Every module may import this one, so strategies and replica contexts are
+two protocols here. The functions for users are in `contexts`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ __all__ = [
     "CurrentReplica",
     "CurrentStrategy",
     "Entry",
-    "called",
+    "call",
     "current",
     "current_replica",
     "current_strategy",
-    "default_strategy",
     "innermost",
     "is_default",
     "pop",
     "push",
-    "replace_set_strategy",
+    "set_strategy",
     "set_default_factory",
 ]
 
 
 class CurrentStrategy(Protocol):
-    """What modules that `Strategy` is built on know of a strategy: some of its public names."""
+    """The public names of `Strategy` that the modules below it use."""
 
     @property
     def extended(self) -> Any:
@@ -41,7 +40,7 @@ class CurrentStrategy(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """Where the ranks are."""
+        """Which ranks are on which nodes."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -49,7 +48,7 @@ class CurrentStrategy(Protocol):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the first of the strategy's."""
+        """Whether this rank is rank 0 of the strategy."""
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -69,7 +68,7 @@ class CurrentStrategy(Protocol):
 
 
 class CurrentReplica(Protocol):
-    """What modules that `ReplicaContext` is built on know of a replica context."""
+    """The public names of `ReplicaContext` that the modules below it use."""
 
     @property
     def strategy(self) -> CurrentStrategy:
@@ -77,27 +76,27 @@ class CurrentReplica(Protocol):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of the replica."""
+        """The replica's number among all replicas."""
 
 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One level of the stack: a strategy, and the replica context if one is current.
+    """One level of the stack: the current strategy and context.
 
     Attributes:
         strategy: The strategy.
-        replica_context: The replica context; `None` is cross-replica context.
-        updating: Whether this is the function of `StrategyExtended.update`.
-        merging: Whether this is the function of `ReplicaContext.merge_call`.
-        by_set_strategy: Whether `experimental_set_strategy` made it, and no `with` statement will close it.
+        replica_context: The replica context; `None` in cross-replica context.
+        is_update: Whether `StrategyExtended.update` pushed the entry.
+        is_merge_call: Whether `ReplicaContext.merge_call` pushed the entry.
+        is_set_globally: Whether `experimental_set_strategy` pushed the entry, which no `with` statement will pop.
     """
 
     strategy: CurrentStrategy
     replica_context: CurrentReplica | None = None
-    updating: bool = False
-    merging: bool = False
-    by_set_strategy: bool = False
+    is_update: bool = False
+    is_merge_call: bool = False
+    is_set_globally: bool = False
 
 
 @final
@@ -107,8 +106,8 @@ class _Stack(threading.local):
 
 
 @final
-class _Default:
-    """The strategy that is current when none was entered: this process alone. Made when first asked for."""
+class _DefaultStrategy:
+    """The strategy that is current where no strategy was entered: of this process alone, made when first used."""
 
     def __init__(self) -> None:
         self.factory: Callable[[], tuple[CurrentStrategy, CurrentReplica]] | None = None
@@ -118,95 +117,90 @@ class _Default:
     def get(self) -> tuple[CurrentStrategy, CurrentReplica]:
         if self.made is None:
             if self.factory is None:
-                raise RuntimeError("there is no default strategy before `import mpidist` is through")
-            with self._lock:  # threads that ask at once get the same one
+                raise RuntimeError("there is no default strategy before `import mpidist` has finished")
+            with self._lock:  # two threads must not make one each
                 self.made = self.made or self.factory()
         return self.made
 
 
 _stack = _Stack()
-_default = _Default()
+_default = _DefaultStrategy()
 
 
 def set_default_factory(factory: Callable[[], tuple[CurrentStrategy, CurrentReplica]]) -> None:
-    """Say how the default strategy and its replica context are made."""
+    """Set the function that makes the default strategy and its replica context."""
     _default.factory = factory
 
 
-def default_strategy() -> CurrentStrategy:
-    """Return the strategy of this process alone."""
-    return _default.get()[0]
-
-
 def current_strategy() -> CurrentStrategy:
-    """Return the current strategy: that of the innermost scope, else the default one of this process alone."""
+    """Return the strategy of the innermost scope, else the default strategy, of this process alone."""
     entry = current()
     return _default.get()[0] if entry is None else entry.strategy
 
 
 def current_replica() -> CurrentReplica | None:
-    """Return the current replica context: `None` across replicas, the default one where nothing was entered."""
+    """Return the replica context: `None` in cross-replica context; the default strategy's where nothing was entered."""
     entry = current()
     return _default.get()[1] if entry is None else entry.replica_context
 
 
-def replace_set_strategy(strategy: CurrentStrategy | None) -> None:
-    """Make a strategy current, without an end, in place of the one that this function made current before.
+def set_strategy(strategy: CurrentStrategy | None) -> None:
+    """Make a strategy current until the next call, in place of the strategy of the last call.
 
     Args:
-        strategy: The strategy; `None` leaves.
+        strategy: The strategy; `None` makes the default strategy current again.
 
     Raises:
-        RuntimeError: If a strategy was entered in another way.
+        RuntimeError: Inside a strategy's scope, `run`, `merge_call` or `update`.
     """
     entries = _stack.entries
-    if entries and not entries[-1].by_set_strategy:
+    if entries and not entries[-1].is_set_globally:
         raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope or run")
     entries.clear()
     if strategy is not None and strategy is not _default.get()[0]:
-        entries.append(Entry(strategy, by_set_strategy=True))
+        entries.append(Entry(strategy, is_set_globally=True))
 
 
 def current() -> Entry | None:
-    """Return the innermost entry of this thread, or `None` when nothing was entered.
+    """Return the innermost entry of this thread; `None` if there is none.
 
-    The default strategy's scope and `run` are nothing: they change no answer. Its `merge_call` is cross-replica.
+    Entries of the default strategy count as none, as they do not change what is current; but its `merge_call` does.
     """
     entries = _stack.entries
     if not entries:
         return None
     entry = entries[-1]
-    return None if is_default(entry.strategy) and not entry.merging else entry
+    return None if is_default(entry.strategy) and not entry.is_merge_call else entry
 
 
 def innermost() -> Entry | None:
-    """Return the innermost entry of this thread, of whatever strategy."""
+    """Return the innermost entry of this thread, also of the default strategy; `None` if there is none."""
     return _stack.entries[-1] if _stack.entries else None
 
 
 def push(entry: Entry) -> None:
-    """Make an entry current."""
+    """Push an entry."""
     _stack.entries.append(entry)
 
 
 def pop(entry: Entry) -> None:
-    """Take back the entry that was pushed last.
+    """Pop the entry that was pushed last.
 
     Raises:
-        RuntimeError: If another entry was pushed after this one and is still there.
+        RuntimeError: If `entry` is not the innermost one.
     """
     _require_innermost(entry)
     _stack.entries.pop()
 
 
-def called(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with an entry current.
+def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with an entry pushed.
 
-    No `with` statement, as a signal handler may raise between any two of its steps, and would leave the entry there
-    for ever: here the interpreter looks for signals only between the `try` and the `finally`.
+    This is no context manager: a signal handler may raise between the steps of a `with` statement, and the entry would
+    stay for ever. Here signal handlers run inside the `try` alone.
 
     Raises:
-        RuntimeError: If the function entered a scope and did not leave it.
+        RuntimeError: If the function entered a scope and did not leave that scope.
     """
     entries = _stack.entries
     depth = len(entries)

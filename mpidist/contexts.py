@@ -20,7 +20,7 @@ __all__ = [
 
 
 def get_strategy() -> Strategy:
-    """Return the current strategy: that of the innermost scope, else the default one of this process alone."""
+    """Return the strategy of the innermost scope, else the default strategy, of this process alone."""
     return cast(Strategy, context_stack.current_strategy())
 
 
@@ -34,31 +34,31 @@ def get_replica_context() -> ReplicaContext | None:
     """Return the current replica context.
 
     Returns:
-        Inside the function of `Strategy.run` its replica context, in cross-replica context `None`, and where
-        nothing was entered the default one, of one replica.
+        Inside the function of `Strategy.run` the replica context of that call; in cross-replica context `None`;
+        outside of both the context of the default strategy, which has one replica.
     """
     return cast("ReplicaContext | None", context_stack.current_replica())
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code sees all replicas: inside a scope, `merge_call` or `update`, and not inside `run`."""
+    """Whether the caller is inside a scope, `merge_call` or `update`, and not inside `run`."""
     entry = context_stack.current()
     return entry is not None and entry.replica_context is None
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter a strategy's scope without a `with` statement, in place of the one that was set before.
+    """Make a strategy current without a `with` statement, in place of the strategy that was set before.
 
     Args:
-        strategy: The strategy; `None` leaves.
+        strategy: The strategy; `None` makes the default strategy current again.
 
     Raises:
         RuntimeError: Inside a `with strategy.scope():`.
-        TypeError: If it is no strategy.
+        TypeError: If `strategy` is no strategy.
     """
     if strategy is not None and not hasattr(strategy, "scope"):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, got {strategy!r}")
-    context_stack.replace_set_strategy(strategy)
+    context_stack.set_strategy(strategy)
 
 
 def get_loss_reduction() -> ReduceOp:

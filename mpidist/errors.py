@@ -1,7 +1,8 @@
-"""What can go wrong between ranks, as kinds of exception.
+"""Exceptions for what can go wrong between ranks.
 
-`ValueError`, `TypeError` and `RuntimeError` mean what they mean everywhere in Python. The kinds below say what
-Python has no word for; each is also of the built-in kind that a program would catch.
+`ValueError`, `TypeError` and `RuntimeError` mean what they mean everywhere in Python. Each class below is a subclass
+of the built-in exception that a program would catch. `DeadlineExceededError` and `PeerFailedError` are `OSError`s by
+that, so `except OSError` around a collective call catches them, too.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ class InvalidArgumentError(ValueError):
     """Ranks passed different or unusable arguments to one collective call. Raised on every rank.
 
     Attributes:
-        raised_on_all_ranks: Whether every rank has the same text, so that printing it once will do.
+        raised_on_all_ranks: Whether every rank raises the same text, so that one rank may print it for all.
     """
 
     raised_on_all_ranks = False
 
 
 class DeadlineExceededError(TimeoutError):
-    """A collective call was not joined by all ranks, or did not come to its end, within its `timeout_seconds`."""
+    """Not all ranks joined a collective call, or the call did not complete, within its `timeout_seconds`."""
 
 
 class OutOfRangeError(IndexError):
-    """A batch was asked for by name at the end of a data set: `get_next()`. A `for` loop just ends there."""
+    """`get_next()` was called at the end of a data set, where a `for` loop just ends."""
 
 
 class PeerFailedError(ConnectionError):
@@ -39,7 +40,7 @@ class PeerFailedError(ConnectionError):
 
 
 class UnavailableError(RuntimeError):
-    """Something that this machine lacks was asked for: an MPI library, a GPU, NCCL."""
+    """The call needs something that this machine lacks: an MPI library, a GPU, NCCL."""
 
 
 class TopologyError(RuntimeError):

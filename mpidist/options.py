@@ -1,4 +1,4 @@
-"""Which reduction, and how it should travel: `ReduceOp`, `CommunicationOptions`."""
+"""Which reduction, and how its data are sent: `ReduceOp`, `CommunicationOptions`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "Compression",
-    "NamedInAnyCase",
+    "CaseInsensitiveEnum",
     "ReduceOp",
     "options_or_hints",
 ]
 
-_Named = TypeVar("_Named", bound="NamedInAnyCase")
+_Named = TypeVar("_Named", bound="CaseInsensitiveEnum")
 
 
-class NamedInAnyCase(Enum):
+class CaseInsensitiveEnum(Enum):
     """An enumeration whose members are found by name in any case: `ReduceOp("sum")`."""
 
     @classmethod
     def of(cls: type[_Named], value: object) -> _Named:
-        """Find the member that an argument means: itself, or its name.
+        """Return the member that an argument is or names.
+
+        Quicker than the constructor, which tries all members, and safe for arrays, whose `==` is not a bool.
 
         Raises:
-            ValueError: If it means none, whatever it is: the constructor would compare an array with each name.
+            ValueError: If the argument is neither a member nor a member's name.
         """
         if isinstance(value, cls):
             return value
         member = cls.__members__.get(value.upper()) if isinstance(value, str) else None
-        return cls._missing_(value) if member is None else member  # quicker than the constructor, which tries all
+        return cls._missing_(value) if member is None else member
 
     @classmethod
     def _missing_(cls: type[_Named], value: object) -> _Named:
@@ -54,16 +56,16 @@ class NamedInAnyCase(Enum):
         return self.name
 
 
-# Members are single; the hash of `Enum`, written in Python, costs more than the copy of a small call.
-NamedInAnyCase.__hash__ = object.__hash__  # type: ignore[method-assign]
+# Members are singletons, so identity will do; the hash of `Enum` costs more than the copy of a small call.
+CaseInsensitiveEnum.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @final
-class ReduceOp(NamedInAnyCase):
-    """How the values of the ranks become one.
+class ReduceOp(CaseInsensitiveEnum):
+    """The operation of a reduction.
 
-    `SUM` and `MEAN` are those of tf.distribute; `MIN`, `MAX` and `PROD` are what other array codes reduce with.
-    Wherever one is asked for, its name in any case will do.
+    tf.distribute has `SUM` and `MEAN`; `MIN`, `MAX` and `PROD` are those of other array programs. Every function that
+    takes a `ReduceOp` takes its name in any case, too.
     """
 
     SUM = "SUM"
@@ -74,12 +76,12 @@ class ReduceOp(NamedInAnyCase):
 
 
 @final
-class CommunicationImplementation(NamedInAnyCase):
-    """Who carries a collective: `AUTO` lets the library choose.
+class CommunicationImplementation(CaseInsensitiveEnum):
+    """The implementation of a collective: `AUTO` lets the library choose.
 
-    `RING` passes shards round a ring of all ranks over MPI, and never uses NCCL. `NCCL` insists on NCCL, between
-    nodes, too, so it needs a GPU for each rank: a strategy refuses to be built where CuPy or NCCL is missing, and its
-    first call of device memory where they cannot be used. Host memory goes the way it always does.
+    `RING` passes shards round a ring of all ranks over MPI, and never uses NCCL. `NCCL` reduces device memory by NCCL,
+    between nodes, too, so it needs a GPU for each rank: building a strategy raises where CuPy or NCCL is missing, and
+    the first call with device memory raises where they cannot be used. It changes nothing for host memory.
     """
 
     AUTO = "AUTO"
@@ -91,14 +93,15 @@ CollectiveCommunication = CommunicationImplementation  # its name before TensorF
 
 
 @final
-class Compression(NamedInAnyCase):
-    """In what precision float32 numbers are sent: `BF16` and `FP16` halve the bytes, `NONE` keeps them as they are.
+class Compression(CaseInsensitiveEnum):
+    """The dtype in which float32 numbers are sent: `BF16` and `FP16` halve the bytes, `NONE` sends float32.
 
-    Numbers are rounded to nearest as they leave, added in float32, and the sum is rounded once more. With the unit
-    roundoff u, 2^-8 of bfloat16 and 2^-11 of float16, a sum S of contributions, whose absolute values sum up to A, is
-    off by at most ``u (A + abs(S))``, up to terms of u squared; by ``u A`` more where numbers are compressed within
-    several nodes and between them. float16 is more exact, but ends at 65,504: larger numbers become infinite, which
-    the log says, and `Strategy.num_overflowed` counts; below 2^-14 its error is absolute, 2^-25.
+    Numbers are rounded to nearest before they are sent, added in float32, and the sum is rounded once more. With the
+    unit roundoff u, 2^-8 of bfloat16 and 2^-11 of float16, a sum S of contributions, whose absolute values sum up to A,
+    has an error of at most ``u (A + abs(S))``, up to terms of u squared; of ``u A`` more where numbers are compressed
+    within several nodes and between them. float16 is more exact, but its largest number is 65,504: larger numbers
+    become infinite, which is logged and counted by `Strategy.num_overflowed`. Below 2^-14 the error of float16 is
+    absolute, 2^-25.
     """
 
     NONE = "NONE"
@@ -109,24 +112,24 @@ class Compression(NamedInAnyCase):
 @final
 @dataclass(frozen=True, init=False)
 class CommunicationOptions:
-    """Hints for collective calls: of a whole strategy, or of one call.
+    """Options of collective calls: the defaults of a strategy, or those of one call.
 
     Args:
-        bytes_per_pack: Gradients are grouped, in order, into packs that close once they hold more than this many
+        bytes_per_pack: Arrays are grouped, in order, into packs; a pack is closed once it holds more than this many
             bytes. 0 lets the library choose.
         timeout_seconds: How long a call waits for all ranks to join it. `None` and 0 wait for ever.
         implementation: A `CommunicationImplementation` or its name.
-        reproducible: Add the contributions in rank order, so that the same ranks give the same bits however they
-            are placed on nodes.
-        compression: A `Compression` or its name: what float32 arrays are rounded to for the way between nodes. What
-            ranks of a node send each other stays float32. Arrays of other dtypes are sent as they are.
-        compress_everywhere: Compress within nodes, too: every rank's contribution is rounded. So it is with
-            `reproducible`, too, and with algorithms that do not work node by node.
+        reproducible: Add the contributions in rank order, so that the same ranks give the same bits on any placement
+            of ranks on nodes.
+        compression: A `Compression` or its name: the dtype in which float32 arrays are sent between nodes. Within a
+            node float32 stays float32. Arrays of other dtypes are never compressed.
+        compress_everywhere: Compress within nodes, too: every rank's contribution is rounded. `reproducible`, and
+            algorithms that do not work node by node, always compress so.
 
     Raises:
-        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` or `compression` is not
-            known, or a ring is to be compressed, whose partial sums must not be rounded at each rank.
-        TypeError: If one of them is not a number.
+        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, if `implementation` or `compression` is not
+            known, or if `implementation` is `RING` with compression, which would round partial sums at each rank.
+        TypeError: If `bytes_per_pack` or `timeout_seconds` is not a number.
     """
 
     bytes_per_pack: int = 0
@@ -165,25 +168,25 @@ class CommunicationOptions:
 
     @cached_property
     def plan_key(self) -> tuple[Any, ...]:
-        """All that plans of calls depend on: everything but the deadline."""
+        """The fields that the plan of a call depends on: all but `timeout_seconds`."""
         how = self.bytes_per_pack, self.implementation, self.reproducible
         return *how, self.compression, self.compress_everywhere
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Lay the fields of `other` that are not defaults over these.
+        """Override these options by the fields of `other` that are not defaults.
 
         Args:
             other: The options of one call, or `None`.
 
         Returns:
-            New options; neither operand changes. A call cannot put a field back to its default.
+            New options; these and `other` do not change. `other` cannot set a field back to its default.
 
         Raises:
-            TypeError: If `other` is something else.
+            TypeError: If `other` is neither `CommunicationOptions` nor `None`.
         """
         if other is None:
             return self
-        if isinstance(other, TypeError):  # of `options_or_hints`
+        if isinstance(other, TypeError):  # made by `options_or_hints`
             raise other
         if not isinstance(other, CommunicationOptions):
             raise TypeError(f"options must be a CommunicationOptions or None, got {type(other).__name__}")
@@ -199,20 +202,17 @@ class CommunicationOptions:
     def _require_compressible(self) -> None:
         if self.compression is not Compression.NONE and self.implementation is CommunicationImplementation.RING:
             raise ValueError(
-                f"compression={str(self.compression).lower()!r} cannot be had with implementation='RING', whose "
+                f"compression={str(self.compression).lower()!r} cannot be combined with implementation='RING', whose "
                 "partial sums would be rounded at every rank; use implementation='AUTO'"
             )
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
-    """Make `CommunicationOptions` under the name that tf.distribute gave them before 2.4 (deprecated).
+    """Make `CommunicationOptions` by the name that tf.distribute gave them before 2.4 (deprecated).
 
     Args:
         bytes_per_pack: As in `CommunicationOptions`.
         timeout_seconds: As in `CommunicationOptions`.
-
-    Returns:
-        A `CommunicationOptions`.
     """
     warnings.warn("CollectiveHints is deprecated: use CommunicationOptions", DeprecationWarning, stacklevel=2)
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
@@ -221,11 +221,11 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
 def options_or_hints(
     options: CommunicationOptions | None, experimental_hints: CommunicationOptions | None
 ) -> CommunicationOptions | Any:
-    """Take the options of a call, also under the name that they had before TensorFlow 2.4.
+    """Return the options of a call from `options=` or `experimental_hints=`, its name before TensorFlow 2.4.
 
     Returns:
-        The options. If both were given, an error in their place, which `CommunicationOptions.merge` raises: where all
-        ranks learn of it.
+        The options. If both arguments were given, a `TypeError`, which `CommunicationOptions.merge` raises later: there
+        all ranks learn of the error.
     """
     if experimental_hints is None:
         return options

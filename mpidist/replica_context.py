@@ -1,4 +1,4 @@
-"""What code inside `Strategy.run` sees: one replica, and ways to reach the others."""
+"""The context of code inside `Strategy.run`: one replica, and the collectives over all replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.transport import open_groups
-from mpidist.values import open_arguments
+from mpidist.values import local_components
 
 __all__ = ["ReplicaContext"]
 
@@ -26,9 +26,9 @@ class ReplicaContext:
     Get it with `mpidist.get_replica_context()`.
 
     Args:
-        strategy: The strategy whose replica it is.
+        strategy: The strategy whose replica this is.
         replica_id_in_sync_group: The rank among the strategy's ranks.
-        cross_device_ops: The algorithm that combines values, tied to the strategy's ranks.
+        cross_device_ops: The algorithm that combines values, bound to the strategy's ranks.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> CurrentStrategy:
-        """The strategy."""
+        """The strategy whose replica this is."""
         return self._strategy
 
     @property
@@ -72,12 +72,12 @@ class ReplicaContext:
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This replica's contribution: an array, a number, or a nest of them.
-            options: Laid over the strategy's.
-            out: A nest of arrays like the result, which then takes it. May be `value` itself.
-            experimental_hints: `options` under an old name (deprecated).
+            options: Override the strategy's.
+            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
+            experimental_hints: The old name of `options` (deprecated).
 
         Returns:
-            A nest like `value`, of new arrays; `out`, if it was given.
+            `out`, if given; else a nest like `value`, of new arrays.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
@@ -97,18 +97,18 @@ class ReplicaContext:
         *,
         out: Any = None,
     ) -> PendingResult:
-        """Start an all-reduce, and return before it is done: of the gradients that are ready, say. Collective.
+        """Start an all-reduce, of the gradients that are ready, say, and return before it completes. Collective.
 
-        Every rank starts the same reductions in the same order. They get on while later ones are started.
+        Every rank starts the same reductions in the same order. Started reductions progress while others are started.
 
         Args:
             reduce_op: As in `all_reduce`.
-            value: As in `all_reduce`. It must not be changed until the result is there.
+            value: As in `all_reduce`. It must not be changed until `wait()` has returned.
             options: As in `all_reduce`.
             out: As in `all_reduce`.
 
         Returns:
-            A handle. Its `wait()` returns what `all_reduce` would return, or raises what it would raise.
+            A handle. Its `wait()` returns or raises what `all_reduce` would.
         """
         self._require_current("start_all_reduce")
         return self._cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
@@ -122,11 +122,11 @@ class ReplicaContext:
             reduce_op: A `ReduceOp` or its name in any case.
             value: An array of at least one dimension, or a nest of them, of the same shapes on every replica.
             axis: The axis; negative counts from the end.
-            options: Laid over the strategy's.
+            options: Override the strategy's.
 
         Returns:
-            A nest like `value`: replica r gets the r-th part of the axis. Lengths differ by at most one, longer ones
-            first. `all_gather` of the parts is what `all_reduce` returns.
+            A nest like `value`: replica r gets the r-th part of the axis. Lengths differ by at most one, longer parts
+            come first. `all_gather` of the parts gives what `all_reduce` returns.
 
         Raises:
             InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
@@ -145,16 +145,16 @@ class ReplicaContext:
         """Concatenate every replica's value along an axis, in the order of replicas. Collective.
 
         Args:
-            value: An array of at least one dimension, or a nest of them. Lengths may differ along `axis` alone.
+            value: An array of at least one dimension, or a nest of them. Lengths along `axis` may differ between ranks.
             axis: The axis; negative counts from the end.
-            options: Laid over the strategy's.
-            experimental_hints: `options` under an old name (deprecated).
+            options: Override the strategy's.
+            experimental_hints: The old name of `options` (deprecated).
 
         Returns:
             A nest like `value`, the same on all replicas.
 
         Raises:
-            InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
+            InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
         """
         self._require_current("all_gather")
         options = options_or_hints(options, experimental_hints)
@@ -168,17 +168,16 @@ class ReplicaContext:
     ) -> Any:
         """Leave replica context for one call: run `merge_fn(strategy, *args, **kwargs)` across replicas. Collective.
 
-        The function runs on every rank, so it must not be counted on to run once: guard what only the chief shall do
-        with `strategy.is_chief`.
+        The function runs on every rank, not once: guard what only the chief shall do with `strategy.is_chief`.
 
         Args:
             merge_fn: The function.
-            args: Its arguments after the strategy. They arrive as they are given: a rank carries one replica, so there
-                is nothing to bring together. A bare array is this rank's contribution to whatever the function reduces.
-            kwargs: Its keyword arguments, likewise.
+            args: The function's arguments after the strategy. They are passed unchanged, because a rank carries one
+                replica. A bare array is this rank's contribution to what the function reduces.
+            kwargs: The function's keyword arguments, likewise.
 
         Returns:
-            What the function returned; distributed values in it are opened to this replica's component.
+            What the function returned, with this replica's component in place of each distributed value.
 
         Raises:
             InvalidArgumentError: If another rank makes another call. On every rank.
@@ -191,11 +190,11 @@ class ReplicaContext:
         error = None
         try:
             given, named = list(args), dict(kwargs or {})
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
-        entry = context_stack.Entry(self._strategy, merging=True)
-        return open_arguments(context_stack.called(entry, merge_fn, self._strategy, *given, **named))
+        entry = context_stack.Entry(self._strategy, is_merge_call=True)
+        return local_components(context_stack.call(entry, merge_fn, self._strategy, *given, **named))
 
     def _require_current(self, call: str) -> None:
         entry = context_stack.innermost()
@@ -203,7 +202,7 @@ class ReplicaContext:
             self._require_default(call)
 
     def _require_default(self, call: str) -> None:
-        """Refuse a call outside of `run`, but in the default strategy's context, which is current where nothing is."""
+        """Refuse a call outside of `run`, unless this is the default strategy's context and no strategy was entered."""
         here = context_stack.current_replica()
         if here is self:
             if context_stack.current() is None and open_groups.num_open():

@@ -13,11 +13,11 @@ __all__ = ["Replicas"]
 @final
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a strategy, as one rank sees them.
+    """Which replicas of a strategy this rank carries.
 
     Attributes:
-        ids_here: The numbers of the replicas that this rank carries.
-        total: The number of replicas of all ranks.
+        ids_here: The ids of the replicas that this rank carries.
+        total: Number of replicas on all ranks.
     """
 
     ids_here: range
@@ -25,7 +25,7 @@ class Replicas:
 
     @classmethod
     def one_per_rank(cls, topology: Topology) -> Replicas:
-        """Let each rank carry the replica of its own number."""
+        """Let rank r carry replica r alone."""
         return cls(range(topology.rank, topology.rank + 1), topology.size)
 
     @property

@@ -1,4 +1,4 @@
-"""A strategy: the ranks that work together, and the calls that join them."""
+"""A strategy: the ranks that train together, and their collective calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidist.datasets import DistributedDataset, InputContext, InputOptions, req
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Topology, arrays, ends_normally
-from mpidist.values import PerReplica, local, open_nest
+from mpidist.values import PerReplica, contributions, local_component
 
 __all__ = ["Strategy", "ValueContext"]
 
@@ -25,10 +25,10 @@ _T = TypeVar("_T", bound="Strategy")
 
 @final
 class ValueContext:
-    """What the function of `experimental_distribute_values_from_function` is told.
+    """The argument of the function of `experimental_distribute_values_from_function`.
 
     Args:
-        replica_id_in_sync_group: The replica that the value is for.
+        replica_id_in_sync_group: The replica that the function makes a value for.
         num_replicas_in_sync: Number of replicas.
     """
 
@@ -40,12 +40,12 @@ class ValueContext:
 class Strategy(ABC):
     """How the ranks of a job train together. One rank is one replica.
 
-    Each kind of strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
+    Each concrete strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
     calls them, in the same order.
 
     Args:
-        extended: The parts, put together.
-        cluster_resolver: Which tasks there are, for strategies that have a cluster.
+        extended: The assembled parts.
+        cluster_resolver: The tasks of the cluster, for strategies that have one.
     """
 
     def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
@@ -53,16 +53,16 @@ class Strategy(ABC):
             raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
         self._extended = extended
         self._cluster_resolver = cluster_resolver
-        extended.adopt(self)
+        extended.attach_to(self)
 
     @property
     def extended(self) -> StrategyExtended:
-        """The methods for authors of libraries."""
+        """The assembled parts, with the methods for authors of libraries."""
         return self._extended
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """Which tasks there are, and which of them this rank is; `None` where a strategy needs no cluster."""
+        """The tasks of the cluster, and which of them this rank is; `None` if the strategy has no cluster."""
         return self._cluster_resolver
 
     @property
@@ -77,9 +77,9 @@ class Strategy(ABC):
 
     @property
     def num_overflowed(self) -> int:
-        """How many finite numbers this rank saw become infinite by compression to float16, since the last reset.
+        """How many finite numbers became infinite when this rank compressed them to float16, since the last `reset`.
 
-        Every rank sees those that it rounds itself. The results are infinite on all ranks.
+        Each rank counts what it rounds itself. The results are infinite on all ranks.
         """
         return self._extended.group.overflowed
 
@@ -89,12 +89,12 @@ class Strategy(ABC):
         return self._extended.group.topology.rank == 0
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Make this strategy current: variables created in the `with` body are its own.
+        """Make this strategy current in a `with` body: variables created there belong to this strategy.
 
         Entering is local; creating variables inside is collective.
 
         Raises:
-            RuntimeError: If another strategy's scope is open, or this is called inside `run`.
+            RuntimeError: Inside another strategy's scope, or inside `run`.
         """
         self._extended.require_cross_replica("scope")
         return _Scope(self)
@@ -112,16 +112,17 @@ class Strategy(ABC):
 
         Args:
             fn: The function.
-            args: Its arguments, a list or tuple. Distributed values are opened to this rank's component.
-            kwargs: Its keyword arguments, likewise.
-            options: There are none: tf.distribute's are for TPUs.
+            args: The function's arguments, a list or tuple. This rank's component takes the place of each distributed
+                value.
+            kwargs: The function's keyword arguments, likewise.
+            options: Must be `None`: the options of tf.distribute are for TPUs.
 
         Returns:
             What the function returned on this rank.
 
         Raises:
             ValueError: If `args` is not a list or tuple, or `options` is given.
-            RuntimeError: If this is called inside `run`, or inside another strategy's scope.
+            RuntimeError: Inside `run`, or inside another strategy's scope.
         """
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"run: positional args must be a list or tuple, got {type(args).__name__}")
@@ -143,17 +144,17 @@ class Strategy(ABC):
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This rank's contribution, or a distributed value, or a nest of them.
-            axis: Reduce along this axis, or these, on every rank, too. A mean is then the sum of all divided by the
-                count of all, so that ranks with more rows weigh more. `()` is no axis: as `None`.
-            options: Laid over the strategy's.
-            experimental_hints: `options` under an old name (deprecated).
+            axis: An axis, or a tuple of axes, to reduce along on every rank, too. A mean is then the sum over all ranks
+                divided by the count over all ranks, so that ranks with more rows weigh more. `()` means `None`.
+            options: Override the strategy's.
+            experimental_hints: The old name of `options` (deprecated).
 
         Returns:
-            A nest like `value`; without the axes in its shapes, if any were given.
+            A nest like `value`, of arrays without these axes.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
-            RuntimeError: If this is called inside `run`.
+            RuntimeError: Inside `run`.
         """
         self._extended.require_cross_replica("reduce")
         ops = self._extended.cross_device_ops
@@ -166,56 +167,56 @@ class Strategy(ABC):
         """Concatenate every rank's value along an axis, in rank order, for every rank. Collective.
 
         Args:
-            value: An array of at least one dimension, a distributed value of one, or a nest. Lengths may differ
-                along `axis` alone.
+            value: An array of at least one dimension, a distributed value of one, or a nest. Lengths along `axis` may
+                differ between ranks.
             axis: The axis; negative counts from the end.
 
         Returns:
             A nest like `value`.
 
         Raises:
-            InvalidArgumentError: If shapes differ off the axis, or a value has no such axis. On every rank.
-            RuntimeError: If this is called inside `run`; `ReplicaContext.all_gather` is for there.
+            InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
+            RuntimeError: Inside `run`, where `ReplicaContext.all_gather` takes the place of this method.
         """
-        self._extended.require_cross_replica("gather", "ReplicaContext.all_gather does it there")
+        self._extended.require_cross_replica("gather", "call ReplicaContext.all_gather there")
         return self._extended.all_gather("gather", value, axis, None)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one. Local."""
-        return (open_nest(value),)
+        return (contributions(value),)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Make a distributed value from what a function says for each replica. Local.
+        """Make a distributed value from what a function returns for each replica. Local.
 
         Args:
             value_fn: Called once on every rank with a `ValueContext`.
 
         Returns:
-            What it returned, every leaf a `PerReplica`.
+            What the function returned, with every leaf made a `PerReplica`.
         """
         self._extended.require_cross_replica("experimental_distribute_values_from_function")
         replicas = self._extended.replicas
         value = value_fn(ValueContext(replicas.ids_here[0], replicas.total))
-        return nest.map_structure(lambda leaf: PerReplica((local(leaf),)), value)
+        return nest.map_structure(lambda leaf: PerReplica((local_component(leaf),)), value)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Give every rank its part of each global batch.
 
-        Not collective, but iterating is: one small round per step, in which the ranks also compare where they are.
+        Not collective, but iterating is: each step is one small round, in which the ranks compare pass, step and batch.
 
         Args:
-            dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays that are
-                equally long on axis 0; rank r gets the r-th contiguous part. Lengths differ by at most one. Parts are
-                views of the batch: copy a part before you change its numbers.
-            options: Where the parts are put.
+            dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays of one length
+                on axis 0; rank r gets the r-th contiguous part. Lengths of parts differ by at most one. Parts are views
+                of the batch: copy a part before you change its numbers.
+            options: The memory that parts are put into, and how far to read ahead.
 
         Returns:
             An iterable of this rank's parts.
 
         Raises:
-            TypeError: If the data set can be iterated only once, or is one batch.
+            TypeError: If `dataset` can be iterated only once, or is one batch.
         """
         self._extended.require_cross_replica("experimental_distribute_dataset")
         return DistributedDataset.from_global_batches(self._extended, dataset, options)
@@ -223,20 +224,21 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Let every rank make its own data set of batches, and step through them together.
+        """Let every rank make its own data set of batches, and iterate in step.
 
-        Collective, and so is iterating: one small round per step. Ranks that run out get empty batches until all have.
+        Collective, and so is iterating: each step is one small round. A rank whose own batches have ended gets empty
+        batches until those of all ranks have.
 
         Args:
             dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this replica's
                 batches.
-            options: Where the batches are put.
+            options: The memory that batches are put into, and how far to read ahead.
 
         Returns:
             An iterable of this rank's batches.
 
         Raises:
-            TypeError: If the function returned no re-iterable of batches on some rank. On every rank.
+            TypeError: If `dataset_fn` returned no re-iterable of batches on some rank. On every rank.
             Exception: What `dataset_fn` raised on the lowest rank where it raised. On every rank.
         """
         self._extended.require_cross_replica("distribute_datasets_from_function")
@@ -257,7 +259,7 @@ class Strategy(ABC):
                 ranks read, instead of one for each rank.
 
         Returns:
-            An array of uninitialised numbers. It lives until `close`.
+            An array of uninitialised numbers, which lives until `close`.
         """
         return self._extended.symmetric_empty([(shape, dtype)], per_node)[0]
 
@@ -266,30 +268,30 @@ class Strategy(ABC):
         specs: list[tuple[Any, Any]] = []
         error = None
         try:
-            leaves, _ = nest.flatten(open_nest(value))
-            likes = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
-            specs = [(like.shape, like.dtype.newbyteorder("=")) for like in likes]
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            leaves, _ = nest.flatten(contributions(value))
+            natives = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
+            specs = [(native.shape, native.dtype.newbyteorder("=")) for native in natives]
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        made = self._extended.symmetric_empty(specs, per_node, error)
-        return nest.rebuild(open_nest(value), made)
+        allocated = self._extended.symmetric_empty(specs, per_node, error)
+        return nest.rebuild(contributions(value), allocated)
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:
-        """Let an exception of one rank be everybody's, in a block of work that ranks do by themselves. Collective.
+        """Raise an exception of one rank on all ranks, at the end of a block of local work. Collective.
 
             with strategy.raise_together("reading the shards"):
                 data = read(my_files)
 
-        At the end of the block all ranks wait for each other. If any of them had an exception, all raise that of the
-        lowest rank: of the same type and text, with that rank's traceback as the cause; or a `PeerFailedError` with
-        its text where the exception cannot be copied. The strategy stays usable. Cost: one small all-reduce.
+        At the end of the block all ranks wait for each other. If a rank had an exception, all ranks raise that of the
+        lowest such rank: of the same type and text, with that rank's traceback as the cause; or a `PeerFailedError`
+        with the text where the exception cannot be pickled. The strategy stays usable. Cost: one small all-reduce.
 
         Args:
             what: What the block does, for errors; equal on all ranks.
 
         Raises:
             InvalidArgumentError: If other ranks make another call meanwhile.
-            DeadlineExceededError: If not all ranks come to the end within the strategy's `timeout_seconds`.
+            DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
         """
         return self._extended.raise_together(what)
 
@@ -298,18 +300,18 @@ class Strategy(ABC):
 
         Raises:
             DeadlineExceededError: If not all ranks call it, within `MPIDIST_TIMEOUT_SECONDS`.
-            PeerFailedError: If a rank is gone. Then the job has to be started again.
+            PeerFailedError: If the process of a rank is gone. Then the job has to be started again.
         """
         self._extended.group.reset()
 
     def close(self) -> None:
-        """Give back what the strategy holds. Collective; a second call does nothing.
+        """Free the strategy's communicators and memory. Collective; a second call does nothing.
 
-        While an exception is under way, as in a `finally` clause, nobody is waited for: the other ranks are told of the
-        exception, and raise `PeerFailedError` with its text at their next call.
+        While an exception propagates, as in a `finally` clause, this call waits for no rank: the other ranks raise
+        `PeerFailedError` with the exception's text at their next call.
 
         Raises:
-            PeerFailedError: If another rank makes another call instead, or an exception ended its part.
+            PeerFailedError: If another rank makes another call instead, or left because of an exception.
             DeadlineExceededError: If not all ranks close within the strategy's `timeout_seconds`.
         """
         self._extended.close(sys.exc_info()[1])
@@ -335,14 +337,14 @@ class Strategy(ABC):
 
 @final
 class _Scope(AbstractContextManager[Strategy]):
-    """`with strategy.scope():`. May be entered again, also inside itself."""
+    """`with strategy.scope():`. One scope may be entered several times, also while it is open."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._entries: list[context_stack.Entry] = []
 
     def __enter__(self) -> Strategy:
-        self._strategy.extended.require_cross_replica("scope")  # the moment is another than that of `scope()`
+        self._strategy.extended.require_cross_replica("scope")  # `scope()` may have been called elsewhere
         entry = context_stack.Entry(self._strategy)
         context_stack.push(entry)
         self._entries.append(entry)

@@ -1,4 +1,4 @@
-"""The parts of a strategy, put together: what authors of libraries call."""
+"""The assembled parts of a strategy, with the methods for authors of libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext
 from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
-from mpidist.values import local, open_arguments
+from mpidist.values import local_component, local_components
 from mpidist.variables import OnEachRank, Variable, VariablePlacement
 
 __all__ = ["StrategyExtended"]
@@ -26,22 +26,18 @@ __all__ = ["StrategyExtended"]
 
 @final
 class StrategyExtended:
-    """What a strategy is made of. Every strategy has one of this class; they differ in the parts alone.
+    """The parts that a strategy consists of. Strategies differ in their parts alone, so this class is final.
 
-    Made by `assemble`, which is collective; the constructor only stores.
+    `assemble`, which is collective, makes one; the constructor only stores.
 
     Args:
         group: The ranks.
-        cross_device_ops: The algorithm, tied to the group.
+        cross_device_ops: The algorithm, bound to the group.
         device: This rank's device.
         devices: Every rank's device.
         options: The defaults of all calls.
-        replicas: Which replicas this rank carries.
-        variable_placement: Where mirrored variables live.
-
-    Attributes:
-        replicas: As above.
-        variable_placement: As above.
+        replicas: Which replicas this rank carries. Also an attribute.
+        variable_placement: Where mirrored variables live. Also an attribute.
     """
 
     def __init__(
@@ -77,32 +73,32 @@ class StrategyExtended:
         variable_placement: VariablePlacement | None = None,
         error: Exception | None = None,
     ) -> StrategyExtended:
-        """Tie the parts of a strategy to its ranks. Collective.
+        """Check the parts of a strategy on all ranks, and assemble them. Collective.
 
         Args:
-            name: The strategy's class.
+            name: The name of the strategy's class.
             group: The ranks.
             cross_device_ops: The algorithm.
             device: This rank's device, which becomes the current one.
             options: The defaults of all calls.
             variable_placement: Where mirrored variables live; by default on each rank.
-            error: What is known to be wrong with this rank's arguments: it is raised on all ranks.
+            error: What the caller found wrong with this rank's arguments; raised on all ranks.
 
         Raises:
-            InvalidArgumentError: If the ranks chose other parts. On every rank.
-            TypeError: If `cross_device_ops` is something else.
+            InvalidArgumentError: If the ranks chose different parts. On every rank.
+            TypeError: If `cross_device_ops` is no `CrossDeviceOps`.
             UnavailableError: If `options` cannot be followed on this machine.
         """
         bound = cross_device_ops
         placement = OnEachRank() if variable_placement is None else variable_placement
-        fields = {"strategy": name, "per_node_variables": str(placement.is_shared)}
+        fields = {"strategy": name, "variable placement": str(placement)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
             bound = cross_device_ops.bound_to(group, options)
             device.use()
             fields["cross_device_ops and options"] = str(bound.configuration)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         try:
             group.agree(Call(name, fingerprint_of(fields), lambda: fields, error=error))
@@ -114,13 +110,13 @@ class StrategyExtended:
         replicas = Replicas.one_per_rank(group.topology)
         return cls(group, bound, device, devices, options, replicas=replicas, variable_placement=placement)
 
-    def adopt(self, strategy: CurrentStrategy) -> None:
-        """Say whose parts these are."""
+    def attach_to(self, strategy: CurrentStrategy) -> None:
+        """Store the strategy that these parts belong to."""
         self._strategy = strategy
 
     @property
     def strategy(self) -> CurrentStrategy:
-        """The strategy whose parts these are."""
+        """The strategy that these parts belong to."""
         if self._strategy is None:
             raise RuntimeError("these parts belong to no strategy yet")
         return self._strategy
@@ -132,7 +128,7 @@ class StrategyExtended:
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """The algorithm that combines values, tied to this strategy's ranks."""
+        """The algorithm that combines values, bound to this strategy's ranks."""
         return self._cross_device_ops
 
     @property
@@ -152,7 +148,7 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables: those that compute."""
+        """The devices that hold variables: the worker devices."""
         return self._devices
 
     def reduce_to(
@@ -195,15 +191,16 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call `fn(var, *args, **kwargs)` on every rank, for the rank's own copy of a variable. Local.
+        """Call `fn(var, *args, **kwargs)` on every rank, to change the rank's copy of a variable. Local.
 
         Inside the function, assignments to the variable change this rank's copy alone.
 
         Args:
             var: A variable of this strategy.
             fn: The function.
-            args: Its arguments after the variable; distributed values are opened to this rank's component.
-            kwargs: Its keyword arguments, likewise.
+            args: The function's arguments after the variable. This rank's component takes the place of each distributed
+                value.
+            kwargs: The function's keyword arguments, likewise.
             group: `False` returns a tuple of this rank's results.
 
         Returns:
@@ -215,22 +212,24 @@ class StrategyExtended:
         """
         self._require_own("update", var)
         self.require_not_mixed("update")
-        entry = context_stack.Entry(self.strategy, updating=True)
-        result = context_stack.called(entry, fn, var, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+        entry = context_stack.Entry(self.strategy, is_update=True)
+        result = context_stack.call(
+            entry, fn, var, *local_components(list(args)), **local_components(dict(kwargs or {}))
+        )
         return result if group else (result,)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function in replica context: what `Strategy.run` does. Local."""
+        """Call a function in replica context, as `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
-        return context_stack.called(entry, fn, *open_arguments(list(args)), **open_arguments(dict(kwargs or {})))
+        return context_stack.call(entry, fn, *local_components(list(args)), **local_components(dict(kwargs or {})))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
-        """Create variables where another one lives: here, on every rank, as all of this strategy's are. Local.
+        """Create variables on the devices of another one. Of no effect: every variable is on all ranks. Local.
 
         Raises:
             ValueError: If the variable is not this strategy's.
@@ -243,45 +242,42 @@ class StrategyExtended:
         yield
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable or distributed value that a component belongs to: itself, as a rank has one."""
+        """Return the variable or distributed value that a component belongs to: the value itself."""
         return value
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether a variable was created in this strategy's scope. Local."""
         return getattr(v, "strategy", None) is self._strategy
 
-    def next_variable_name(self) -> str:
-        """Return a name for a variable that was given none: the same on every rank."""
+    def default_variable_name(self) -> str:
+        """Return the name of the next variable without a name, equal on all ranks, until `agree_on_variable`. Local."""
         return f"variable_{self._num_variables}" if self._num_variables else "variable"
 
-    def agree_on_variable(self, fields: Mapping[str, str], takes_name: bool, error: Exception | None) -> None:
-        """Agree on a new variable; only then is the next name used up, or ranks would differ for ever. Collective."""
+    def agree_on_variable(self, fields: Mapping[str, str], uses_default_name: bool, error: Exception | None) -> None:
+        """Agree on a new variable. Collective."""
         self.agree("Variable", fields, error)
-        self._num_variables += takes_name
+        self._num_variables += uses_default_name  # not before: after an error on one rank names would differ for ever
 
     def next_dataset_number(self) -> int:
-        """Return the number of a new data set: the same on every rank that makes the same data sets. Local."""
+        """Count a new data set, and return its number, equal on ranks that make the same data sets. Local."""
         number, self._num_datasets = self._num_datasets, self._num_datasets + 1
         return number
 
     def symmetric_empty(
         self, specs: Sequence[tuple[Any, Any]], per_node: bool, error: Exception | None = None
     ) -> list[Any]:
-        """Allocate arrays, of a shape and a dtype each, that all ranks of a node can reach. Collective.
-
-        They lie in one window. See `Strategy.symmetric_empty`.
-        """
+        """Allocate arrays of these shapes and dtypes in one window: `Strategy.symmetric_empty`. Collective."""
         native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         try:
-            native = [_shared_spec(shape, dtype) for shape, dtype in specs]
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            native = [_symmetric_spec(shape, dtype) for shape, dtype in specs]
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
         self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
         return list(self._group.shared.empty(native, per_node))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the ranks: `Strategy.close`. Collective, but with an exception of this rank alone."""
+        """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
         self._group.close(self._options.timeout_seconds, error)
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:
@@ -289,26 +285,26 @@ class StrategyExtended:
 
         Args:
             call: The name of the call.
-            fields: What must be the same on all ranks, by name.
-            error: What is wrong with this rank's part of the call.
-            variant: As in `CallRecord`.
+            fields: What must be equal on all ranks, by name.
+            error: What is wrong with this rank's arguments.
+            variant: A number that may differ between ranks, as in `CallRecord`: 0 on all ranks, or on none.
 
         Returns:
-            Whether all ranks have the same `variant`.
+            Whether all ranks passed the same `variant`.
 
         Raises:
             InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
         """
         self._group.enter(call)
         fingerprint, timeout_seconds = fingerprint_of((call, sorted(fields.items()))), self._options.timeout_seconds
-        is_alike = self._group.agree(
+        has_same_variant = self._group.agree(
             Call(call, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, variant=variant)
         )
         self._group.agreement.end()
-        return is_alike
+        return has_same_variant
 
     def raise_together(self, what: str) -> AbstractContextManager[None]:
-        """Let an exception of one rank be everybody's: `Strategy.raise_together`. Collective."""
+        """Raise an exception of one rank on all ranks: `Strategy.raise_together`. Collective."""
         return raise_together(self._group, what, self._options.timeout_seconds)
 
     def all_gather(
@@ -326,22 +322,22 @@ class StrategyExtended:
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None
     ) -> Any:
-        """Reduce, and give each rank its part: `ReplicaContext.reduce_scatter`. Collective."""
+        """Reduce, and return this rank's part of the result: `ReplicaContext.reduce_scatter`. Collective."""
         merged, error = self._merge(options)
         return reduce_scatter(self._group, "reduce_scatter", reduce_op, value, axis, merged, error)
 
     def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
-        """Join a call's options to the strategy's; what is wrong with them, all ranks must learn."""
+        """Override the strategy's options by a call's. Returns an error, which the call raises on all ranks."""
         try:
             return self._options.merge(options), None
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             return self._options, problem
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
-        """Refuse a call from inside `run`, from another strategy's scope, or after `close`.
+        """Refuse a call inside `run`, inside another strategy's scope, or after `close`.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: In these places.
         """
         self._group.require_open(call)
         entry = context_stack.innermost()
@@ -358,7 +354,7 @@ class StrategyExtended:
         """Refuse a call while another strategy is current.
 
         Raises:
-            RuntimeError: If it is one.
+            RuntimeError: If another strategy is current.
         """
         entry = context_stack.innermost()
         if entry is not None and entry.strategy is not self._strategy:
@@ -369,10 +365,12 @@ class StrategyExtended:
 
     def _require_own(self, call: str, var: Any) -> None:
         if not self.variable_created_in_scope(var):
-            raise ValueError(f"{call}: {local(var)!r} is not a variable that was created in this strategy's scope")
+            raise ValueError(
+                f"{call}: {local_component(var)!r} is not a variable that was created in this strategy's scope"
+            )
 
 
-def _shared_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
     native = np.dtype(dtype)
     if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:

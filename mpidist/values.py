@@ -1,7 +1,7 @@
-"""Values that have a component on each replica, and what a rank contributes with them.
+"""Values that have a component on each replica, and what a rank contributes to a reduction of them.
 
-A rank carries one replica, so a distributed value holds one component: this rank's. Calls that combine ranks' values
-see that component alone, and whether there is anything to combine: what is mirrored has no sum.
+A rank carries one replica, so a distributed value holds one component: this rank's. Reductions take that component,
+and refuse the sum of a mirrored value, which no rank contributes to.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ __all__ = [
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
-    "any_distributed",
     "contribution",
+    "contributions",
+    "has_distributed",
     "is_mirrored",
-    "local",
-    "open_arguments",
-    "open_nest",
+    "local_component",
+    "local_components",
     "require_contributions",
 ]
 
 
-_KINDS: Final[set[type]] = set()  # of distributed values: to find none among thousands of arrays takes no time
+_DISTRIBUTED: Final[set[type]] = set()  # subclasses of DistributedValues; one set operation checks thousands of leaves
 
 
 class DistributedValues(ABC):
-    """A value with a component per replica, of which this rank holds its own: `PerReplica`, `Mirrored`, `Variable`."""
+    """A value with a component per replica; this rank holds its own one. `PerReplica`, `Mirrored`, `Variable`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make one of a kind, as this class is none."""
+        """Refuse to make an instance of the abstract class itself."""
         if cls is DistributedValues:
             raise TypeError("DistributedValues is abstract: make a PerReplica or a Mirrored")
         return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
-        _KINDS.add(cls)
+        _DISTRIBUTED.add(cls)
 
     @property
     @abstractmethod
@@ -56,18 +56,18 @@ class DistributedValues(ABC):
 
     @abstractmethod
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks of a group are known to hold the same here and now, so that none contributes anything."""
+        """Whether all ranks of a group are known to hold equal components now, so that no rank contributes to a sum."""
 
 
 class _Components(DistributedValues):
-    """A distributed value that was made from components.
+    """A distributed value that is made from its components.
 
     Args:
-        values: This rank's components, as a list or tuple. A rank carries one replica, so there is one.
+        values: This rank's components, a list or tuple of one, because a rank carries one replica.
 
     Raises:
         TypeError: If `values` is neither a list nor a tuple.
-        ValueError: If it does not hold exactly one component.
+        ValueError: If `values` does not hold exactly one component.
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
@@ -87,7 +87,7 @@ class _Components(DistributedValues):
 
     @abstractmethod
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Say what NumPy sees."""
+        """Convert to a NumPy array, or refuse."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._values!r})"
@@ -95,25 +95,25 @@ class _Components(DistributedValues):
 
 @final
 class PerReplica(_Components):
-    """A value whose components may differ from replica to replica. It is no array: `values[0]` is this rank's."""
+    """A value whose components may differ between replicas. It is no array: `values[0]` is this rank's component."""
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks are known to hold the same: no."""
+        """Return False: components may differ."""
         return False
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
         raise ValueError(
-            "a PerReplica cannot be taken for an array, as each replica has another component: reduce or gather it, or "
-            "take this rank's component, values[0]"
+            "a PerReplica cannot be converted to an array, as each replica has another component: reduce or gather it, "
+            "or take this rank's component, values[0]"
         )
 
 
 @final
 class Mirrored(_Components):
-    """A value whose components are the same on every replica. NumPy sees this rank's."""
+    """A value whose components are equal on all replicas. As an array it is this rank's component."""
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks are known to hold the same: yes."""
+        """Return True: components are equal."""
         return True
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -122,12 +122,12 @@ class Mirrored(_Components):
 
 @final
 class IndexedSlices:
-    """Some rows of an array: what `Variable.scatter_add` and its like change.
+    """Some rows of an array: the argument of `Variable.scatter_add` and the other scatter methods.
 
     Args:
         values: The rows, [k, ...].
-        indices: Which rows they are, [k] whole numbers. One may come several times.
-        dense_shape: The shape of the whole array, if it is known.
+        indices: The numbers of the rows, [k] integers. A number may be repeated.
+        dense_shape: The shape of the whole array, if known.
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Iterable[int] | None = None) -> None:
@@ -142,76 +142,81 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Any:
-        """Which rows they are, [k]."""
+        """The numbers of the rows, [k]."""
         return self._indices
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole array, if it is known."""
+        """The shape of the whole array, if known."""
         return self._dense_shape
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, dense_shape={self._dense_shape!r})"
 
 
-def local(value: Any) -> Any:
-    """Return this rank's component of a `PerReplica` or `Mirrored`; anything else, a variable too, as it is."""
+def local_component(value: Any) -> Any:
+    """Return this rank's component of a `PerReplica` or `Mirrored`; any other value, a variable too, unchanged."""
     return value.values[0] if isinstance(value, _Components) else value
 
 
 def contribution(value: Any) -> Any:
-    """Return what this rank contributes with a value: its component, its own copy of a variable, or the value itself.
+    """Return what this rank contributes to a reduction of a value. Local.
 
-    Local. What is returned for a variable is a view that must be read at once.
+    That is this rank's component of a distributed value; of a variable this rank's copy, a view to be read at once; any
+    other value itself.
     """
     return value.values[0] if isinstance(value, DistributedValues) else value
 
 
-def open_arguments(value: Any) -> Any:
+def local_components(value: Any) -> Any:
     """Replace every `PerReplica` and `Mirrored` in a nest by this rank's component; variables stay variables.
 
-    A nest without any stays the same object, and so does one without any for `open_nest`.
+    Returns the same object if the nest holds none of them.
     """
-    return _opened(value, local)
+    return _map_distributed(local_component, value)
 
 
-def open_nest(value: Any) -> Any:
-    """Replace every distributed value in a nest, a variable too, by what this rank contributes with it."""
-    return _opened(value, contribution)
+def contributions(value: Any) -> Any:
+    """Replace every distributed value in a nest, variables too, by this rank's `contribution`.
+
+    Returns the same object if the nest holds no distributed value.
+    """
+    return _map_distributed(contribution, value)
 
 
-def _opened(value: Any, open_leaf: Callable[[Any], Any]) -> Any:
+def _map_distributed(function: Callable[[Any], Any], value: Any) -> Any:
     leaves, _ = nest.flatten(value)
-    if not any_distributed(leaves):
+    if not has_distributed(leaves):
         return value
-    opened = [open_leaf(leaf) for leaf in leaves]
-    return value if all(map(is_, leaves, opened)) else nest.rebuild(value, opened)
+    mapped = [function(leaf) for leaf in leaves]
+    return value if all(map(is_, leaves, mapped)) else nest.rebuild(value, mapped)
 
 
-def any_distributed(leaves: Iterable[Any]) -> bool:
-    """Whether there is a distributed value among leaves."""
-    return not _KINDS.isdisjoint(map(type, leaves))
+def has_distributed(leaves: Iterable[Any]) -> bool:
+    """Whether a leaf is a distributed value."""
+    return not _DISTRIBUTED.isdisjoint(map(type, leaves))
 
 
 def is_mirrored(value: Any, group: SyncGroup) -> bool:
-    """Whether all ranks of a group are known to hold the same value."""
+    """Whether a value is a distributed one whose components are equal on all ranks of a group."""
     return isinstance(value, DistributedValues) and value.is_mirrored_over(group)
 
 
 def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup) -> None:
-    """Refuse to add up or multiply what is mirrored over several ranks: it would count as often as there are ranks.
+    """Refuse SUM and PROD of values that are mirrored over several ranks: each would count once per rank.
 
     Raises:
-        ValueError: If one of the leaves is, and `op` is SUM or PROD.
+        ValueError: If a leaf is mirrored, and `op` is SUM or PROD.
     """
     size = group.topology.size
-    if size == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not any_distributed(leaves):
+    if size == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not has_distributed(leaves):
         return
     for leaf in leaves:
         if is_mirrored(leaf, group):
-            is_value = isinstance(leaf, Mirrored)
+            what, instead = "Mirrored value", "the array that this rank contributes"
+            if not isinstance(leaf, Mirrored):
+                what, instead = f"mirrored variable, {leaf.name!r},", "its local_value(), if ranks differ in it"
             raise ValueError(
-                f"a {'Mirrored value' if is_value else f'mirrored variable, {leaf.name!r},'} is the same on all {size} "
-                f"ranks and is no rank's contribution, so its {op} has no meaning; take the MEAN, or pass "
-                f"{'the array that this rank contributes' if is_value else 'its local_value(), if ranks differ in it'}"
+                f"a {what} is the same on all {size} ranks and is no rank's contribution, so its {op} has no meaning; "
+                f"take the MEAN, or pass {instead}"
             )

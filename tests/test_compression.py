@@ -302,7 +302,7 @@ def test_options_say_what_is_wrong() -> None:
     assert CommunicationOptions(compression=None) == CommunicationOptions()
     with pytest.raises(ValueError, match="'int8' is not a valid Compression; it is one of NONE, BF16, FP16"):
         CommunicationOptions(compression="int8")
-    with pytest.raises(ValueError, match="'bf16' cannot be had with implementation='RING'"):
+    with pytest.raises(ValueError, match="'bf16' cannot be combined with implementation='RING'"):
         options.merge(CommunicationOptions(implementation="RING"))
     merged = options.merge(CommunicationOptions(compress_everywhere=True))
     assert (merged.compression.name, merged.compress_everywhere) == ("BF16", True)

@@ -323,7 +323,7 @@ def test_a_mistake_is_refused_on_every_rank_and_forgotten(
 )
 def test_outside_a_scope_an_unbound_object_is_refused(call: Callable[[CrossDeviceOps], Any]) -> None:
     for ops in (CollectiveAllReduce(), ReductionToOneDevice()):
-        with pytest.raises(RuntimeError, match=r"tied to no ranks: call it inside `with strategy\.scope\(\):`"):
+        with pytest.raises(RuntimeError, match=r"bound to no ranks: call it inside `with strategy\.scope\(\):`"):
             call(ops)
         with pytest.raises(RuntimeError, match="not made by bind"):
             ops.close()

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import pytest
 from everywhere import raises_everywhere
 from mpi4py import MPI
 
 import mpidist
-from mpidist import CommunicationOptions, MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from mpidist import (
+    CollectiveAllReduce,
+    CommunicationOptions,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    Strategy,
+    StrategyExtended,
+)
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, MPIClusterResolver, SimpleClusterResolver
 from mpidist.cluster_resolver.addresses import number_ports
 from mpidist.cluster_resolver.resolver import OwnTask
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
-from mpidist.transport import cuda
+from mpidist.transport import Device, SyncGroup, cuda
+from mpidist.variables import OnEachRank, VariablePlacement
 
 WORLD = MPI.COMM_WORLD
 
@@ -79,7 +87,8 @@ def test_resolver_that_says_what_mpi_says_is_kept() -> None:
 
 @pytest.mark.core
 def test_resolver_of_another_size_is_refused_on_all_ranks() -> None:
-    with pytest.raises(TopologyError, match=rf"{WORLD.size + 1} tasks .* MPI has {WORLD.size} rank"):
+    text = rf"^rank 0: SimpleClusterResolver says {WORLD.size + 1} tasks .* MPI has {WORLD.size} rank"
+    with pytest.raises(TopologyError, match=text):
         MultiWorkerMirroredStrategy(resolver(WORLD.size + 1, WORLD.rank))
 
 
@@ -201,6 +210,30 @@ def test_ranks_that_make_different_strategies_are_refused() -> None:
     options = CommunicationOptions(bytes_per_pack=1 + WORLD.rank)
     with pytest.raises(InvalidArgumentError, match="bytes_per_pack=2"):
         MultiWorkerMirroredStrategy(communication_options=options)
+
+
+@final
+class Elsewhere(VariablePlacement):
+    """A third placement, which `is_shared` does not tell from `OnEachRank`."""
+
+    is_shared = False
+
+    def for_value(self, value: Any) -> VariablePlacement:
+        return self
+
+    def store(self, value: Any) -> Any:
+        return value
+
+    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
+        change()
+
+
+@only_several
+def test_ranks_that_place_variables_differently_are_refused() -> None:
+    placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
+    group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
+    with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
+        StrategyExtended.assemble("Trial", group, algorithm, Device("cpu"), variable_placement=placement)
 
 
 WRONG: dict[str, Callable[[Any], Strategy]] = {

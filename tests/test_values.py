@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist import DistributedValues, IndexedSlices, Mirrored, OneDeviceStrategy, PerReplica, Variable
-from mpidist.values import contribution, local, open_arguments, open_nest
+from mpidist.values import contribution, contributions, local_component, local_components
 
 pytestmark = pytest.mark.no_mpi
 
@@ -31,7 +31,7 @@ def test_values_are_a_tuple_of_this_ranks_component(kind: type[DistributedValues
         given.clear()
         assert isinstance(value, DistributedValues)
         assert value.values == (component,)
-        assert local(value) is component
+        assert local_component(value) is component
     assert repr(kind((3,))) == f"{kind.__name__}((3,))"
 
 
@@ -65,7 +65,7 @@ def test_values_that_differ_cannot_be_computed_with_across_replicas() -> None:
         lambda: np.sum(value), lambda: np.asarray(value), lambda: np.ones(2) + value, lambda: np.mean([value]),
     ]  # fmt: skip
     for convert in conversions:
-        with pytest.raises(ValueError, match="a PerReplica cannot be taken for an array"):
+        with pytest.raises(ValueError, match="a PerReplica cannot be converted to an array"):
             convert()
 
 
@@ -84,13 +84,13 @@ def test_variables_are_distributed_values() -> None:
     (own,) = variable.values
     assert own.tolist() == [1, 1]
     assert not own.flags.writeable
-    assert local(variable) is variable
+    assert local_component(variable) is variable
     assert contribution(variable).tolist() == [1, 1]
     assert contribution(PerReplica((3,))) == 3
     nest = [variable, PerReplica((1,))]
-    assert open_arguments(nest)[0] is variable
-    assert open_arguments([variable])[0] is variable
-    assert open_nest(nest)[0].tolist() == [1, 1]
+    assert local_components(nest)[0] is variable
+    assert local_components([variable])[0] is variable
+    assert contributions(nest)[0].tolist() == [1, 1]
 
 
 def test_slices_are_what_was_given() -> None:
@@ -117,7 +117,7 @@ def test_copies_keep_the_component(kind: type[DistributedValues]) -> None:
 def test_opening_a_nest_keeps_its_form() -> None:
     """T67, T68, T71."""
     nest = (PerReplica(("a1",)), ["b1", {"e": PerReplica(("f1",)), "c": Mirrored(("d1",))}], Point(PerReplica((0,)), 1))
-    opened = open_nest(nest)
+    opened = contributions(nest)
     assert opened == ("a1", ["b1", {"c": "d1", "e": "f1"}], Point(0, 1))
     assert isinstance(opened[2], Point)
     assert list(opened[1][1]) == ["e", "c"]
@@ -127,9 +127,9 @@ def test_nest_without_distributed_values_stays_the_same_object() -> None:
     """T70: so does every leaf beside one."""
     foo = object()
     nest = {"a": [foo]}
-    assert open_nest(nest) is nest
-    assert open_nest(foo) is foo
-    assert open_nest((PerReplica((1,)), foo))[1] is foo
+    assert contributions(nest) is nest
+    assert contributions(foo) is foo
+    assert contributions((PerReplica((1,)), foo))[1] is foo
 
 
 def test_component_may_be_anything() -> None:

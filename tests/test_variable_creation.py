@@ -477,8 +477,17 @@ def test_what_is_read_is_nobody_elses(synchronization: str) -> None:
 
 @in_scope
 def test_no_array_without_a_copy() -> None:
-    with pytest.raises(ValueError, match=r"cannot be had as an array without a copy; its local_value\(\)"):
+    with pytest.raises(ValueError, match=r"cannot become an array without a copy; its local_value\(\)"):
         Variable(A).__array__(copy=False)
+
+
+@in_scope
+def test_power_with_a_modulus_is_refused_by_name() -> None:
+    """As NumPy's arrays refuse it."""
+    variable = Variable(3, name="count")
+    with pytest.raises(TypeError, match=r"integers, got variable 'count': pass int\(variable\)"):
+        pow(variable, 2, 5)
+    assert (pow(variable, 2), pow(2, variable), pow(int(variable), 2, 5)) == (9, 8, 4)
 
 
 @in_scope

@@ -14,7 +14,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import SyncGroup, arrays
-from mpidist.values import open_nest
+from mpidist.values import contributions
 
 __all__ = ["all_gather"]
 
@@ -24,7 +24,7 @@ class _AllGather(Arguments):
     """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them."""
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: int) -> None:
-        self.axis, self.value = axis, open_nest(value)
+        self.axis, self.value = axis, contributions(value)
         leaves, self.structure = nest.flatten(self.value)
         require_values(leaves, self.value)
         self.operands = Operands.of(leaves, group.devices, call)

@@ -14,7 +14,7 @@ from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
 from mpidist.transport import DeviceLevels, arrays, value_text
-from mpidist.values import DistributedValues, contribution, local
+from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
     "NO_OPERANDS",
@@ -150,7 +150,7 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
         if type(leaf) in _OWNED_TYPES:
             continue
         try:
-            arrays.library_of(local(leaf))
+            arrays.library_of(local_component(leaf))
         except TypeError as error:
             raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
         if not isinstance(leaf, DistributedValues):
@@ -215,7 +215,7 @@ def _path_of(leaf: Any, value: Any) -> str:
 
 
 def _refusal(leaf: Any, path: str, text: str) -> TypeError:
-    if local(leaf) is not None:
+    if local_component(leaf) is not None:
         return TypeError(f"{path}: {text}" if path else text)
     if path:
         return TypeError(

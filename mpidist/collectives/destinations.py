@@ -15,7 +15,7 @@ from mpidist import nest
 from mpidist.collectives.arguments import require_values
 from mpidist.options import ReduceOp
 from mpidist.transport import Communicator, SyncGroup, value_text
-from mpidist.values import DistributedValues, any_distributed, contribution, is_mirrored, require_contributions
+from mpidist.values import DistributedValues, contribution, has_distributed, is_mirrored, require_contributions
 
 __all__ = [
     "NO_MIRRORED",
@@ -120,7 +120,7 @@ def flatten_contributions(
         return [value], nest.LEAF, NO_MIRRORED
     leaves, structure = nest.flatten(value)
     mirrored = NO_MIRRORED
-    if any_distributed(leaves):
+    if has_distributed(leaves):
         require_contributions(op, leaves, group)
         mirrored = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if mirrored:

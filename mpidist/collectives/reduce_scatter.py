@@ -14,7 +14,7 @@ from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import Levels, Reduction, SyncGroup, Topology, arrays, shard_bounds
-from mpidist.values import open_nest, require_contributions
+from mpidist.values import contributions, require_contributions
 
 __all__ = ["reduce_scatter"]
 
@@ -33,7 +33,7 @@ class _ReduceScatter(Arguments):
         self.axis, self.options = axis, options
         self.op = ReduceOp.of(reduce_op)
         require_contributions(self.op, nest.flatten(value)[0], group)
-        self.value = open_nest(value)
+        self.value = contributions(value)
         leaves, self.structure = nest.flatten(self.value)
         require_values(leaves, self.value)
         self.operands = Operands.of(leaves, group.devices, call)

@@ -1,4 +1,4 @@
-"""How values of all ranks are combined: the all-reduce algorithms, one in each file."""
+"""The all-reduce algorithms, one per file."""
 
 from mpidist.cross_device_ops.axis_reduction import reduce_along_axis
 from mpidist.cross_device_ops.collective_all_reduce import CollectiveAllReduce

@@ -1,4 +1,4 @@
-"""Reduction along axes and over ranks at once."""
+"""Reductions along axes of arrays and over ranks."""
 
 from __future__ import annotations
 
@@ -34,57 +34,57 @@ def reduce_along_axis(
 ) -> Any:
     """Reduce arrays along axes on every rank, then over ranks. Collective.
 
-    A mean is the sum of all divided by the count of all: one all-reduce of sums, and one number more.
+    A mean is the sum over all ranks divided by the count over all ranks: one all-reduce of the sums and counts.
 
     Args:
-        ops: The algorithm, tied to the ranks.
+        ops: The algorithm, bound to the ranks.
         num_ranks: Number of ranks.
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along the axes.
         axis: An axis, or a tuple of them; negative counts from the end.
-        options: Laid over the strategy's.
+        options: Override the strategy's.
 
     Returns:
         A nest like `value`, of arrays without these axes.
 
     Raises:
-        InvalidArgumentError: If the ranks' arguments differ, a value has no such axis, or an axis is there twice. On
+        InvalidArgumentError: If the ranks' arguments differ, a value has no such axis, or an axis is named twice. On
             every rank.
-        ValueError: If a mirrored value of several ranks is to be summed.
+        ValueError: If `reduce_op` is SUM or PROD of a value that is mirrored over several ranks.
     """
     leaves: list[Any] = []
-    parts: list[Any] = []
+    partials: list[Any] = []
     error: Exception | None = None
     op = ReduceOp.SUM
     call = "reduce along an axis"
     try:
         axes = axes_tuple(axis)
-        call = f"reduce along {axes_text(axes)}"  # as ranks compare it
+        call = f"reduce along {axes_text(axes)}"  # ranks compare the name, and so the axes
         op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)
         if num_ranks > 1:
             require_contributions(op, leaves, ops.group)
         require_values(leaves, value)
         leaves = [contribution(leaf) for leaf in leaves]
-        parts = [_reduce_here(op, leaf, axes) for leaf in leaves]
-    except Exception as problem:  # whatever it is, the other ranks must learn of it
+        partials = [_reduce_locally(op, leaf, axes) for leaf in leaves]
+    except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    sums = nest.rebuild(value, [part for part, _, _ in parts]) if error is None else []
+    sums = nest.rebuild(value, [partial for partial, _, _ in partials]) if error is None else []
     if op is not ReduceOp.MEAN:
         results, _ = nest.flatten(ops.all_reduce(op, sums, options, call=call, error=error))
     else:
-        counts = [np.asarray(count, np.int64) for _, count, _ in parts]
+        counts = [np.asarray(count, np.int64) for _, count, _ in partials]
         totals, counts = ops.all_reduce(ReduceOp.SUM, (sums, counts), options, call=call, error=error)
         results = [
             _divide(total, int(count), dtype)
-            for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, parts, strict=True)
+            for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, partials, strict=True)
         ]
     restored = [arrays.library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
 
 
-def _reduce_here(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, int, np.dtype[Any]]:
-    """Reduce one array along the axes.
+def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, int, np.dtype[Any]]:
+    """Reduce this rank's array along the axes.
 
     Returns:
         The partial result, the product of the axes' lengths, and the dtype of the final result.
@@ -96,16 +96,16 @@ def _reduce_here(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, 
     wire, result = wire_and_result_dtypes(op, native)
     wide = accumulator_dtype(wire)
     if op is ReduceOp.MEAN and wide == np.int32:
-        wide = np.dtype(np.int64)  # an axis may be long; the ranks alone are few enough for int32
+        wide = np.dtype(np.int64)  # int32 is for sums over ranks alone; an axis may be longer
     shape = tuple(length for at, length in enumerate(array.shape) if at not in axes)
     if count == 0:
-        part = arrays.empty(shape, wide, arrays.is_device(array))
-        part[...] = _identity(op, wide)
+        partial = arrays.empty(shape, wide, arrays.is_device(array))
+        partial[...] = _identity(op, wide)
     else:
         method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
-        one_or_all = axes[0] if len(axes) == 1 else axes  # of one, NumPy is quicker
-        part = method(axis=one_or_all, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
-    return (part if op is ReduceOp.MEAN else part.astype(native)), count, result
+        axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
+        partial = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
+    return (partial if op is ReduceOp.MEAN else partial.astype(native)), count, result
 
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:
@@ -115,7 +115,7 @@ def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:
 
 
 def _identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
-    """Return what an empty part of an array contributes: a number that changes nothing."""
+    """Return the identity element of a reduction: the contribution of an empty array."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return dtype.type(op is ReduceOp.PROD)
     if dtype.kind == "b":

@@ -1,4 +1,4 @@
-"""One call to whatever transport serves all ranks."""
+"""One all-reduce of the transport over all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["CollectiveAllReduce"]
 class CollectiveAllReduce(CrossDeviceOps):
     """Leave the algorithm to the transport: one all-reduce over all ranks.
 
-    On one node through shared memory: of S bytes, a rank copies S (P - 1) / P into it and S out of it, and adds S / P
-    from P places; up to a few hundred KiB, by the machine's cost model, it copies S in and adds P S itself. Over
-    several nodes, of large messages, 2 S (K - 1) / K bytes per node, the least for K nodes, as
-    `HierarchicalCopyAllReduce`; of small ones `MPI_Allreduce`, whose library chooses.
+    On one node of P ranks, through shared memory: of S bytes, a rank copies S (P - 1) / P in and S out, and adds its
+    shard of S / P bytes from P buffers (two-shot). Up to a size that the machine's cost model gives, a few hundred KiB,
+    a rank copies S in and adds all P S bytes itself (one-shot). On K nodes large messages take 2 S (K - 1) / K bytes
+    per node, the least possible, as `HierarchicalCopyAllReduce`; small messages are an `MPI_Allreduce`.
 
     Args:
         options: The defaults of every call: `bytes_per_pack`, `reproducible` and so on.
 
     Raises:
-        TypeError: If `options` is something else.
+        TypeError: If `options` is no `CommunicationOptions`.
     """
 
     _compresses_between_nodes = True

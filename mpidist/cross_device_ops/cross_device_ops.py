@@ -1,6 +1,6 @@
-"""What every all-reduce algorithm shares: its public calls, and being tied to a group of ranks.
+"""The base class of all-reduce algorithms: their public calls, and the group of ranks that they are bound to.
 
-A subclass writes one short method, `_all_reduce`. Checks, packing, means, destinations and logs are around it.
+A subclass writes one short method, `_all_reduce`. Checks, packing, means, destinations and logs are outside of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpidist.collectives import (
     require_num_packs,
     require_usable,
 )
-from mpidist.cross_device_ops.of_world import all_reduce_of_world, reduce_to_root, ring_of_world
+from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
 from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGroup, ends_normally
 
@@ -39,28 +39,29 @@ _DEFAULTS: Final = CommunicationOptions()
 
 
 class CrossDeviceOps(Algorithm):
-    """How values of all ranks are combined, and where the result goes.
+    """An algorithm that reduces values of all ranks to destinations.
 
-    Give one to a strategy as `cross_device_ops`, or use it alone: inside a strategy's scope it works on the
-    strategy's ranks, and `bind` makes one that is tied to a communicator.
+    Pass one to a strategy as `cross_device_ops`, or use it alone: inside a strategy's scope it works on the
+    strategy's ranks, and `bind` makes one that is bound to a communicator.
 
     Args:
-        num_packs: Number of packs, of equal size, that the arrays of one call and dtype are concatenated and cut
-            to. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` wins over it.
-        reduce_to_root: How a flat buffer is reduced where not all ranks want the result; by default as the
-            transport does it.
-        is_replaceable: Whether `reproducible` and `RING` may put another algorithm in the place of this one, which adds
-            as `Reduction` says. One with a rule of its own is used whatever the options, or refuses them.
+        num_packs: Number of packs of equal size: the arrays of one dtype of a call are concatenated and cut into that
+            many. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` overrides it.
+        reduce_to_root: Reduces a flat buffer to one rank, for calls whose result not all ranks want; by default the
+            transport's reduce.
+        is_replaceable: Whether the options `reproducible` and `RING` replace this algorithm by another one. False for
+            an algorithm that adds by a rule of its own, and not as `Reduction` says: it ignores `reproducible`, and
+            refuses `RING`.
 
     Raises:
         TypeError: If `num_packs` is no whole number.
         ValueError: If `num_packs` is negative.
     """
 
-    _compresses_between_nodes: ClassVar[bool] = False  # else every rank rounds what it contributes
+    _compresses_between_nodes: ClassVar[bool] = False  # if False, compression rounds every rank's contribution
 
     def __init__(
-        self, num_packs: int = 1, reduce_to_root: ReduceToRoot = reduce_to_root, is_replaceable: bool = True
+        self, num_packs: int = 1, reduce_to_root: ReduceToRoot = world_reduce, is_replaceable: bool = True
     ) -> None:
         require_num_packs(type(self).__name__, num_packs)
         self._num_packs = int(num_packs)
@@ -73,12 +74,11 @@ class CrossDeviceOps(Algorithm):
 
     @abstractmethod
     def _all_reduce(self, levels: Levels, buffer: Any, reduction: Reduction) -> None:
-        """Leave the reduction of all ranks' buffers in every rank's buffer.
+        """Leave the reduction of all ranks' buffers in every rank's buffer. The one method that an algorithm writes.
 
-        The one method that an algorithm writes. It hands `reduction` to the first phase that adds, and
-        `reduction.rest` to those after it. `_compresses_between_nodes` says that what it sends through `world` and
-        `across_nodes` may be rounded to half precision: that each number passes there once, as a contribution or as
-        a result.
+        The first phase that adds takes `reduction`, and later phases take `reduction.rest`. An algorithm that sends
+        each number through `world` and `across_nodes` at most once as a contribution and once as a result may set
+        `_compresses_between_nodes`: then these two communicators round numbers to half precision.
 
         Args:
             levels: The communicators.
@@ -87,17 +87,17 @@ class CrossDeviceOps(Algorithm):
         """
 
     def _fused_reducer_of(self, levels: Levels) -> FusedReducer | None:
-        """Say who reduces lists of arrays in this algorithm's place: `levels.fused`, or nobody."""
+        """Return the reducer of lists of arrays that may take this algorithm's place: `levels.fused`, or `None`."""
         return None
 
     @property
     def group(self) -> SyncGroup:
-        """The ranks that this object is tied to, or else those of the scope."""
-        return self._tied().group
+        """The ranks that this object is bound to; if it is not bound, those of the current strategy."""
+        return self._reductions().group
 
     @property
     def configuration(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks: class, packs and options."""
+        """What must be equal on all ranks: class, `num_packs` and options."""
         return type(self).__name__, self._num_packs, self._options
 
     @final
@@ -105,10 +105,10 @@ class CrossDeviceOps(Algorithm):
         """Make an object of the same class that works on the ranks of a communicator. Collective.
 
         Args:
-            comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`. It is duplicated.
+            comm: An intra-communicator of mpi4py, which is duplicated; `None` means `MPI.COMM_WORLD`.
 
         Returns:
-            The bound object. Give its communicators back with `close`, or use it in a `with` statement.
+            The bound object. Free its communicators with `close`, or use it in a `with` statement.
         """
         bound = self.bound_to(SyncGroup.from_mpi(comm))
         bound._owns_group = True
@@ -116,14 +116,14 @@ class CrossDeviceOps(Algorithm):
 
     @final
     def bound_to(self, group: SyncGroup, options: CommunicationOptions | None = None) -> CrossDeviceOps:
-        """Make an object of the same class for a group that stays its owner's.
+        """Make an object of the same class for a group that the caller owns and closes.
 
         Args:
             group: The ranks.
-            options: Laid over this object's own.
+            options: Override this object's own.
 
         Raises:
-            UnavailableError: If `options` insist on NCCL where it cannot be had.
+            UnavailableError: If `options` ask for NCCL and it is not available.
         """
         self.require_ranks(group.topology.size)
         bound = copy(self)
@@ -138,7 +138,7 @@ class CrossDeviceOps(Algorithm):
             RuntimeError: If this object was not made by `bind`.
         """
         if self._bound is None or not self._owns_group:
-            raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so it has nothing to close")
+            raise RuntimeError(f"this {type(self).__name__} was not made by bind(), so there is nothing to close")
         self._bound.group.close(self._options.timeout_seconds, sys.exc_info()[1])
 
     @final
@@ -164,21 +164,21 @@ class CrossDeviceOps(Algorithm):
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
-            per_replica_value: This rank's contribution: an array, a number, or a nest of them. A `Mirrored` value
-                has no contributions: its mean is itself.
+            per_replica_value: This rank's contribution: an array, a number, or a nest of them. The mean of a `Mirrored`
+                value is the value itself; its sum over several ranks is refused.
             destinations: A rank, a sequence of ranks, `"all"`, `"/rank:3"`, a distributed value or a variable.
-            options: Laid over the strategy's.
-            experimental_hints: `options` under an old name (deprecated).
+            options: Override the strategy's.
+            experimental_hints: The old name of `options` (deprecated).
 
         Returns:
             The result where this rank is a destination, else `None`.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
-            ValueError: If `reduce_op` or `destinations` is none of what is listed.
+            ValueError: If `reduce_op` or `destinations` is none of the values above.
         """
         options = options_or_hints(options, experimental_hints)
-        return self._batch("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
+        return self._batch_reduce("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @final
     def batch_reduce(
@@ -191,24 +191,24 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         """Reduce many values at once. Collective.
 
-        Values with the same destinations travel together, in few large messages.
+        Values with the same destinations are packed into few large messages.
 
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value_destination_pairs: Tuples of a value and its destinations, each as in `reduce`.
-            options: Laid over the strategy's.
+            options: Override the strategy's.
             experimental_hints: As in `reduce`.
 
         Returns:
-            The results, in the order of the pairs; `None` for those that this rank is no destination of.
+            The results, in the order of the pairs; `None` for each pair whose destinations do not include this rank.
 
         Raises:
             TypeError: If the pairs are not iterable.
-            ValueError: If one is not a tuple of two.
+            ValueError: If a pair is not a tuple of two.
             InvalidArgumentError: As in `reduce`.
         """
         options = options_or_hints(options, experimental_hints)
-        return self._batch("batch_reduce", reduce_op, value_destination_pairs, options)
+        return self._batch_reduce("batch_reduce", reduce_op, value_destination_pairs, options)
 
     @final
     def all_reduce(
@@ -226,42 +226,42 @@ class CrossDeviceOps(Algorithm):
         Args:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This rank's contribution: an array, a number, or a nest of them.
-            options: Laid over the strategy's.
-            out: A nest of arrays like the result, which then takes it. May be `value` itself.
-            call: What errors and logs call it.
-            error: What the caller knows to be wrong on this rank. It is raised, and on all ranks.
+            options: Override the strategy's.
+            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
+            call: The name of the call, for errors and logs.
+            error: What the caller found wrong on this rank; raised on all ranks.
 
         Returns:
-            A nest like `value`; `out`, if it was given.
+            `out`, if given; else a nest like `value`.
 
         Raises:
             InvalidArgumentError: As in `reduce`.
         """
-        reductions = self._tied()
-        opened, kept = self._open(reductions.group, call, reduce_op, value, options, out, error)
-        results = reductions.run(opened)
+        reductions = self._reductions()
+        made, kept = self._make_call(reductions.group, call, reduce_op, value, options, out, error)
+        results = reductions.run(made)
         return out if out is not None else rebuild_results(value, results, kept)
 
     @final
     def start_all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
     ) -> PendingResult:
-        """Start an all-reduce, and return before it is done. Collective; all ranks start calls in the same order.
+        """Start an all-reduce, and return before it completes. Collective; all ranks start calls in the same order.
 
         Args:
-            reduce_op: As in `all_reduce`, and so are the others.
-            value: This rank's contribution, not to be changed until the result is there.
-            options: Laid over the strategy's.
-            out: A nest of arrays that takes the result.
+            reduce_op: As in `all_reduce`.
+            value: As in `all_reduce`. It must not be changed until `wait` has returned.
+            options: As in `all_reduce`.
+            out: As in `all_reduce`.
 
         Returns:
-            A handle, whose `wait` returns what `all_reduce` does, or raises it.
+            A handle, whose `wait` returns or raises what `all_reduce` would.
         """
-        reductions = self._tied()
-        opened, kept = self._open(reductions.group, "start_all_reduce", reduce_op, value, options, out, None)
-        return PendingResult(reductions.group, reductions.start(opened), value, out, kept)
+        reductions = self._reductions()
+        made, kept = self._make_call(reductions.group, "start_all_reduce", reduce_op, value, options, out, None)
+        return PendingResult(reductions.group, reductions.start(made), value, out, kept)
 
-    def _open(
+    def _make_call(
         self, group: SyncGroup, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
     ) -> tuple[ReductionCall, MirroredLeaves]:
         leaves: list[Any] = []
@@ -277,7 +277,7 @@ class CrossDeviceOps(Algorithm):
             leaves, structure, kept = flatten_contributions(op, value, group)
             if out is not None:
                 outs = flatten_out(structure, bool(kept), out)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         return ReductionCall(call, op, merged, leaves, structure, tuple(kept), None, outs, error), kept
 
@@ -288,30 +288,30 @@ class CrossDeviceOps(Algorithm):
         """Send rank 0's value to the destinations. Collective.
 
         Args:
-            tensor: An array, a number, or a nest of them, of the same form, shapes and dtypes on every rank; only
-                rank 0's numbers matter.
+            tensor: An array, a number, or a nest of them, of the same form, shapes and dtypes on every rank. The
+                numbers of other ranks than 0 are ignored.
             destinations: As in `reduce`.
-            call: What errors call it.
-            error: What the caller knows to be wrong on this rank. It is raised, and on all ranks.
+            call: The name of the call, for errors.
+            error: What the caller found wrong on this rank; raised on all ranks.
 
         Returns:
             Rank 0's value where this rank is a destination, else `None`.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ. On every rank.
-            ValueError: If `destinations` is none of what is listed.
+            ValueError: If `destinations` is none of the values that `reduce` takes.
         """
         return broadcast(self.group, call, tensor, destinations, self._options, error)
 
     @final
-    def _batch(
+    def _batch_reduce(
         self,
         call: str,
         reduce_op: ReduceOp | str,
         pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        reductions = self._tied()
+        reductions = self._reductions()
         group = reductions.group
         op, merged, error = ReduceOp.SUM, self._options, None
         opened: list[ValueWithDestinations] = []
@@ -319,7 +319,7 @@ class CrossDeviceOps(Algorithm):
             op = ReduceOp.of(reduce_op)
             merged = self._merge(options)
             opened = [ValueWithDestinations.open(op, pair, group) for pair in pairs]
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         leaves = [leaf for pair in opened for leaf in pair.leaves]
         ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
@@ -336,18 +336,18 @@ class CrossDeviceOps(Algorithm):
         require_usable(options)
         if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
             name = type(self).__name__
-            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot; leave one of them out")
+            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot call; leave one out")
         return merged
 
     @final
-    def _tied(self) -> Reductions:
+    def _reductions(self) -> Reductions:
         if self._bound is not None:
             return self._bound
         entry = context_stack.current()
         if entry is None:
             raise RuntimeError(
-                f"{type(self).__name__} is tied to no ranks: call it inside `with strategy.scope():`, or on what its "
-                "bind(comm) returns"
+                f"{type(self).__name__} is bound to no ranks: call it inside `with strategy.scope():`, or call "
+                "bind(comm) and use the object that bind returns"
             )
         group = entry.strategy.extended.group
         if self._in_scope is None or self._in_scope.group is not group:
@@ -387,9 +387,9 @@ class CrossDeviceOps(Algorithm):
     def all_reduce_for(self, options: CommunicationOptions) -> Reduce:
         """See `Algorithm`."""
         if options.reproducible and self._is_replaceable:
-            return all_reduce_of_world
+            return world_all_reduce
         if options.implementation is CommunicationImplementation.RING:
-            return ring_of_world
+            return world_ring_all_reduce
         return self._all_reduce
 
     @final

@@ -1,4 +1,4 @@
-"""Within each node, across nodes, within each node again."""
+"""All-reduce in two levels: within each node, across nodes, and within each node again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["HierarchicalCopyAllReduce"]
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Reduce within each node, all-reduce across nodes, copy within each node.
 
-    Large messages go chunk by chunk, so that network and nodes work at the same time: the ranks of a node that every
-    node has, its lanes, add a shard of each chunk through shared memory; the lanes of all nodes exchange their parts of
-    it; every rank copies the sums out. Of S bytes and K nodes, 2 S (K - 1) / K per node on the network, the least that
-    can be; in order of nodes. From which size on, the machine's cost model says.
+    Messages from a size on that the machine's cost model gives are sent chunk by chunk, so that network and memory work
+    at the same time. If the smallest node has L ranks, L ranks of each node add one of L shards of each chunk through
+    shared memory; the ranks of all nodes that have the same shard all-reduce it; every rank copies the sums out. Of S
+    bytes and K nodes, 2 S (K - 1) / K bytes per node on the network, the least possible. Sums are in order of nodes.
 
-    Smaller messages, and all where there is no shared memory, with G ranks on each node: reduce-scatter within the
+    Smaller messages, and all messages without shared memory, with G ranks on each node: reduce-scatter within the
     node, S (G - 1) / G bytes; all-reduce of a shard across nodes, 2 (S / G) (K - 1) / K; all-gather within the node,
-    S (G - 1) / G. Where nodes have unlike numbers of ranks, or S is at most 16 KiB, a leader speaks for its node:
+    S (G - 1) / G. If nodes have different numbers of ranks, or S is at most 16 KiB, one leader per node communicates:
     reduce to the leader, S bytes; all-reduce among leaders, 2 S (K - 1) / K; broadcast from the leader, S.
 
-    On one node, or with one rank on each, it is a single all-reduce of 2 S (P - 1) / P bytes.
+    On one node, or with one rank per node, the algorithm is a single all-reduce of 2 S (P - 1) / P bytes.
 
     Args:
         num_packs: As in `CrossDeviceOps`.

@@ -1,4 +1,4 @@
-"""NCCL between the GPUs of a node."""
+"""All-reduce by NCCL between the GPUs of a node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["NcclAllReduce"]
 
 @final
 class NcclAllReduce(CrossDeviceOps):
-    """Use NCCL where it can be had, and `ReductionToOneDevice` for everything else.
+    """Use NCCL where it is available, and `ReductionToOneDevice` for everything else.
 
-    Device arrays of the ranks of one node are reduced by one call of NCCL, 2 S (P - 1) / P bytes a rank; those of
-    several nodes too with `implementation="NCCL"`, and else by NCCL within each node, through the host between them,
-    as `HierarchicalCopyAllReduce` does. Host arrays always take the second way, as in tf.distribute, and so do device
-    arrays where there is no NCCL, staged through the host: S bytes to the root and S bytes back, per rank.
+    Device arrays on one node are reduced by one call of NCCL, 2 S (P - 1) / P bytes per rank; on several nodes, too,
+    with `implementation="NCCL"`, and without it by `HierarchicalCopyAllReduce`, with NCCL within each node and the host
+    between nodes. Host arrays are always reduced by `ReductionToOneDevice`, as in tf.distribute, and so are device
+    arrays without NCCL, staged through the host: S bytes to the root and S bytes back, per rank.
 
     Args:
         num_packs: As in `CrossDeviceOps`.

@@ -1,4 +1,4 @@
-"""Data sets of batches: every rank its part of each, and all ranks the same number of steps."""
+"""Data sets of batches: every rank gets its part of each batch, and all ranks make the same number of steps."""
 
 from mpidist.datasets.batches import require_batches
 from mpidist.datasets.distributed_dataset import DistributedDataset

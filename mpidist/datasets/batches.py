@@ -1,4 +1,4 @@
-"""How ranks share the batches of a data set: each a part of every global batch, or each batches of its own."""
+"""The batches of a data set: a part of every global batch for each rank, or each rank's own batches."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport import arrays, shard_bounds
 
-__all__ = ["GlobalBatches", "OwnBatches", "SharedBatches", "empty_like", "require_batches"]
+__all__ = ["IN_STEP", "BatchSource", "GlobalBatches", "OwnBatches", "empty_like", "require_batches"]
 
-_ROW_BY_ROW: Final = "put batches in a list: [batch, ...]"
-_IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
+_PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
+
+# What users can do if ranks differ in the step itself, in the number of batches or rows, or in their content.
+IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
+_SAME_SIZES: Final = (
+    "Give every rank the same global batches: as many, with as many rows. Compare what the ranks read: files, rows and "
+    "batch size"
+)
+_SAME_CONTENT: Final = (
+    "Give every rank the same global batches: shuffle with the same seed on all ranks, and copy a part, which is a "
+    "view of its batch, before you change the part in place"
+)
 
 
-class SharedBatches(ABC):
-    """The batches of a data set, and how ranks share them.
+class BatchSource(ABC):
+    """The batches of a data set, and which part of each batch is this rank's.
 
     Attributes:
-        source: A re-iterable of batches.
-        advice: What people can do if ranks differ at a step.
+        batches: A re-iterable of batches.
     """
 
-    advice: str
-
-    def __init__(self, source: Iterable[Any]) -> None:
-        self.source = source
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
 
     @abstractmethod
     def part_of(self, batch: Any) -> Any:
@@ -41,38 +48,41 @@ class SharedBatches(ABC):
         """
 
     @abstractmethod
-    def common(self, batch: Any, is_first: bool) -> dict[str, str]:
-        """Say what of a batch all ranks must have alike, by name.
+    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
+        """Describe what must be equal on all ranks in a batch, by name.
 
         Args:
-            batch: The batch, as the source gave it.
+            batch: The whole batch.
             is_first: Whether the batch is the first one of a pass.
         """
 
     @property
     @abstractmethod
-    def end(self) -> dict[str, str]:
-        """What a rank has in the place of `common` when it has run out of batches."""
+    def end_fields(self) -> dict[str, str]:
+        """What takes the place of `common_fields` after the last batch."""
+
+    @abstractmethod
+    def advice_for(self, everyone: list[dict[str, str]]) -> str:
+        """Say what users can do if ranks differ at a step.
+
+        Args:
+            everyone: Each rank's `common_fields` or `end_fields`, which are not all equal.
+        """
 
 
 @final
-class GlobalBatches(SharedBatches):
-    """Batches that are the same on every rank: each rank takes the contiguous part of its place.
+class GlobalBatches(BatchSource):
+    """Batches that are the same on every rank: rank r takes the r-th contiguous part of each.
 
     Args:
-        source: A re-iterable of global batches: nests of arrays that are equally long on axis 0.
+        batches: A re-iterable of global batches: nests of arrays of one length on axis 0.
         rank: This rank.
         size: Number of ranks.
         compares_numbers: Whether ranks compare a checksum of the first batch of each pass.
     """
 
-    advice = (
-        f"{_IN_STEP}. Give every rank the same global batches: seed alike what shuffles them, and copy a part, which "
-        "is a view of its batch, before you change the part in place"
-    )
-
-    def __init__(self, source: Iterable[Any], rank: int, size: int, compares_numbers: bool) -> None:
-        super().__init__(source)
+    def __init__(self, batches: Iterable[Any], rank: int, size: int, compares_numbers: bool) -> None:
+        super().__init__(batches)
         self._rank, self._size = rank, size
         self._compares_numbers = compares_numbers
 
@@ -82,7 +92,7 @@ class GlobalBatches(SharedBatches):
         start, stop = bounds[self._rank], bounds[self._rank + 1]
         return nest.rebuild(batch, [leaf[start:stop] for leaf in leaves])
 
-    def common(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
         leaves, _ = nest.flatten(batch)
         fields = {"global batch": f"{_length_of(leaves)} rows"}
         if is_first and self._compares_numbers and self._size > 1:
@@ -90,49 +100,53 @@ class GlobalBatches(SharedBatches):
         return fields
 
     @property
-    def end(self) -> dict[str, str]:
+    def end_fields(self) -> dict[str, str]:
         return {"global batch": "none"}
+
+    def advice_for(self, everyone: list[dict[str, str]]) -> str:
+        return _SAME_CONTENT if len({fields["global batch"] for fields in everyone}) == 1 else _SAME_SIZES
 
 
 @final
-class OwnBatches(SharedBatches):
-    """Batches that each rank made by itself, taken as they are. Ranks may run out of batches at different steps."""
-
-    advice = _IN_STEP
+class OwnBatches(BatchSource):
+    """Batches that each rank made by itself. The numbers of batches may differ between ranks."""
 
     def part_of(self, batch: Any) -> Any:
         return batch
 
-    def common(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
         return {}
 
     @property
-    def end(self) -> dict[str, str]:
+    def end_fields(self) -> dict[str, str]:
         return {}
 
+    def advice_for(self, everyone: list[dict[str, str]]) -> str:
+        return IN_STEP
 
-def require_batches(source: Any) -> None:
+
+def require_batches(batches: Any) -> None:
     """Refuse what is no re-iterable of batches.
 
     Raises:
-        TypeError: If `source` cannot be iterated again and again, or is one batch.
+        TypeError: If `batches` cannot be iterated again and again, or is one batch.
     """
-    kind = type(source).__name__
-    if isinstance(source, Mapping):
-        raise TypeError(f"a data set is an iterable of batches, and this {kind} is one batch; {_ROW_BY_ROW}")
-    if isinstance(source, tuple) and source and all(_is_array(item) for item in source):
+    kind = type(batches).__name__
+    if isinstance(batches, Mapping):
+        raise TypeError(f"a data set is an iterable of batches, and this {kind} is one batch; {_PUT_IN_A_LIST}")
+    if isinstance(batches, tuple) and batches and all(_is_array(item) for item in batches):
         raise TypeError(
-            f"a data set is an iterable of batches, and a tuple of {len(source)} arrays may be one batch of "
-            f"{len(source)} arrays; {_ROW_BY_ROW}"
+            f"a data set is an iterable of batches, and a tuple of {len(batches)} arrays may be one batch of "
+            f"{len(batches)} arrays; {_PUT_IN_A_LIST}"
         )
-    if _is_array(source):
+    if _is_array(batches):
         raise TypeError(
-            f"a data set is an iterable of batches, and this {kind} is one array, which would be taken row by row; "
-            f"{_ROW_BY_ROW}"
+            f"a data set is an iterable of batches, and this {kind} is one array, whose rows would be the batches; "
+            f"{_PUT_IN_A_LIST}"
         )
-    if isinstance(source, (str, bytes)) or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+    if isinstance(batches, (str, bytes)) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"a data set is an iterable of batches, got {kind}")
-    if hasattr(source, "__next__"):
+    if hasattr(batches, "__next__"):
         raise TypeError(
             f"a data set must be one that can be iterated again, and a {kind} is used up after "
             "one pass; pass a list, or an object whose __iter__ starts anew"
@@ -140,7 +154,7 @@ def require_batches(source: Any) -> None:
 
 
 def empty_like(leaf: Any) -> Any:
-    """Return an array like a batch, of length 0 on axis 0; a number counts as a row of its own."""
+    """Return an array like a leaf of a batch, but of length 0 on axis 0. A number counts as one row."""
     if not hasattr(leaf, "shape") or leaf.shape == ():
         return np.empty(0, np.asarray(leaf).dtype)
     return leaf[:0]
@@ -157,13 +171,13 @@ def _length_of(leaves: list[Any]) -> int:
     if len(lengths) != 1 or -1 in lengths:
         raise InvalidArgumentError(
             f"a global batch must be arrays that are equally long on axis 0, got shapes {[list(s) for s in shapes]}; "
-            f"if this is one batch taken apart, {_ROW_BY_ROW}"
+            f"if these are the arrays of one batch, {_PUT_IN_A_LIST}"
         )
     return int(lengths.pop())
 
 
 def _checksum(leaves: list[Any]) -> int:
-    """Return a number that is the same for equal arrays of host memory. What has to be read from elsewhere is not."""
+    """Return a number that is the same for equal arrays. Arrays outside of host memory, and objects, are left out."""
     checksum = 0
     for leaf in leaves:
         library = arrays.library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
@@ -171,5 +185,16 @@ def _checksum(leaves: list[Any]) -> int:
         if array is None or arrays.is_device(array) or array.dtype.hasobject:
             continue
         checksum = zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), checksum)
-        checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, checksum)
+        for numbers in _without_padding(array):
+            checksum = zlib.crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data, checksum)
     return checksum
+
+
+def _without_padding(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Return an array as arrays whose every byte is significant: padding may differ where numbers are equal."""
+    if array.dtype.names is not None:
+        return [part for name in array.dtype.names for part in _without_padding(array[name])]
+    if array.dtype.char in "gG":  # long doubles: 10 of 16 bytes are significant on x86
+        with np.errstate(over="ignore"):
+            return [array.astype(np.float64 if array.dtype.char == "g" else np.complex128)]
+    return [array]

@@ -1,4 +1,4 @@
-"""A data set over all ranks, which can be iterated again and again."""
+"""A data set over all ranks, which can be iterated repeatedly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.datasets.batches import GlobalBatches, OwnBatches, SharedBatches, require_batches
+from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.input_options import InputOptions, InputReplicationMode
 from mpidist.strategy_extended import StrategyExtended
@@ -18,7 +18,7 @@ __all__ = ["ArraySpec", "DistributedDataset"]
 
 @final
 class ArraySpec(NamedTuple):
-    """The form of one array of a batch: `None` in its shape is a length that may be another in each batch."""
+    """Shape and dtype of one array of the batches. `None` in the shape is a length that may differ between batches."""
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[Any]
@@ -28,23 +28,23 @@ class ArraySpec(NamedTuple):
 class DistributedDataset:
     """This rank's batches. Iterating is collective: one small round over all ranks at each step.
 
-    All ranks make the same number of steps. Where each rank makes its own batches, one that has run out gets empty
-    batches, of length 0 on axis 0, until all ranks have. `strategy.reduce("MEAN", x, axis=0)` weighs them right.
+    All ranks make the same number of steps. If ranks make their own batches, a rank whose batches have ended gets empty
+    ones, of length 0 on axis 0, until those of all ranks have. `strategy.reduce("MEAN", x, axis=0)` weighs them right.
 
     Args:
-        extended: The ranks.
-        shared: The batches, and how ranks share them.
-        options: Where the batches are put.
+        extended: The strategy's ranks and device.
+        source: The batches, and which part of each is this rank's.
+        options: The memory that batches are put into, and how far to read ahead.
 
     Raises:
-        TypeError: If the source is no re-iterable of batches.
+        TypeError: If the source's batches are no re-iterable of batches.
     """
 
-    def __init__(self, extended: StrategyExtended, shared: SharedBatches, options: InputOptions) -> None:
-        require_batches(shared.source)
+    def __init__(self, extended: StrategyExtended, source: BatchSource, options: InputOptions) -> None:
+        require_batches(source.batches)
         self._extended = extended
-        self._shared = shared
-        self._fetches = options.experimental_fetch_to_device and extended.device.is_gpu
+        self._source = source
+        self._fetches_to_device = options.experimental_fetch_to_device and extended.device.is_gpu
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = extended.next_dataset_number()
 
@@ -52,7 +52,7 @@ class DistributedDataset:
     def from_global_batches(
         cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
-        """Cut every batch in contiguous parts, one per rank, that differ by one row at most. Local.
+        """Cut every batch into contiguous parts, one per rank. Their lengths differ by at most one row. Local.
 
         Raises:
             NotImplementedError: With `InputReplicationMode.PER_REPLICA`.
@@ -71,41 +71,41 @@ class DistributedDataset:
     def from_own_batches(
         cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
-        """Take every rank's batches as they are. Local."""
+        """Let every rank iterate its own batches. Local."""
         return cls(extended, OwnBatches(dataset), _options(options))
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._extended, self._number, self._shared, self._num_ahead, self._fetches)
+        return DistributedIterator(self._extended, self._number, self._source, self._num_ahead, self._fetches_to_device)
 
     def __len__(self) -> int:
-        """Count the batches of this rank's source, where it can be told: the steps of a pass over global batches.
+        """Return the number of this rank's batches: of global batches, the steps of a pass. Local.
 
         Raises:
-            TypeError: If the source has no length.
+            TypeError: If the iterable of batches has no length.
         """
-        source = self._shared.source
-        if not isinstance(source, Sized):
-            raise TypeError(f"the source of this data set, a {type(source).__name__}, has no len()")
-        return len(source)
+        batches = self._source.batches
+        if not isinstance(batches, Sized):
+            raise TypeError(f"the source of this data set, a {type(batches).__name__}, has no len()")
+        return len(batches)
 
     def __bool__(self) -> bool:
-        return True  # also where the source has no length
+        return True  # else Python would call `__len__`, which may raise
 
     @property
     def element_spec(self) -> Any:
         """The form of a batch: a nest with an `ArraySpec` for each array. Local.
 
-        What the source says of itself as `element_spec`; else that of its first batch, which is read for it in a pass
-        of its own: a source that counts its passes must be asked on all ranks.
+        The `element_spec` of the iterable of batches, if it has that attribute; else the form of the first batch, for
+        which a pass is begun: if the iterable counts passes, read this property on all ranks.
 
         Raises:
             ValueError: If there is no batch.
         """
-        told = getattr(self._shared.source, "element_spec", None)
-        if told is not None:
-            return told
-        for batch in self._shared.source:
-            return nest.map_structure(_spec_of, self._shared.part_of(batch))
+        spec = getattr(self._source.batches, "element_spec", None)
+        if spec is not None:
+            return spec
+        for batch in self._source.batches:
+            return nest.map_structure(_spec_of, self._source.part_of(batch))
         raise ValueError("an empty data set has no element_spec")
 
 

@@ -1,4 +1,4 @@
-"""One pass over a distributed data set, in step with all ranks."""
+"""One pass over a distributed data set: all ranks make the same steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import context_stack, nest
-from mpidist.datasets.batches import SharedBatches, empty_like
+from mpidist.datasets.batches import IN_STEP, BatchSource, empty_like
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
@@ -16,7 +16,7 @@ from mpidist.transport import ErrorReport, arrays, fingerprint_of, mark_shared, 
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 
-_END: Final = object()  # in the place of a batch
+_END: Final = object()  # takes the place of a batch after the last one
 
 
 @final
@@ -31,14 +31,14 @@ class OptionalBatch:
         self._batches = batches
 
     def has_value(self) -> bool:
-        """Whether there is a batch: alike on all ranks."""
+        """Whether there is a batch: the same on all ranks."""
         return bool(self._batches)
 
     def get_value(self) -> Any:
         """Return the batch.
 
         Raises:
-            OutOfRangeError: If there is none.
+            OutOfRangeError: If there is no batch.
         """
         if not self._batches:
             raise OutOfRangeError("there is no batch: the data set is at its end; ask has_value() first")
@@ -47,16 +47,16 @@ class OptionalBatch:
 
 @final
 class _Step(NamedTuple):
-    """What a rank has to go with at a step.
+    """What a rank read at a step.
 
     Attributes:
-        part: This rank's part of the batch; `_END` if there is none.
-        common: What must be alike on all ranks, by name.
-        error: What reading the batch ran into.
+        part: This rank's part of the batch; `_END` after the last batch.
+        common_fields: What must be equal on all ranks, by name.
+        error: What reading the batch raised.
     """
 
     part: Any
-    common: dict[str, str]
+    common_fields: dict[str, str]
     error: Exception | None = None
 
     @property
@@ -65,54 +65,54 @@ class _Step(NamedTuple):
         return self.part is not _END
 
     @property
-    def word(self) -> int:
-        """A number that is equal, but for chance, on ranks that have the same to go with; never 0."""
-        return fingerprint_of((self.has_part, self.common, self.error is not None)) | 1
+    def digest(self) -> int:
+        """A digest of what ranks compare, never 0: whether there is a batch or an error, and the common fields."""
+        return fingerprint_of((self.has_part, self.common_fields, self.error is not None)) | 1
 
 
 @final
-class _Told(NamedTuple):
-    """What ranks tell each other where they have not the same to go with.
+class _StepReport(NamedTuple):
+    """What a rank sends to all ranks if the digests of a step differ.
 
     Attributes:
-        common: As in `_Step`.
-        error: Of this rank.
-        empties: An empty batch, in a tuple; an empty tuple if this rank has not seen a batch yet.
+        common_fields: As in `_Step`.
+        error: The rank's error.
+        empty_batches: An empty batch, in a tuple; an empty tuple if the rank has not read a batch yet.
     """
 
-    common: dict[str, str]
+    common_fields: dict[str, str]
     error: ErrorReport | None
-    empties: tuple[Any, ...]
+    empty_batches: tuple[Any, ...]
 
 
 @final
 class DistributedIterator(Iterator[Any]):
-    """One pass over a distributed data set: every step is collective, one small round over all ranks.
+    """One pass over a distributed data set. Every step is collective: one small round over all ranks.
 
-    In the round ranks compare the data set, the pass and the step; and of global batches whether there is one, its
+    In the round ranks compare the data set, the pass and the step; of global batches also whether there is one, its
     length, and at the first step a checksum. After an error the pass is over on all ranks.
 
     Args:
-        extended: The ranks.
-        number: Of the data set, among those of its strategy.
-        shared: The batches.
+        extended: The strategy's ranks.
+        number: The number of the data set among those of the strategy.
+        source: The batches.
         num_ahead: How many batches a thread may read ahead.
-        fetches: Whether batches are copied to this rank's GPU.
+        fetches_to_device: Whether batches are copied to this rank's GPU.
     """
 
     def __init__(
-        self, extended: StrategyExtended, number: int, shared: SharedBatches, num_ahead: int, fetches: bool
+        self, extended: StrategyExtended, number: int, source: BatchSource, num_ahead: int, fetches_to_device: bool
     ) -> None:
         self._extended = extended
         self._call = f"next of data set {number}"
-        self._shared = shared
+        self._source = source
         self._num_ahead = num_ahead
-        self._fetches = fetches
-        self._source: Iterator[Any] | None = None
-        self._began = 0  # the number of the call that was the first step: the same on all ranks in step
+        self._fetches_to_device = fetches_to_device
+        self._batches: Iterator[Any] | None = None
+        self._first_call = 0  # the sequence number of the first step, which identifies the pass on all ranks
         self._num_steps = 0
-        self._empties: tuple[Any, ...] = ()
-        self._problem: Exception | None = None  # why there is no empty batch, for ranks that run out of batches
+        self._empty_batches: tuple[Any, ...] = ()
+        self._empty_error: Exception | None = None  # why this rank could not make an empty batch
         self._is_over = False
 
     def __next__(self) -> Any:
@@ -128,13 +128,13 @@ class DistributedIterator(Iterator[Any]):
             self._is_over = part is _END
         if self._is_over:
             raise StopIteration
-        return nest.map_structure(_to_device, part) if self._fetches else part
+        return nest.map_structure(_to_device, part) if self._fetches_to_device else part
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does. Collective.
 
         Raises:
-            OutOfRangeError: If there is none on any rank.
+            OutOfRangeError: If no rank has another batch.
         """
         batch = next(self, _END)
         if batch is _END:
@@ -142,64 +142,65 @@ class DistributedIterator(Iterator[Any]):
         return batch
 
     def get_next_as_optional(self) -> OptionalBatch:
-        """Return the next batch, if there is one on any rank. Collective."""
+        """Return the next batch, or none if no rank has another one. Collective."""
         batch = next(self, _END)
         return OptionalBatch(() if batch is _END else (batch,))
 
     def _take_step(self) -> Any:
         step = self._read()
-        pass_ = f"that began with call {self._began}" if self._num_steps else "begins"
-        fields = {"pass": pass_, "step": str(self._num_steps), "advice": self._shared.advice}
-        is_alike = self._extended.agree(self._call, fields, variant=step.word)
+        pass_ = f"that began with call {self._first_call}" if self._num_steps else "begins"
+        fields = {"pass": pass_, "step": str(self._num_steps), "advice": IN_STEP}
+        has_same_variant = self._extended.agree(self._call, fields, variant=step.digest)
         if not self._num_steps:
-            self._began = self._extended.group.agreement.sequence
+            self._first_call = self._extended.group.agreement.sequence
         self._num_steps += 1
-        if step.has_part and step.error is None and not self._empties:
-            self._make_empty(step.part)
-        if is_alike and step.error is None:
+        if step.has_part and step.error is None and not self._empty_batches:
+            self._make_empty_batch(step.part)
+        if has_same_variant and step.error is None:
             return step.part
-        empty = self._compare(step)
-        return step.part if step.has_part else empty
+        empty_batch = self._compare(step)
+        return step.part if step.has_part else empty_batch
 
-    def _make_empty(self, part: Any) -> None:
+    def _make_empty_batch(self, part: Any) -> None:
         try:
-            self._empties = (nest.map_structure(empty_like, part),)
-        except Exception as problem:  # whatever an array of somebody else's raises, nobody may need it
-            self._problem = problem
+            self._empty_batches = (nest.map_structure(empty_like, part),)
+        except Exception as problem:  # of any array library; raised only if another rank needs the empty batch
+            self._empty_error = problem
 
     def _read(self) -> _Step:
         """Read the next batch. Local; never raises."""
         try:
-            if self._source is None:
-                source = self._shared.source
-                self._source = ReadAhead(source, self._num_ahead) if self._num_ahead else iter(source)
-            batch = next(self._source, _END)
+            if self._batches is None:
+                batches = self._source.batches
+                self._batches = ReadAhead(batches, self._num_ahead) if self._num_ahead else iter(batches)
+            batch = next(self._batches, _END)
             if batch is _END:
-                return _Step(_END, self._shared.end)
-            return _Step(self._shared.part_of(batch), self._shared.common(batch, not self._num_steps))
-        except Exception as problem:  # whatever reading runs into, the other ranks must learn of it
+                return _Step(_END, self._source.end_fields)
+            return _Step(self._source.part_of(batch), self._source.common_fields(batch, not self._num_steps))
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             return _Step(None, {}, problem)
 
     def _compare(self, step: _Step) -> Any:
-        """Find out in what ranks differ at a step. Collective.
+        """Exchange what differs between ranks at a step. Collective.
 
         Returns:
-            An empty batch, where some ranks have run out of batches.
+            An empty batch of some rank, for ranks whose own batches have ended; `_END` if those of all ranks have.
 
         Raises:
-            InvalidArgumentError: If the ranks have unlike global batches. On every rank.
-            Exception: What the lowest rank with an error ran into. On every rank.
+            InvalidArgumentError: If the ranks have different global batches. On every rank.
+            Exception: The error of the lowest rank that has one. On every rank.
         """
-        group, error = self._extended.group, step.error or self._problem
-        told = _Told(step.common, None if error is None else ErrorReport.of(error), self._empties)
-        everyone: list[_Told] = group.agreement.all_gather_object(told)
-        raise_reported(error, [rank.error for rank in everyone], group)
-        if any(rank.common != step.common for rank in everyone):
-            about = {"call": self._call, "advice": self._shared.advice}
-            problem = mismatch_error([about | rank.common for rank in everyone], group.agreement.sequence)
+        group, error = self._extended.group, step.error or self._empty_error
+        own = _StepReport(step.common_fields, None if error is None else ErrorReport.of(error), self._empty_batches)
+        reports: list[_StepReport] = group.agreement.all_gather_object(own)
+        raise_reported(error, [report.error for report in reports], group)
+        everyone = [report.common_fields for report in reports]
+        if any(fields != step.common_fields for fields in everyone):
+            call = {"call": self._call, "advice": self._source.advice_for(everyone)}
+            problem = mismatch_error([call | fields for fields in everyone], group.agreement.sequence)
             mark_shared(problem, group.agreement.ranks)
             raise problem
-        return next((empty for rank in everyone for empty in rank.empties), _END)
+        return next((batch for report in reports for batch in report.empty_batches), _END)
 
 
 def _to_device(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a program says of a data set, and what the function that makes one is told."""
+"""Options of distributed data sets, and the argument of the functions that make them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numbers
 from dataclasses import dataclass
 from typing import final
 
-from mpidist.options import NamedInAnyCase
+from mpidist.options import CaseInsensitiveEnum
 
 __all__ = ["InputContext", "InputOptions", "InputReplicationMode"]
 
 
 @final
-class InputReplicationMode(NamedInAnyCase):
+class InputReplicationMode(CaseInsensitiveEnum):
     """How many input pipelines there are. With one replica per rank, both mean one on every rank."""
 
     PER_WORKER = "PER_WORKER"
@@ -22,22 +22,21 @@ class InputReplicationMode(NamedInAnyCase):
 @final
 @dataclass(frozen=True, init=False)
 class InputOptions:
-    """How a distributed data set hands out batches.
+    """Where a distributed data set puts batches, and how far it reads ahead.
 
     Args:
-        experimental_fetch_to_device: Copy batches to this rank's GPU, where its device is one. `None` means yes, unless
+        experimental_fetch_to_device: Copy batches to this rank's device, if that is a GPU. `None` means yes, unless
             `experimental_place_dataset_on_device` is set.
         experimental_replication_mode: An `InputReplicationMode` or its name. `PER_REPLICA` is for
             `distribute_datasets_from_function` alone.
-        experimental_place_dataset_on_device: Say that the function of `distribute_datasets_from_function` makes its
-            batches on the device: they are taken where they lie. Goes with `PER_REPLICA`, and without
-            `experimental_fetch_to_device`.
-        experimental_per_replica_buffer_size: Number of batches that may be ready at a time. With more than 1 a thread
-            reads the others ahead, while the program works on one.
+        experimental_place_dataset_on_device: The function of `distribute_datasets_from_function` makes its batches on
+            the device, so they are not copied. Needs `PER_REPLICA`, and excludes `experimental_fetch_to_device`.
+        experimental_per_replica_buffer_size: Number of batches that may be in memory at a time. With more than 1, a
+            thread reads ahead while the program works on one batch.
 
     Raises:
         TypeError: If a flag is not a bool, or the buffer's size not a whole number.
-        ValueError: If the mode is not known, the buffer has no place for a batch, or options exclude each other.
+        ValueError: If the mode is not known, the buffer's size is less than 1, or options exclude each other.
     """
 
     experimental_fetch_to_device: bool = True
@@ -81,11 +80,11 @@ class InputOptions:
 @final
 @dataclass(frozen=True)
 class InputContext:
-    """What the function of `distribute_datasets_from_function` is told.
+    """The argument of the function of `distribute_datasets_from_function`.
 
     Args:
         num_input_pipelines: Number of input pipelines: one on every rank.
-        input_pipeline_id: This rank's.
+        input_pipeline_id: The number of this rank's pipeline.
         num_replicas_in_sync: Number of replicas.
     """
 

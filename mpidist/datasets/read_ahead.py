@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple, final
 
 __all__ = ["ReadAhead"]
 
-_WAKE_SECONDS: Final = 0.1  # between two looks of the thread at whether anybody wants more
+_WAKE_SECONDS: Final = 0.1  # how often a thread whose queue is full checks whether the pass was abandoned
 
 
 @final
-class _Read(NamedTuple):
-    """What came of reading one batch."""
+class _Item(NamedTuple):
+    """A batch that was read, or the error that ended reading."""
 
     batch: Any
     error: BaseException | None = None
@@ -23,47 +23,48 @@ class _Read(NamedTuple):
 
 @final
 class ReadAhead(Iterator[Any]):
-    """One pass over batches, of which a thread reads some before they are asked for.
+    """One pass over batches that a thread reads ahead.
 
-    The thread only iterates the source: it makes no collective call. It ends with the pass, or when nobody holds this
-    object any more.
+    The thread only iterates the batches: it makes no collective call. It ends with the pass, or when this object is
+    garbage-collected.
 
     Args:
-        source: The batches.
-        num_ahead: How many may be ready at a time.
+        batches: The batches.
+        num_ahead: Number of batches that the thread reads ahead at most.
     """
 
-    def __init__(self, source: Iterable[Any], num_ahead: int) -> None:
-        self._ready: queue.Queue[_Read] = queue.Queue(num_ahead)
-        is_unwanted = threading.Event()
-        weakref.finalize(self, is_unwanted.set)
-        arguments = (source, self._ready, is_unwanted)
+    def __init__(self, batches: Iterable[Any], num_ahead: int) -> None:
+        self._ready: queue.Queue[_Item] = queue.Queue(num_ahead)
+        abandoned = threading.Event()
+        weakref.finalize(self, abandoned.set)
+        arguments = (batches, self._ready, abandoned)
         threading.Thread(target=_read, args=arguments, name="mpidist.read_ahead", daemon=True).start()
 
     def __next__(self) -> Any:
-        read = self._ready.get()
-        if read.error is not None:
-            self._ready.put(read)  # what is over stays over
-            raise read.error
-        return read.batch
+        item = self._ready.get()
+        if item.error is not None:
+            self._ready.put(item)  # later calls raise the error, too
+            raise item.error
+        return item.batch
 
 
-def _read(source: Iterable[Any], ready: queue.Queue[_Read], is_unwanted: threading.Event) -> None:
-    """Read batches to their end, as far as there is place for them."""
+def _read(batches: Iterable[Any], ready: queue.Queue[_Item], abandoned: threading.Event) -> None:
+    """Put all batches into a queue, and then the error or the `StopIteration` that ended them."""
     error: BaseException = StopIteration()
     try:
-        for batch in source:
-            if not _hand_over(_Read(batch), ready, is_unwanted):
+        for batch in batches:
+            if not _put(_Item(batch), ready, abandoned):
                 return
-    except BaseException as problem:  # whatever reading runs into, it is the program's who asks for the batch
+    except BaseException as problem:  # of any kind: `next` raises it in the program's thread
         error = problem
-    _hand_over(_Read(None, error), ready, is_unwanted)
+    _put(_Item(None, error), ready, abandoned)
 
 
-def _hand_over(read: _Read, ready: queue.Queue[_Read], is_unwanted: threading.Event) -> bool:
-    while not is_unwanted.is_set():
+def _put(item: _Item, ready: queue.Queue[_Item], abandoned: threading.Event) -> bool:
+    """Wait for room in a queue. Returns False if the pass was abandoned meanwhile."""
+    while not abandoned.is_set():
         try:
-            ready.put(read, timeout=_WAKE_SECONDS)
+            ready.put(item, timeout=_WAKE_SECONDS)
         except queue.Full:
             continue
         return True

@@ -1,4 +1,4 @@
-"""Nests of values: opened, compared by their keys, told in words."""
+"""Nests of values: flattened, rebuilt, compared by structure, and described in text."""
 
 from mpidist.nest.structure import LEAF, Structure, flatten, map_structure, rebuild
 from mpidist.nest.text import array_names, form_text, paths

@@ -1,4 +1,4 @@
-"""The keys of a mapping: in an order, and in words, that are the same on every rank."""
+"""The keys of a mapping: an order and labels that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["LABELLED", "PLAIN", "in_order", "label_of"]
+__all__ = ["LABELLED", "PLAIN", "sort_keys", "label_of"]
 
-# The classes of mappings, as structures name them: by their very keys, or by what is written for the keys.
+# What structures call a mapping: one whose keys are compared themselves, and one whose keys are compared by labels.
 PLAIN: Final = "mapping"
 LABELLED: Final = "mapping by labels"
 
 _SORTABLE: Final = (set[type](), {str}, {int})
-# What is written as `repr` does, which shows the whole value and nothing of this process.
-_WRITTEN_OUT: Final = (bytes, Number, type(None), np.generic, np.dtype, PurePath, date, time, timedelta)
+# Classes of keys whose `repr` shows the whole value, and nothing of this process, such as an address.
+_WRITTEN_BY_REPR: Final = (bytes, Number, type(None), np.generic, np.dtype, PurePath, date, time, timedelta)
 
 
-def in_order(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
+def sort_keys(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any]]:
     """List the keys of a mapping in an order that is the same on every rank.
 
-    Numbers, texts, dates, paths, members of enumerations, classes, and tuples, frozen sets and dataclasses of these
-    are compared by their value, variables by their name; they are sorted. Any other key is an object that ranks can
-    only tell by its class and its place: these come last, in the mapping's own order, which must be the same on all
-    ranks. No key is ever printed that could show an address or an array's numbers.
+    Numbers, strings, dates, paths, members of enumerations, classes, and tuples, frozen sets and dataclasses of these
+    are compared by value, variables by name; such keys are sorted. Ranks compare any other key by its class and its
+    position among such keys: these keys are last, in the mapping's own order, which must be the same on all ranks. No
+    label shows an address or an array's numbers.
 
     Returns:
-        `PLAIN` or `LABELLED`; what ranks compare of each key, itself or its label; and the keys.
+        `PLAIN` or `LABELLED`; the keys or labels that ranks compare; and the keys.
     """
     keys = list(mapping)
     if set(map(type, keys)) in _SORTABLE:
@@ -51,24 +51,24 @@ def in_order(mapping: Mapping[Any, Any]) -> tuple[str, tuple[Any, ...], list[Any
     labelled.sort(key=itemgetter(0))
     labelled += objects
     labels = [label for label, _ in labelled]
-    if len(set(labels)) < len(labels):  # variables of one name: what has a label must be told apart by it
-        labels = [f"{label} {place}" for place, label in enumerate(labels)]
+    if len(set(labels)) < len(labels):  # variables of one name: labels must be unique
+        labels = [f"{label} {index}" for index, label in enumerate(labels)]
     return LABELLED, tuple(labels), [key for _, key in labelled]
 
 
 def label_of(key: Any) -> str | None:
-    """Write a key as every rank writes an equal one; `None` for an object of which only the address is known."""
+    """Return text that is the same on all ranks for equal keys; `None` for a key that only its address identifies."""
     return _labeller(type(key))(key)  # type: ignore[arg-type]  # every class has a hash
 
 
 @lru_cache(1024)
 def _labeller(kind: type) -> Callable[[Any], str | None]:
-    """Find out how keys of a class are written."""
+    """Return the function that labels keys of a class."""
     if issubclass(kind, Enum):
         return lambda key: f"{kind.__qualname__}.{key.name}"
     if issubclass(kind, str):
-        return str.__repr__  # a class of somebody else's may write anything
-    if issubclass(kind, _WRITTEN_OUT):
+        return str.__repr__  # a subclass may have a `__repr__` of its own
+    if issubclass(kind, _WRITTEN_BY_REPR):
         return repr
     if issubclass(kind, (tuple, frozenset)):
         return _label_of_items

@@ -1,4 +1,4 @@
-"""Nests of values, such as lists, dicts and dataclasses: to a flat list of leaves, and back."""
+"""Nests of values, such as lists, dicts and dataclasses: flattened to a list of leaves, and rebuilt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mpidist.nest import keys as nest_keys
 
 __all__ = ["LEAF", "Structure", "flatten", "map_structure", "rebuild"]
 
-# What a nest looks like without its leaves: hashable, and the same on every rank that passed a nest alike. A leaf, or
-# a class, the steps into it (a number of them, or their names), and the parts, unless all of them are leaves.
+# The form of a nest without its leaves: hashable, and equal on ranks whose nests have the same form. Either `LEAF`, or
+# a class name, the steps (number of children, or their names), and the children's structures unless all are leaves.
 Structure = tuple[Any, ...]
 LEAF: Final[Structure] = ("leaf",)
 
-# Told to be leaves by their class alone, so that a list of thousands of arrays needs no walk. Classes of arrays join.
+# Classes whose values are leaves, so that a list of thousands of arrays needs no walk. Classes of arrays are added.
 _LEAVES: Final[set[type]] = {np.ndarray, bool, int, float, complex, str, bytes, type(None)}
 _ARRAY_PROTOCOLS: Final = ("__array__", "__dlpack__", "__cuda_array_interface__")
 
-# One level of a nest: its class, the steps, the children, and what makes such a nest of other children.
+# One level of a nest: class name, steps, children, and a function that builds such a nest of other children.
 _Opened = tuple[str, Any, Sequence[Any], Callable[[list[Any]], Any]]
 _Opener = Callable[[Any], _Opened | None]
 
@@ -33,16 +33,16 @@ _Opener = Callable[[Any], _Opened | None]
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
     """List the leaves of a nest.
 
-    Lists, tuples, named tuples, mappings, dataclasses (but for fields with `metadata={"static": True}`), classes of
-    attrs, and what is registered with `jax.tree_util` are opened. Everything else is a leaf, also `None`, and what
-    contains itself. A mapping is walked by sorted keys, so that ranks which filled it in another order agree; keys
-    that are objects come last, in the mapping's own order: `nest_keys.in_order`.
+    Lists, tuples, named tuples, mappings, dataclasses (without fields that have `metadata={"static": True}`), classes
+    of attrs, and classes registered with `jax.tree_util` are opened. Everything else is a leaf, also `None`, and an
+    object inside itself. A mapping is walked in the order of `nest_keys.sort_keys`, so that ranks which filled it in
+    another order agree.
 
     Args:
-        nest: The nested value.
+        nest: The nest.
 
     Returns:
-        The leaves, and the structure that compares equal for nests of the same form.
+        The leaves, and the structure, equal for nests of the same form.
     """
     if type(nest) in _LEAVES:
         return [nest], LEAF
@@ -51,20 +51,20 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 
 def rebuild(like: Any, leaves: Sequence[Any]) -> Any:
-    """Put leaves in the places of another nest's leaves.
+    """Build a nest of the form of another one, with new leaves.
 
     Args:
-        like: A nest with as many leaves, as `flatten` took it.
-        leaves: The new leaves, in `flatten`'s order.
+        like: The other nest, with as many leaves.
+        leaves: The new leaves, in the order of `flatten`.
 
     Returns:
-        A nest of the same form and the same classes, with `like`'s order of keys. Of dataclasses, a copy: neither
-        `__init__` nor `__post_init__` runs.
+        A nest of the same form and classes, with `like`'s order of keys. Dataclasses are copied: neither `__init__` nor
+        `__post_init__` runs.
     """
     if type(like) in _LEAVES:
         return leaves[0]
     if type(like) is list and len(like) == len(leaves) and _LEAVES.issuperset(map(type, like)):
-        return list(leaves)  # the commonest nest
+        return list(leaves)  # the most frequent nest
     return _fill(like, iter(leaves), ())
 
 
@@ -102,7 +102,7 @@ def _fill(like: Any, leaves: Iterator[Any], above: tuple[int, ...]) -> Any:
 
 
 def _open(nest: Any, above: tuple[int, ...]) -> _Opened | None:
-    """Open one level of a nest; `None` for a leaf. `above`: the mappings and objects that it was found in."""
+    """Open one level of a nest; `None` for a leaf. `above`: ids of the mappings and objects that contain `nest`."""
     kind = type(nest)
     if kind in _LEAVES or (above and id(nest) in above):
         return None
@@ -111,7 +111,7 @@ def _open(nest: Any, above: tuple[int, ...]) -> _Opened | None:
 
 @lru_cache(1024)
 def _opener(kind: type) -> _Opener:
-    """Find out how values of a class are opened."""
+    """Return the function that opens values of a class."""
     name = kind.__name__
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         steps = _steps(kind._fields)
@@ -124,20 +124,20 @@ def _opener(kind: type) -> _Opener:
         return partial(_open_registered, _open_mapping)
     if any(hasattr(kind, protocol) for protocol in _ARRAY_PROTOCOLS):
         _LEAVES.add(kind)
-        return _no_nest
+        return _open_leaf
     names = _field_names(kind)
     if names is None:
-        return partial(_open_registered, _no_nest)
+        return partial(_open_registered, _open_leaf)
     return partial(_open_registered, partial(_open_fields, names, _steps(names)))
 
 
-def _no_nest(leaf: Any) -> None:
-    """Open a leaf: there is nothing in it."""
+def _open_leaf(leaf: Any) -> None:
+    """Return `None`, as for every leaf."""
 
 
 def _open_mapping(nest: Any) -> _Opened:
-    # A mapping's class is the rank's own affair: `dict` and `OrderedDict` hold the same values.
-    name, steps, keys = nest_keys.in_order(nest)
+    # Ranks may differ in the class of a mapping: `dict` and `OrderedDict` hold the same values.
+    name, steps, keys = nest_keys.sort_keys(nest)
     return name, steps, [nest[key] for key in keys], partial(_mapping_of, nest, keys)
 
 
@@ -146,7 +146,7 @@ def _open_fields(names: tuple[str, ...], steps: tuple[str, ...], nest: Any) -> _
 
 
 def _open_registered(otherwise: _Opener, nest: Any) -> _Opened | None:
-    """Open what its library has registered with JAX, if the program has loaded JAX."""
+    """Open a value whose class is registered with JAX, if the program has imported JAX."""
     tree_util = sys.modules.get("jax.tree_util")
     if tree_util is None:
         return otherwise(nest)
@@ -155,14 +155,14 @@ def _open_registered(otherwise: _Opener, nest: Any) -> _Opened | None:
     if data is None:
         return otherwise(nest)
     name, steps = type(nest).__name__, _registered_steps([path[0] for path, _ in branches])
-    if isinstance(steps, int):  # then the keys, if there are any, are in what JAX keeps beside the children
+    if isinstance(steps, int):  # then keys, if there are any, are in the auxiliary data of JAX's node
         label = nest_keys.label_of(data[1])
         name = name if label is None else f"{name} of {label}"
     return name, steps, [child for _, child in branches], treedef.unflatten
 
 
 def _registered_steps(entries: Sequence[Any]) -> int | tuple[str, ...]:
-    """Write the steps of a registered class as JAX does, but for those that have no name, or a key of no known text."""
+    """Name the steps of a registered class as JAX does; count them if a step has no name, or a key without a label."""
     for entry in entries:
         key = getattr(entry, "name", getattr(entry, "key", getattr(entry, "idx", None)))
         if type(entry).__name__ == "FlattenedIndexKey" or nest_keys.label_of(key) is None:
@@ -171,7 +171,7 @@ def _registered_steps(entries: Sequence[Any]) -> int | tuple[str, ...]:
 
 
 def _field_names(kind: type) -> tuple[str, ...] | None:
-    """Name the fields of a dataclass or a class of attrs that are opened; `None` for any other class."""
+    """Name the fields that are children in a dataclass or a class of attrs; `None` for any other class."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind) if not field.metadata.get("static"))
     if hasattr(kind, "__attrs_attrs__"):
@@ -184,10 +184,10 @@ def _steps(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_fields(names: Sequence[str], like: Any, children: list[Any]) -> Any:
-    again = copy(like)
+    copied = copy(like)
     for name, child in zip(names, children, strict=True):
-        object.__setattr__(again, name, child)  # also of a frozen class
-    return again
+        object.__setattr__(copied, name, child)  # frozen classes, too
+    return copied
 
 
 def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any]) -> Any:
@@ -195,9 +195,9 @@ def _mapping_of(like: Mapping[Any, Any], keys: Sequence[Any], children: list[Any
     in_order = {key: filled[key] for key in like}
     if type(like) is dict:
         return in_order
-    if isinstance(like, MutableMapping):  # a copy keeps what its class holds beside the items: a default, say
-        again = copy(like)
+    if isinstance(like, MutableMapping):  # a copy keeps attributes such as the factory of a `defaultdict`
+        copied = copy(like)
         for key, value in in_order.items():
-            again[key] = value
-        return again
+            copied[key] = value
+        return copied
     return type(like)(in_order)  # type: ignore[call-arg]

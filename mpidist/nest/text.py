@@ -1,4 +1,4 @@
-"""Where the leaves of a nest are, and what form it has, in Python's own notation."""
+"""Paths of leaves and forms of nests, as text in Python's notation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpidist.nest.structure import LEAF, Structure
 __all__ = ["array_names", "form_text", "paths"]
 
 _BRACKETS: Final = {"list": "[]", "tuple": "()"}
-_MAX_STARS: Final = 4  # leaves that are written one by one
+_MAX_STARS: Final = 4  # longer lists of leaves are written as `* x 5`
 
 
 def paths(structure: Structure) -> list[str]:
-    """Write where each leaf is: `[17]['bias']`; an empty text for a leaf that is in no nest."""
+    """Write the path of each leaf: `[17]['bias']`; an empty text for a leaf that is in no nest."""
     if structure == LEAF:
         return [""]
     name, steps, *parts = structure
@@ -29,7 +29,7 @@ def array_names(structure: Structure) -> list[str]:
 
 
 def form_text(structure: Structure) -> str:
-    """Write a nest with stars for its leaves, `{'w': *, 'b': [*, *]}`: the same text for equal structures alone."""
+    """Write a structure with stars for leaves, `{'w': *, 'b': [*, *]}`. Different structures have different texts."""
     if structure == LEAF:
         return "*"
     name, steps, *parts = structure

@@ -1,4 +1,4 @@
-"""The strategies, one in each file. A strategy only chooses parts."""
+"""The strategies, one per file. A strategy only chooses parts."""
 
 from mpidist.strategies.default import make_default
 from mpidist.strategies.mirrored import MirroredStrategy

@@ -1,4 +1,4 @@
-"""The strategy that is current when none was entered: this process alone."""
+"""The strategy that is current where no strategy was entered: of this process alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DefaultStrategy", "make_default"]
 
 @final
 class DefaultStrategy(Strategy):
-    """One replica on this process's CPU, also where an MPI launcher started many processes."""
+    """One replica on this process's CPU, also under an MPI launcher with many processes."""
 
     def __init__(self) -> None:
         super().__init__(

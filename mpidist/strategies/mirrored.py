@@ -1,4 +1,4 @@
-"""The ranks of one node, in step."""
+"""Synchronous training on the ranks of one node."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class MirroredStrategy(Strategy):
     Args:
         devices: The device of every rank, in rank order, or one device string for this rank. By default each rank
             takes the GPU of its local rank, or the CPU where there is none.
-        cross_device_ops: How values are combined; by default `CollectiveAllReduce()`.
+        cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()`.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
-        per_node_variables: Keep one copy of each mirrored variable for all ranks, in shared memory, instead of one for
-            each. Then assigning is collective, in every context.
+        per_node_variables: Keep one copy of each mirrored variable for all ranks, in shared memory, instead of one copy
+            per rank. Then assigning is collective, in every context.
 
     Raises:
         TopologyError: If the ranks are on several nodes.
-        TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops` is something else.
+        TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops` is no `CrossDeviceOps`.
         UnavailableError: If there is no MPI, or no such device.
-        ValueError: If the number of devices is not the number of ranks, or one is not understood.
+        ValueError: If the number of devices is not the number of ranks, or a device string is not understood.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MirroredStrategy(Strategy):
         try:
             _require_one_node(group)
             device = _device_of(group, devices)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
         placement = OncePerNode(group, None) if per_node_variables else OnEachRank()
@@ -60,11 +60,10 @@ def _require_one_node(group: SyncGroup) -> None:
     topology = group.topology
     if topology.num_nodes > 1:
         nodes = "; ".join(name_ranks(ranks) for ranks in topology.nodes)
-        error = TopologyError(
+        raise TopologyError(
             f"MirroredStrategy is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
             "use MultiWorkerMirroredStrategy"
         )
-        raise error
 
 
 def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
@@ -80,4 +79,5 @@ def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
             f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks; one rank is one replica on one "
             f"device, so start as many ranks as devices: `mpiexec -n {len(devices)} python ...`"
         )
-    return [Device.parse(text) for text in devices][topology.rank]  # all of them: an error is every rank's
+    parsed = [Device.parse(text) for text in devices]  # all of them, so that every rank finds a bad one
+    return parsed[topology.rank]

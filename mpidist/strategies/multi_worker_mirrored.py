@@ -1,4 +1,4 @@
-"""All ranks of a job, on any number of nodes, in step."""
+"""Synchronous training on all ranks of a job, on any number of nodes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class MultiWorkerMirroredStrategy(Strategy):
     Making one is collective over `comm`.
 
     Args:
-        cluster_resolver: What says where the ranks run. It is held against what MPI says. By default what TF_CONFIG
-            says, where it is set and the strategy is over all ranks of the job, else MPI itself.
+        cluster_resolver: The tasks of the cluster, which are compared with the ranks of MPI. By default a
+            `TFConfigClusterResolver`, if TF_CONFIG is set and the strategy is over all ranks of the job; else an
+            `MPIClusterResolver`.
         communication_options: The defaults of all calls.
-        cross_device_ops: How values are combined; by default `CollectiveAllReduce()` on one node, and
+        cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()` on one node, and
             `HierarchicalCopyAllReduce()` on several.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
         per_node_variables: Keep one copy of each mirrored variable for all ranks of a node, in shared memory, instead
-            of one for each. Then assigning is collective, in every context.
+            of one copy per rank. Then assigning is collective, in every context.
 
     Raises:
         TopologyError: If the resolver or TF_CONFIG contradicts MPI, or TF_CONFIG is set on some ranks only. On every
             rank.
-        UnavailableError: If there is no MPI, or the options cannot be followed here.
-        TypeError: If the resolver, the options or `cross_device_ops` are something else.
+        UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example.
+        TypeError: If the resolver, the options or `cross_device_ops` are of another type.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         try:
             _require_kinds(cluster_resolver, communication_options)
             device = choose_device(group.topology)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
@@ -74,22 +75,22 @@ def _require_kinds(cluster_resolver: object, communication_options: object) -> N
 
 
 def _checked_resolver(given: ClusterResolver | None, group: SyncGroup) -> ClusterResolver:
-    """Hold a resolver against MPI, on all ranks: one that is contradicted on one rank is refused on all."""
+    """Compare a resolver with MPI. Collective: a contradiction on one rank is an error on all ranks."""
     topology = group.topology
     resolver, problem = given, None
     try:
-        # TF_CONFIG speaks of a whole job, so it says nothing of a strategy over some of its ranks.
+        # TF_CONFIG describes a whole job, so it does not apply to a strategy over some of the ranks.
         if given is None and os.environ.get("TF_CONFIG") and topology.size == load_mpi().COMM_WORLD.Get_size():
             resolver = TFConfigClusterResolver()
         if resolver is not None:
             resolver.check(topology.size, topology.rank, topology.hostnames)
-    except Exception as error:  # whatever a resolver runs into, the other ranks must learn of it
-        problem = f"{type(error).__name__}: {error}"
+    except Exception as error:  # of any kind: the other ranks must learn of it
+        problem = str(error) if type(error) is TopologyError else f"{type(error).__name__}: {error}"
     everyone = group.agreement.all_gather_object((problem, resolver is None))
     for rank, (text, _) in enumerate(everyone):
         if text is not None:
             _refuse(group, f"rank {rank}: {text}")
-    without = [rank for rank, (_, asks_mpi) in enumerate(everyone) if asks_mpi]
+    without = [rank for rank, (_, has_none) in enumerate(everyone) if has_none]
     if 0 < len(without) < topology.size:
         _refuse(group, f"TF_CONFIG is set, or a resolver given, but not on {name_ranks(without)}; do so on all ranks")
     return MPIClusterResolver.of(topology) if resolver is None else resolver

@@ -1,4 +1,4 @@
-"""One rank, one device."""
+"""Computing on one device, by one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["OneDeviceStrategy"]
 
 @final
 class OneDeviceStrategy(Strategy):
-    """Compute on one device, without any communication. Needs no MPI; under a launcher every rank is alone.
+    """Compute on one device, without communication and without MPI. Under a launcher each process computes alone.
 
     Args:
         device: `"/cpu:0"`, `"/gpu:1"` and the like. By default the first GPU, or the CPU where there is none.
 
     Raises:
         ValueError: If `device` is not understood.
-        UnavailableError: If it is a GPU that this process does not see.
+        UnavailableError: If `device` is a GPU that this process does not see.
     """
 
     def __init__(self, device: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Variables: arrays that a strategy keeps on every rank, equal or read together."""
+"""Variables: arrays that a strategy keeps on every rank."""
 
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 from mpidist.variables.variable import (

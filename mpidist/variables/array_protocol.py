@@ -1,7 +1,7 @@
-"""What makes a variable an array: Python's operators, NumPy's functions, and what numbers can do.
+"""A variable as an operand: Python's operators, NumPy's functions, conversions to numbers.
 
-They read the variable as the current context sees it, without a copy where that is this rank's memory. Nothing that
-they give out is that memory: it does not change when the variable does, and writing it does not change the variable.
+They read the variable's value in the current context, where possible without a copy. Their results never share memory
+with the variable: writing a result does not change the variable, nor the other way round.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ Operator = Callable[[Any, Any], Any]
 
 
 def _forward(operate: Operator) -> Operator:
-    return lambda self, other: operate(self._seen(), other)
+    return lambda self, other: operate(self._read_view(), other)
 
 
 def _reflected(operate: Operator) -> Operator:
-    return lambda self, other: operate(other, self._seen())
+    return lambda self, other: operate(other, self._read_view())
 
 
-def _refused(symbol: str) -> Operator:
-    """Refuse an operator in place, which Python would else take for `v = v + x`: an array in the variable's stead."""
+def _refuse_in_place(symbol: str) -> Operator:
+    """Make a method that refuses `v += x`. Without one Python would bind `v` to an array, the result of `v + x`."""
     method = {"+": "assign_add", "-": "assign_sub"}.get(symbol, "assign")
 
     def refuse(self: ReadsAsArray, other: Any) -> NoReturn:
-        raise TypeError(f"variable {self.name!r} cannot be changed by {symbol}=, which knows no replicas: use {method}")
+        what = f"variable {self.name!r} cannot be changed by {symbol}="
+        raise TypeError(f"{what}, which ignores other replicas: use {method}")
 
     return refuse
 
 
-def _missing(name: str) -> property:
-    """Make an attribute of arrays that says how to come by it. `__getattr__` would slow down all others."""
+def _refuse_attribute(name: str) -> property:
+    """Make a property whose `AttributeError` says where the attribute is. `__getattr__` would slow down all others."""
 
     def refuse(self: ReadsAsArray) -> NoReturn:
         raise AttributeError(f"a variable has no {name!r}: read it first, as in variable.numpy().{name}")
@@ -48,14 +49,14 @@ def _missing(name: str) -> property:
     return property(refuse)
 
 
-def _all_three(operate: Operator, symbol: str) -> tuple[Operator, Operator, Operator]:
-    return _forward(operate), _reflected(operate), _refused(symbol)
+def _operators(operate: Operator, symbol: str) -> tuple[Operator, Operator, Operator]:
+    return _forward(operate), _reflected(operate), _refuse_in_place(symbol)
 
 
 class ReadsAsArray(ABC):
-    """Something with a name, a shape and a dtype that computes as a NumPy array does.
+    """An object with a name, a shape and a dtype that is an operand like a NumPy array.
 
-    The operators are those of the array that is seen, so that other operands (sparse matrices, say) have their say.
+    Operators are called on the array, so that Python also asks the other operand's class, a sparse matrix, say.
     """
 
     @property
@@ -75,11 +76,11 @@ class ReadsAsArray(ABC):
 
     @abstractmethod
     def read_value(self) -> Any:
-        """Return the value as the current context sees it: a new array."""
+        """Return the value in the current context: a new array."""
 
     @abstractmethod
-    def _seen(self) -> Any:
-        """Return the value as the current context sees it: an array to be read at once, and not written."""
+    def _read_view(self) -> Any:
+        """Return the value in the current context: an array to be read at once, and not written."""
 
     @property
     def ndim(self) -> int:
@@ -97,14 +98,14 @@ class ReadsAsArray(ABC):
         return self.read_value().T
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the value as the current context sees it, in host memory: a new array."""
+        """Return the value in the current context, in host memory: a new array."""
         value = self.read_value()
         return arrays.to_host(value) if arrays.is_device(value) else np.asarray(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
             raise ValueError(
-                f"variable {self.name!r} cannot be had as an array without a copy; its local_value() is a read-only "
+                f"variable {self.name!r} cannot become an array without a copy; its local_value() is a read-only "
                 "view of this rank's copy"
             )
         return np.asarray(self.numpy(), dtype)
@@ -114,16 +115,16 @@ class ReadsAsArray(ABC):
         for item in written:
             if isinstance(item, ReadsAsArray):
                 raise TypeError(
-                    f"NumPy cannot write variable {item.name!r}, as it knows no replicas: use assign, assign_add, "
+                    f"NumPy cannot write variable {item.name!r}, as it ignores other replicas: use assign, assign_add, "
                     "scatter_add, ..."
                 )
-        values = [item._seen() if isinstance(item, ReadsAsArray) else item for item in inputs]
+        values = [item._read_view() if isinstance(item, ReadsAsArray) else item for item in inputs]
         if isinstance(kwargs.get("where"), ReadsAsArray):
-            kwargs["where"] = kwargs["where"]._seen()
+            kwargs["where"] = kwargs["where"]._read_view()
         return getattr(ufunc, method)(*values, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        part = self._seen()[key]
+        part = self._read_view()[key]
         return part.copy() if getattr(part, "base", None) is not None else part
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -135,7 +136,7 @@ class ReadsAsArray(ABC):
         return iter(self.read_value())
 
     def __contains__(self, item: Any) -> bool:
-        return item in self._seen()
+        return item in self._read_view()
 
     def __len__(self) -> int:
         if not self.shape:
@@ -143,37 +144,42 @@ class ReadsAsArray(ABC):
         return self.shape[0]
 
     def __bool__(self) -> bool:
-        return bool(self._seen())
+        return bool(self._read_view())
 
     def __int__(self) -> int:
-        return int(self._seen())
+        return int(self._read_view())
 
     def __index__(self) -> int:
-        return operator.index(self._seen())
+        return operator.index(self._read_view())
 
     def __float__(self) -> float:
-        return float(self._seen())
+        return float(self._read_view())
 
     def __complex__(self) -> complex:
-        return complex(self._seen())
+        return complex(self._read_view())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(self._seen()[()], ndigits)  # arrays with dimensions are refused, as by NumPy
+        return round(self._read_view()[()], ndigits)  # arrays with dimensions are refused, as by NumPy
 
     def __format__(self, spec: str) -> str:
         return format(self.numpy(), spec) if spec else str(self)
 
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        if modulus is not None:
+            raise TypeError(f"pow() with a modulus takes integers, got variable {self.name!r}: pass int(variable)")
+        return self._read_view() ** other
+
     def __neg__(self) -> Any:
-        return -self._seen()
+        return -self._read_view()
 
     def __pos__(self) -> Any:
-        return +self._seen()
+        return +self._read_view()
 
     def __abs__(self) -> Any:
-        return abs(self._seen())
+        return abs(self._read_view())
 
     def __invert__(self) -> Any:
-        return ~self._seen()
+        return ~self._read_view()
 
     __lt__ = _forward(operator.lt)
     __le__ = _forward(operator.le)
@@ -183,22 +189,22 @@ class ReadsAsArray(ABC):
     __ge__ = _forward(operator.ge)
     __hash__ = object.__hash__
 
-    __add__, __radd__, __iadd__ = _all_three(operator.add, "+")
-    __sub__, __rsub__, __isub__ = _all_three(operator.sub, "-")
-    __mul__, __rmul__, __imul__ = _all_three(operator.mul, "*")
-    __matmul__, __rmatmul__, __imatmul__ = _all_three(operator.matmul, "@")
-    __truediv__, __rtruediv__, __itruediv__ = _all_three(operator.truediv, "/")
-    __floordiv__, __rfloordiv__, __ifloordiv__ = _all_three(operator.floordiv, "//")
-    __mod__, __rmod__, __imod__ = _all_three(operator.mod, "%")
-    __pow__, __rpow__, __ipow__ = _all_three(operator.pow, "**")
-    __lshift__, __rlshift__, __ilshift__ = _all_three(operator.lshift, "<<")
-    __rshift__, __rrshift__, __irshift__ = _all_three(operator.rshift, ">>")
-    __and__, __rand__, __iand__ = _all_three(operator.and_, "&")
-    __xor__, __rxor__, __ixor__ = _all_three(operator.xor, "^")
-    __or__, __ror__, __ior__ = _all_three(operator.or_, "|")
+    __add__, __radd__, __iadd__ = _operators(operator.add, "+")
+    __sub__, __rsub__, __isub__ = _operators(operator.sub, "-")
+    __mul__, __rmul__, __imul__ = _operators(operator.mul, "*")
+    __matmul__, __rmatmul__, __imatmul__ = _operators(operator.matmul, "@")
+    __truediv__, __rtruediv__, __itruediv__ = _operators(operator.truediv, "/")
+    __floordiv__, __rfloordiv__, __ifloordiv__ = _operators(operator.floordiv, "//")
+    __mod__, __rmod__, __imod__ = _operators(operator.mod, "%")
+    __rpow__, __ipow__ = _reflected(operator.pow), _refuse_in_place("**")
+    __lshift__, __rlshift__, __ilshift__ = _operators(operator.lshift, "<<")
+    __rshift__, __rrshift__, __irshift__ = _operators(operator.rshift, ">>")
+    __and__, __rand__, __iand__ = _operators(operator.and_, "&")
+    __xor__, __rxor__, __ixor__ = _operators(operator.xor, "^")
+    __or__, __ror__, __ior__ = _operators(operator.or_, "|")
     __divmod__, __rdivmod__ = _forward(divmod), _reflected(divmod)
 
 
 for _name in dir(np.ndarray):
     if not _name.startswith("_") and not hasattr(ReadsAsArray, _name):
-        setattr(ReadsAsArray, _name, _missing(_name))
+        setattr(ReadsAsArray, _name, _refuse_attribute(_name))

@@ -1,4 +1,4 @@
-"""What an array can take: values of the same kind of number, and Python's integers in the range of its dtype."""
+"""Casts of assigned values: within a kind of number, and Python's integers within the range of the dtype."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["cast_for", "is_python_number"]
 
 
 def is_python_number(value: Any) -> bool:
-    """Whether a value is a number of Python itself, which has no dtype."""
+    """Whether a value is a Python number, which has no dtype."""
     return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
 
 
 def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.NativeArray:
-    """Bring a value to the dtype and the kind of memory of an array that takes it. Not copied where it has them.
+    """Return a value with the dtype and in the memory (host or device) of an array. Copied only if one differs.
 
     Args:
         target: The array.
         value: An array, a number, or a list or tuple of numbers.
-        what: The target, for errors.
+        what: The name of the target, for errors.
 
     Raises:
-        ValueError: If numbers of this kind, or Python integers of this size, do not fit: a fraction into integers, an
-            imaginary part into reals, 300 into uint8.
-        TypeError: If the value is no array and no number.
+        ValueError: If the cast would lose a fraction or an imaginary part, or a Python integer is out of range, as 300
+            is for uint8.
+        TypeError: If the value is neither an array nor a number.
     """
     dtype = target.dtype
     if is_python_number(value):
@@ -39,7 +39,7 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
             for number in (array.min(), array.max()):
                 _require_range(int(number), dtype, what)
-        elif array.size or not is_list:  # an empty list holds numbers of no kind
+        elif array.size or not is_list:  # an empty list has no kind of number
             _require_kind(array.dtype, dtype, what)
         array = array.astype(dtype, copy=False)
     if arrays.is_device(target):
@@ -53,7 +53,7 @@ def _from_number(value: Any, dtype: np.dtype[Any], what: str) -> np.ndarray[Any,
     elif dtype.kind in "iu":
         _require_range(value, dtype, what)
     try:
-        return np.asarray(float(value) if dtype.kind == "V" else value, dtype)  # bfloat16 takes no large integers
+        return np.asarray(float(value) if dtype.kind == "V" else value, dtype)  # bfloat16 refuses large integers
     except OverflowError:
         raise ValueError(f"{value} does not fit in {what}, which is of dtype {dtype.name}") from None
 
@@ -61,7 +61,7 @@ def _from_number(value: Any, dtype: np.dtype[Any], what: str) -> np.ndarray[Any,
 def _require_kind(given: np.dtype[Any], wanted: np.dtype[Any], what: str) -> None:
     if given == wanted:
         return
-    drops_imaginary = given.kind == "c" and wanted.kind != "c"  # into bfloat16, say, which NumPy allows
+    drops_imaginary = given.kind == "c" and wanted.kind != "c"  # NumPy would allow it for bfloat16
     if drops_imaginary or not np.can_cast(given, wanted, "same_kind"):
         raise ValueError(
             f"{what} is of dtype {wanted.name} and cannot take a value of dtype {given.name}, which is another kind of "

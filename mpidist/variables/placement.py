@@ -12,24 +12,27 @@ __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
 
 
 class VariablePlacement(ABC):
-    """A part of a strategy: the place of its mirrored variables, and who writes there.
+    """A part of a strategy: where its mirrored variables live, and which rank writes them.
 
     Attributes:
-        is_shared: Whether several ranks hold one array, so that no rank can write it alone.
+        is_shared: Whether several ranks hold one array, so that no rank may write it alone.
     """
 
     is_shared: bool
 
+    def __str__(self) -> str:  # ranks compare it
+        return type(self).__name__
+
     @abstractmethod
     def for_value(self, value: Any) -> VariablePlacement:
-        """Return the placement of a variable with this initial value: this one, or another that can hold it. Local."""
+        """Return the placement of a variable with this initial value: this placement, or one that suits it. Local."""
 
     @abstractmethod
     def store(self, value: Any) -> Any:
         """Return the array that holds a new variable's value. Collective, if `is_shared`.
 
         Args:
-            value: A native array, the same on all ranks, that nobody else keeps.
+            value: A native array, equal on all ranks, which the placement may keep.
         """
 
     @abstractmethod
@@ -37,15 +40,15 @@ class VariablePlacement(ABC):
         """Change the array of a variable. Collective, if `is_shared`.
 
         Args:
-            name: The variable.
-            change: Writes the array, when no rank reads the old value any more.
-            error: What is wrong with this rank's arguments: it is raised, if `is_shared` on all ranks.
+            name: The name of the variable.
+            change: Writes the array. Called when no rank reads the old value any more.
+            error: What is wrong with this rank's arguments; raised instead, if `is_shared` on all ranks.
         """
 
 
 @final
 class OnEachRank(VariablePlacement):
-    """Each rank holds an array of its own, and writes it."""
+    """Each rank holds and writes an array of its own."""
 
     is_shared = False
 
@@ -63,11 +66,11 @@ class OnEachRank(VariablePlacement):
 
 @final
 class OncePerNode(VariablePlacement):
-    """The ranks of a node hold one array in shared memory, which the first of them writes.
+    """The ranks of a node hold one array in shared memory, which the node's lowest rank writes.
 
     Args:
         group: The ranks.
-        timeout_seconds: How long a rank waits for others; `None` is the group's own deadline.
+        timeout_seconds: How long a rank waits for other ranks; `None` means the group's own deadline.
     """
 
     is_shared = True
@@ -81,7 +84,7 @@ class OncePerNode(VariablePlacement):
 
     def store(self, value: Any) -> Any:
         with self._group.call(self._record("placing of a variable")):
-            pass  # without enough memory the group stays usable
+            pass  # agreed on before the allocation, which may fail and leave the group usable
         (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
         self._group.shared.write(array, value)
         return array

@@ -1,4 +1,4 @@
-"""Some rows of a variable, changed at once: `scatter_add` and its like."""
+"""Updates of some rows of a variable: `scatter_add` and the other scatter methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidist.variables.casting import cast_for
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ADDITIVE", "SparseUpdates", "change_rows", "rows_of"]
+__all__ = ["AGGREGATED_CALLS", "SparseUpdates", "change_rows", "checked_rows"]
 
 _UFUNCS: Final = {
     "scatter_add": np.add,
@@ -23,35 +23,36 @@ _UFUNCS: Final = {
     "scatter_max": np.maximum,
     "scatter_min": np.minimum,
 }
-# What replicas do of these may be done one after the other; of two maxima or new rows there is no sum and no mean.
-ADDITIVE: Final = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
+# With aggregation SUM or MEAN the updates of all replicas are applied one after the other. Maxima, minima and new rows
+# have no sum and no mean.
+AGGREGATED_CALLS: Final = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
 
 
 class SparseUpdates(ABC):
-    """What `Variable` takes `IndexedSlices` for."""
+    """The methods of `Variable` that take `IndexedSlices`."""
 
     @abstractmethod
     def _scatter(self, call: str, delta: Any) -> None:
-        """Change rows, in the way that the call's name says."""
+        """Change rows as the method of this name does."""
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Add to some rows, and return the variable. Rows that come several times are added several times.
+        """Add to some rows, and return the variable. Rows with the same index are all added.
 
-        In `Strategy.run` what the replicas add is aggregated, as in `assign_add`, and the call is collective, unless
-        the aggregation is NONE: every rank gathers the rows of all, and changes its copy in rank order. With MEAN the
-        rows of a rank are divided by the number of ranks first; with ONLY_FIRST_REPLICA those of rank 0 count alone.
-        Elsewhere the call is local.
+        In `Strategy.run` the replicas' deltas are aggregated, as in `assign_add`, and the call is collective, unless
+        the aggregation is NONE: every rank gathers the rows of all ranks, and changes its copy in rank order. MEAN
+        divides the rows by the number of ranks first; ONLY_FIRST_REPLICA takes the rows of rank 0 alone. Elsewhere the
+        call is local.
 
         Args:
-            sparse_delta: The rows, k of them: values [k, ...] with the variable's dimensions but the first, and
-                indices [k] from 0 to the variable's length - 1. Ranks may have other numbers of rows.
-            use_locking: Of no effect: nothing else writes a variable meanwhile.
+            sparse_delta: k rows: values [k, ...] with the variable's dimensions but the first, and indices [k] from 0
+                to the variable's length - 1. k may differ between ranks.
+            use_locking: Of no effect: no other thread writes a variable.
             name: Of no effect.
 
         Raises:
-            TypeError: If `sparse_delta` is something else.
-            ValueError: If rows have another shape or kind of number, or lie outside of the variable.
-            NotImplementedError: If the variable is read together (`ON_READ`).
+            TypeError: If `sparse_delta` is no `IndexedSlices`.
+            ValueError: If rows have another shape or kind of number, or an index is out of range.
+            NotImplementedError: If the synchronization is ON_READ.
             RuntimeError: If another strategy is current.
         """
         self._scatter("scatter_add", sparse_delta)
@@ -73,38 +74,38 @@ class SparseUpdates(ABC):
         return self
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Make some rows the maxima of what they are and what is given, and return the variable. As `scatter_add`.
+        """Set some rows to the maxima of their old and the given numbers, and return the variable. As `scatter_add`.
 
         Raises:
-            NotImplementedError: Also in `Strategy.run` with aggregation SUM or MEAN, which maxima do not have.
+            NotImplementedError: Also in `Strategy.run` with aggregation SUM or MEAN.
         """
         self._scatter("scatter_max", sparse_delta)
         return self
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Make some rows the minima of what they are and what is given, and return the variable. As `scatter_max`."""
+        """Set some rows to the minima of their old and the given numbers, and return the variable. As `scatter_max`."""
         self._scatter("scatter_min", sparse_delta)
         return self
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
-        """Set some rows, and return the variable. Of rows for one place the last one stays. As `scatter_max`."""
+        """Set some rows, and return the variable. Of rows with one index the last one is kept. As `scatter_max`."""
         self._scatter("scatter_update", sparse_delta)
         return self
 
 
-def rows_of(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, Any], Any]:
-    """Take rows apart, and see that an array can take them. Local.
+def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, Any], Any]:
+    """Return indices and values of rows, checked against the array that they change. Local.
 
     Args:
         delta: The `IndexedSlices`.
         target: The array.
-        what: The array, for errors.
+        what: The name of the array, for errors.
 
     Returns:
         The indices [k], int64, and the values [k, ...], of the array's dtype.
 
     Raises:
-        TypeError: If `delta` is something else, or the indices are no integers.
+        TypeError: If `delta` is no `IndexedSlices`, or the indices are no integers.
         ValueError: If the values do not fit, or indices are out of range.
     """
     if not isinstance(delta, IndexedSlices):
@@ -128,7 +129,7 @@ def rows_of(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, Any], A
 
 
 def change_rows(call: str, target: Any, indices: np.ndarray[Any, Any], values: Any) -> None:
-    """Change rows of an array one after the other. Local."""
+    """Change rows of an array in the order of `indices`. Local."""
     if call == "scatter_update":
         target[indices] = values
         return

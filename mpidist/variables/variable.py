@@ -1,24 +1,24 @@
-"""Variables: an array on every rank, kept equal or read together."""
+"""Variables: an array on every rank, kept equal by aggregated writes, or aggregated when it is read."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
 import numpy as np
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
-from mpidist.options import NamedInAnyCase, ReduceOp
+from mpidist.options import CaseInsensitiveEnum, ReduceOp
 from mpidist.transport import arrays, open_groups
 from mpidist.values import DistributedValues, require_contributions
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
 from mpidist.variables.casting import cast_for, is_python_number
-from mpidist.variables.sparse_updates import ADDITIVE, SparseUpdates, change_rows, rows_of
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, change_rows, checked_rows
 
 if TYPE_CHECKING:
     from mpidist.transport import SyncGroup
@@ -29,8 +29,8 @@ logger = logging.getLogger("mpidist.variables")
 
 
 @final
-class VariableSynchronization(NamedInAnyCase):
-    """When the copies of a variable are brought together: `AUTO` is `ON_WRITE`."""
+class VariableSynchronization(CaseInsensitiveEnum):
+    """When the copies of a variable are aggregated: `AUTO` means `ON_WRITE`."""
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -39,8 +39,8 @@ class VariableSynchronization(NamedInAnyCase):
 
 
 @final
-class VariableAggregation(NamedInAnyCase):
-    """How what the replicas write, or hold, becomes one. `ONLY_FIRST_REPLICA` takes rank 0's."""
+class VariableAggregation(CaseInsensitiveEnum):
+    """How the values that replicas write or hold are aggregated. `ONLY_FIRST_REPLICA` takes rank 0's."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -51,28 +51,32 @@ class VariableAggregation(NamedInAnyCase):
 class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     """An array that a strategy keeps on every rank. Making one is collective over the ranks of the current strategy.
 
-    Works as an array: NumPy's operators and functions read it. Assigning in `Strategy.run` aggregates what the
-    replicas write; assigning in cross-replica context writes this rank's copy, so every rank must write the same.
+    Python's operators and NumPy's functions read a variable as an array. Assigning in `Strategy.run` aggregates the
+    values of all replicas; assigning in cross-replica context writes this rank's copy, so every rank must write the
+    same value.
 
     Args:
-        initial_value: An array, a number, or a function that returns one. Rank 0's is taken on every rank.
-        trainable: Whether an optimizer should change it. By default yes, unless it is read together.
-        name: The same on every rank.
-        dtype: What the value is cast to; by default its own.
+        initial_value: An array, a number, or a function that returns one. Every rank starts with the value of rank 0.
+        trainable: Whether an optimizer should change the variable. By default yes, unless it is `ON_READ`.
+        name: The name, equal on all ranks.
+        dtype: The dtype that the initial value is cast to; by default its own.
         synchronization: `AUTO` and `ON_WRITE` keep the copies equal; `ON_READ` lets them differ and aggregates when
             the variable is read in cross-replica context, which is then collective.
-        aggregation: How.
+        aggregation: How values or copies are aggregated.
 
     Raises:
-        ValueError: If `synchronization` or `aggregation` cannot be had, or a MEAN of integers is asked for.
+        ValueError: If `synchronization` is NONE, if one of the two is not known, or if the aggregation of integers is
+            MEAN.
         InvalidArgumentError: If the ranks' names, shapes, dtypes or rules differ. On every rank.
     """
+
+    _is_trainable_by_default: ClassVar[bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
         kind: type[Variable] = cls
         if cls is Variable:
             kind = MirroredVariable
-            with suppress(ValueError):  # `__init__` refuses what is no synchronization, together with the other ranks
+            with suppress(ValueError):  # `__init__` raises it, on all ranks
                 if VariableSynchronization(kwargs.get("synchronization", "AUTO")) is VariableSynchronization.ON_READ:
                     kind = SyncOnReadVariable
         made: Variable = super().__new__(kind)
@@ -93,7 +97,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         array: Any = np.empty(0)
         fields: dict[str, str] = {}
         self._strategy = strategy
-        self._name = name if name is not None else strategy.extended.next_variable_name()
+        self._name = name if name is not None else strategy.extended.default_variable_name()
         try:
             self._synchronization = _synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
@@ -108,28 +112,23 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
                 "synchronization": str(self._synchronization),
                 "aggregation": str(self._aggregation),
             }
-        except Exception as problem:  # the initialiser's own, too: the other ranks must learn of it
+        except Exception as problem:  # also of `initial_value`: the other ranks must learn of it
             error = problem
         strategy.extended.agree_on_variable(fields, name is None, error)
         value = strategy.extended.cross_device_ops.broadcast(array, "all", call="initial value of a Variable")
         self._value = self._place(value)
-        self._view = self.local_value()  # what is read where no copy is needed
-        self._trainable = self._default_trainable() if trainable is None else trainable
+        self._local_view = self.local_value()  # read-only
+        self._trainable = self._is_trainable_by_default if trainable is None else trainable
         if context_stack.current() is None and open_groups.num_open():
             logger.warning(
                 "variable %r was made outside of strategy.scope(): it belongs to the default strategy, of this process "
-                "alone, so its value is this rank's own, and nothing keeps it like that of other ranks; make it inside",
+                "alone, so its value is this rank's own, and may differ from that of other ranks; make it inside",
                 self._name,
             )
 
     def _place(self, value: Any) -> Any:
         """Put the initial value where this kind of variable lives."""
         return value
-
-    @staticmethod
-    @abstractmethod
-    def _default_trainable() -> bool:
-        """Whether an optimizer should change variables of this kind."""
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -160,17 +159,17 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
+        """Whether an optimizer should change the variable."""
         return self._trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the copies are brought together."""
+        """When the copies are aggregated."""
         return self._synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How."""
+        """How values or copies are aggregated."""
         return self._aggregation
 
     @final
@@ -183,17 +182,14 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     @final
     def value(self) -> Any:
-        """Return the value as the current context sees it: `read_value`."""
+        """Return the value in the current context: `read_value`."""
         return self.read_value()
 
     @final
     def read_value(self) -> Any:
-        """Return the value as the current context sees it: a new array.
-
-        In cross-replica context reading a variable that is read together (`ON_READ`) is collective.
-        """
-        seen = self._seen()
-        return seen.copy() if seen is self._view else seen
+        """Return the value in the current context: a new array. Collective for `ON_READ` in cross-replica context."""
+        value = self._read_view()
+        return value.copy() if value is self._local_view else value
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -210,21 +206,19 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
 @final
 class MirroredVariable(Variable):
-    """A variable whose copies are kept equal: what replicas write is aggregated, and everybody writes the result."""
+    """A variable whose copies are kept equal: every rank writes the aggregate of what the replicas assign."""
 
-    @staticmethod
-    def _default_trainable() -> bool:
-        return True
+    _is_trainable_by_default = True
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks are taken to hold the same: across replicas, and those of its strategy."""
+        """Return True for the ranks of its strategy, in cross-replica context."""
         entry = context_stack.innermost()
         return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
 
-    def _seen(self) -> Any:
-        return self._view
+    def _read_view(self) -> Any:
+        return self._local_view
 
-    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
         aggregation = self._aggregation
         if aggregation is VariableAggregation.NONE:
             self._require_own_copy()
@@ -234,7 +228,7 @@ class MirroredVariable(Variable):
         array, error = self._value, None
         try:
             array = self._contribution(value)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         call = f"assignment to variable {self._name!r}"
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -242,7 +236,7 @@ class MirroredVariable(Variable):
         else:
             self._write(ops.all_reduce(ReduceOp[aggregation.name], array, call=call, error=error), ufunc)
 
-    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
         self._write(value, ufunc)
 
     def _place(self, value: Any) -> Any:
@@ -251,14 +245,14 @@ class MirroredVariable(Variable):
 
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
         if not self._placement.is_shared:
-            self._put(self._cast(value), ufunc)
+            self._store(self._cast(value), ufunc)
             return
         array, error = self._value, None
         try:
             array = self._cast(value)
-        except Exception as problem:  # whatever it is, the other ranks must learn of it
+        except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        self._placement.write(self._name, partial(self._put, array, ufunc), error)
+        self._placement.write(self._name, partial(self._store, array, ufunc), error)
 
     def _require_own_copy(self) -> None:
         if self._placement.is_shared:
@@ -279,28 +273,28 @@ class MirroredVariable(Variable):
         return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
 
     def _scatter(self, call: str, delta: Any) -> None:
-        entry = self._entered(call)
+        entry = self._current_entry(call)
         aggregates = self._aggregation is not VariableAggregation.NONE
         if entry is None or entry.replica_context is None:
             aggregates = False
         elif not aggregates:
             self._require_own_copy()
-        elif call not in ADDITIVE and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+        elif call not in AGGREGATED_CALLS and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             raise NotImplementedError(
                 f"{call} of variable {self._name!r} has no {self._aggregation} over replicas; choose aggregation "
                 "ONLY_FIRST_REPLICA or NONE, or change the rows outside of strategy.run()"
             )
         indices, values, error = np.empty(0, np.int64), self._value, None
         try:
-            indices, values = rows_of(delta, self._value, f"variable {self._name!r}")
+            indices, values = checked_rows(delta, self._value, f"variable {self._name!r}")
         except Exception as problem:
             error = problem
         if aggregates:
-            indices, values = self._gathered(call, indices, values, error)
+            indices, values = self._gather_rows(call, indices, values, error)
         self._placement.write(self._name, partial(change_rows, call, self._value, indices, values), error)
 
-    def _gathered(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
-        """Bring the rows of all replicas together, as the aggregation says."""
+    def _gather_rows(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
+        """Gather the rows of all replicas, for the aggregation."""
         extended, aggregation = self._strategy.extended, self._aggregation
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not extended.replicas.has_first:
             indices, values = indices[:0], values[:0]
@@ -313,21 +307,21 @@ class MirroredVariable(Variable):
 
 @final
 class SyncOnReadVariable(Variable):
-    """A variable whose copies go their own ways, and are aggregated when they are read together: a metric, say."""
+    """A variable whose copies may differ. Reading it in cross-replica context aggregates them: a metric, say."""
 
-    @staticmethod
-    def _default_trainable() -> bool:
-        return False
+    _is_trainable_by_default = False
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Whether all ranks are known to hold the same: no."""
+        """Return False: copies may differ."""
         return False
 
-    def _seen(self) -> Any:
+    def _read_view(self) -> Any:
         """Return this rank's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
         entry = context_stack.innermost()
-        if (entry is not None and (entry.replica_context is not None or entry.updating)) or self._is_alone():
-            return self._view
+        if (
+            entry is not None and (entry.replica_context is not None or entry.is_update)
+        ) or self._is_of_default_strategy():
+            return self._local_view
         ops = self._strategy.extended.cross_device_ops
         self._require_aggregation("read")
         call = f"reading of variable {self._name!r}"
@@ -335,26 +329,23 @@ class SyncOnReadVariable(Variable):
             return ops.broadcast(self._value, "all", call=call)
         return ops.all_reduce(ReduceOp[self._aggregation.name], self._value, call=call)
 
-    def _write_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
         self._write(value, ufunc)
 
-    def _write_cross_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        if self._is_alone():
-            self._write(value, ufunc)
-            return
-        self._require_aggregation("assigned")
-        if self._aggregation is not VariableAggregation.SUM:
-            self._write(value, ufunc)
-            return
-        if ufunc is not None:
-            raise ValueError(
-                f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, and not "
-                "added to or subtracted from"
-            )
-        self._put(self._share(self._cast(value)), None)
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if not self._is_of_default_strategy():
+            self._require_aggregation("assigned")
+            if self._aggregation is VariableAggregation.SUM:
+                if ufunc is not None:
+                    raise ValueError(
+                        f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, "
+                        "and not added to or subtracted from"
+                    )
+                value = self._share_of_sum(self._cast(value))
+        self._write(value, ufunc)
 
-    def _share(self, total: Any) -> Any:
-        """Return this rank's part of a sum: equal parts, and what is left over of integers with replica 0."""
+    def _share_of_sum(self, total: Any) -> Any:
+        """Return this rank's part of a sum: equal parts, of integers with the remainder in replica 0's part."""
         count = self._strategy.num_replicas_in_sync
         if total.dtype.kind not in "biu":
             return total / count
@@ -365,8 +356,8 @@ class SyncOnReadVariable(Variable):
 
     def _scatter(self, call: str, delta: Any) -> None:
         raise NotImplementedError(
-            f"{call} of variable {self._name!r}, which is read together (ON_READ), cannot be had: read it, change the "
-            "array, and assign that"
+            f"{call} is not supported by variable {self._name!r}, which is ON_READ: read the variable, change the "
+            "array, and assign the array"
         )
 
     def _require_aggregation(self, what: str) -> None:

@@ -247,9 +247,8 @@ class SyncGroup(OpenGroup):
         if self._membership is not None:
             if self._watchdog is not None:
                 self._watchdog.tell_reset()
-            has_failed = self.agreement.broken is not None
-            counts, timeout = (has_failed, self.agreement.sequence), self.settings.timeout_seconds
-            flags = self._membership.all_gather_at_reset(counts, timeout, self._watchdog)
+            state, timeout = (self.agreement.broken is not None, self.agreement.sequence), self.settings.timeout_seconds
+            flags = self._membership.all_gather_at_reset(state, timeout, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -383,13 +382,13 @@ class SyncGroup(OpenGroup):
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
         comm = comm.Dup()
         watch = membership.make_watch(comm)
-        self._watchdog = watch.watchdog
-        self._watchdog.meanwhile = partial(open_groups.advance_others, self)
+        self._watchdog = watchdog = watch.watchdog
+        watchdog.meanwhile = partial(open_groups.advance_others, self)
         self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.set_wait_hook(watch.check_peers)
         self.devices = self._device_levels()
-        allows_threads = load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.agreement, allows_threads and rounds is None)
+        uses_thread = rounds is None and load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
+        self.calls = PendingCalls(self.agreement, uses_thread)
         open_groups.add(self)
 
     def _connect_alone(self) -> None:
