@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from contest.way import Library, Way, runs
+from ranks.way import Library, Way, runs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from contest.work import Work
+    from ranks.work import Work
 
 __all__ = ["Gloo"]
 

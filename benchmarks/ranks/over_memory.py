@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contest.way import Library, Way
+from ranks.way import Library, Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from contest.work import Work
+    from ranks.work import Work
 
 __all__ = ["Memory"]
 
@@ -20,7 +21,7 @@ __all__ = ["Memory"]
 class Memory(Library):
     """Processes that do not speak with each other."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.versions = {"numpy": np.__version__, "python": platform.python_version()}
 
@@ -43,6 +44,6 @@ class Memory(Library):
             def call(_: int) -> Any:
                 function()
 
-            return Way([], call)
+            return Way([], call, "")
 
         return {"copy": way(copy), "add": way(add), "copy alone": way(alone(copy)), "add alone": way(alone(add))}

@@ -12,12 +12,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 import tensorflow as tf
 
-from contest.way import Library, Way
+from ranks.way import Library, Way
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from contest.work import Work
+    from ranks.work import Work
 
 __all__ = ["TensorFlow"]
 
@@ -52,7 +52,8 @@ class TensorFlow(Library):
 
         def way(bytes_per_pack: int) -> Way:
             reduce = self._reduce(_options(bytes_per_pack))
-            return Way(arrays, lambda at: reduce(tensors[at]), lambda sums: [one.numpy() for one in sums], load)
+            as_numpy = lambda results: [one.numpy() for one in results]  # noqa: E731
+            return Way(arrays, lambda at: reduce(tensors[at]), results=as_numpy, load=load)
 
         if len(work.shapes) > _MOST_TENSORS:
             return {}

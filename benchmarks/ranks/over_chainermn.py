@@ -14,12 +14,12 @@ warnings.filterwarnings("ignore")  # of a library that is no longer looked after
 import chainer  # noqa: E402
 import chainermn  # noqa: E402
 
-from contest.way import Library, Way  # noqa: E402
+from ranks.way import Library, Way  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from contest.work import Work
+    from ranks.work import Work
 
 __all__ = ["ChainerMN"]
 
@@ -50,7 +50,7 @@ class ChainerMN(Library):
         def sums(means: Sequence[Any]) -> Sequence[Any]:
             return [mean * self.size for mean in means]
 
-        return {"chainermn naive": Way(arrays, call, sums)}
+        return {"chainermn naive": Way(arrays, call, results=sums)}
 
 
 def _model(gradients: Sequence[Any]) -> Any:

@@ -1,21 +1,32 @@
-"""What the memory of this machine allows: bandwidth that is measured, and bytes that an all-reduce must move."""
+"""What an all-reduce takes at least: by the memory of this machine, by the links of hosts, or as the model predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+
+from ranks.work import Work
+from record import text_of_bytes
 
 from contest.group import Group
 from contest.measuring import measure
-from contest.work import Work
+from mpidist.transport.costs.cost_model import CostModel
 
-__all__ = ["SIZES", "Roofline", "traffic_bytes"]
+__all__ = ["SIZES", "Bound", "Link", "Prediction", "Roofline", "traffic_bytes"]
 
 SIZES: Final = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 # Times that each byte of the payload is read or written.
 _PASSES: Final = {"copy": 2, "add": 3}
+_HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
+
+
+class Bound(Protocol):
+    """Says what a way and a number of bytes need."""
+
+    def bound(self, way: str, nbytes: int) -> float | None:
+        """Return seconds; None if there is no bound."""
 
 
 def traffic_bytes(way: str, nbytes: int, ranks: int) -> float | None:
@@ -74,3 +85,56 @@ class Roofline:
             return None
         like = max(size for size in sizes if size <= nbytes)
         return traffic / max(self.traffic(passes, like) for passes in _PASSES)
+
+    def lines(self) -> list[str]:
+        """Say what the memory does."""
+        lines = ["", "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add"]
+        for size in sorted({size for _, size in self.seconds}):
+            passes = ("copy", "add", "copy alone", "add alone")
+            rates = " ".join(f"{self.traffic(one, size) / 1e9:>8.1f}" for one in passes)
+            lines.append(f"{text_of_bytes(size):>10} | {rates}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the hosts.
+
+    Attributes:
+        hosts: How many.
+        bits_per_second: The rate of each host's link, each way.
+    """
+
+    hosts: int
+    bits_per_second: float
+
+    @property
+    def least_share(self) -> float:
+        """Say how much of a message each host must send at least, to have it summed over all."""
+        return 2 * (self.hosts - 1) / self.hosts
+
+    def bound(self, way: str, nbytes: int) -> float:
+        """Return the seconds that the links need, not compressed."""
+        return self.least_share * nbytes * 8 / self.bits_per_second
+
+    def to_least(self, sent_bytes: float, nbytes: int, packets: float = 0.0) -> float:
+        """Hold what a host sent in a step against the least; without headers, if the number of packets is given."""
+        return (sent_bytes - _HEADERS * packets) / (nbytes * self.least_share)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of hosts with equally many ranks.
+
+    Attributes:
+        model: Its speeds.
+        placement: Ranks on each host.
+    """
+
+    model: CostModel
+    placement: tuple[int, ...]
+
+    def bound(self, way: str, nbytes: int) -> float:
+        """Return the seconds that are predicted."""
+        algorithm = {"raw in place": "mpi", "mpidist": self.model.choose(nbytes, self.placement)}.get(way, way)
+        return self.model.seconds(algorithm, nbytes, self.placement)

@@ -10,10 +10,10 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from contest.way import Library, Way
+from ranks.way import Library, Way
 
 if TYPE_CHECKING:
-    from contest.work import Work
+    from ranks.work import Work
 
 __all__ = ["Horovod"]
 
