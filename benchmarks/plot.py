@@ -103,9 +103,11 @@ def plot_bars(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     works, styles = _fastest(rows), _styles(rows)
-    num_rows = (len(works) + 1) // 2
-    figure = Figure(figsize=(11, 0.6 + 3.9 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, 2, squeeze=False).ravel()
+    num_columns = min(2, len(works))
+    num_rows = -(-len(works) // num_columns)
+    height = 0.6 + num_rows * max(3.9, 0.2 * len(styles))
+    figure = Figure(figsize=(11 if num_columns == 2 else 8, height), layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axes, (name, of) in zip(grid, works.items(), strict=False):
         _plot_list(axes, of, name, styles)
     for axes in grid[len(works) :]:
@@ -128,8 +130,10 @@ def _plot_list(axes: Any, of: dict[str, Row], name: str, styles: dict[str, dict[
     axes.invert_yaxis()
     axes.set(xscale="log", xlim=(ends[0].min() / 2, ends[1].max() * 8))
     axes.xaxis.set_major_formatter(lambda milliseconds, _: f"{milliseconds:g}")
+    axes.xaxis.minorticks_off()
     row = of[ways[0]]
-    axes.set_title(f"{name}: {row['arrays']} tensors, {text_of_bytes(int(row['bytes']))}", fontsize=10)
+    tensors = f"{row['arrays']} tensors, " if row["kind"] == "list" else ""
+    axes.set_title(f"{name}: {tensors}{text_of_bytes(int(row['bytes']))}", fontsize=10)
     axes.set_xlabel("ms", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(axis="x", alpha=0.3)

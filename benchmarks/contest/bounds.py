@@ -87,7 +87,7 @@ class Roofline:
         return traffic / max(self.traffic(passes, like) for passes in _PASSES)
 
     def lines(self) -> list[str]:
-        """Say what the memory does."""
+        """Make a table of what the memory does."""
         lines = ["", "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add"]
         for size in sorted({size for _, size in self.seconds}):
             passes = ("copy", "add", "copy alone", "add alone")
