@@ -167,7 +167,3 @@ def main() -> None:
             plot_sizes(sizes, folder / f"{path.stem}-sizes.png")
         if bars := lists or sizes[: len(sizes) * (len({row["bytes"] for row in sizes}) == 1)]:
             plot_bars(bars, folder / f"{path.stem}-bars.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -123,7 +123,3 @@ def main() -> None:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         plot(arguments.out / "scaling.png")
-
-
-if __name__ == "__main__":
-    main()

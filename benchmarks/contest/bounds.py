@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from ranks.work import Work
 from record import text_of_bytes
@@ -20,13 +20,6 @@ SIZES: Final = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 # Times that each byte of the payload is read or written.
 _PASSES: Final = {"copy": 2, "add": 3}
 _HEADERS: Final = 14 + 20 + 32  # bytes of Ethernet, IP and TCP with its time stamps, in every packet
-
-
-class Bound(Protocol):
-    """Says what a way and a number of bytes need."""
-
-    def bound(self, way: str, nbytes: int) -> float | None:
-        """Return seconds; None if there is no bound."""
 
 
 def traffic_bytes(way: str, nbytes: int, ranks: int) -> float | None:
@@ -138,3 +131,6 @@ class Prediction:
         """Return the seconds that are predicted."""
         algorithm = {"raw in place": "mpi", "mpidist": self.model.choose(nbytes, self.placement)}.get(way, way)
         return self.model.seconds(algorithm, nbytes, self.placement)
+
+
+Bound = Roofline | Link | Prediction
