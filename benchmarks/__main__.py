@@ -77,7 +77,7 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
     unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - {peer.name for peer in PEERS}
     if unknown:
         parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(p.name for p in PEERS)}")
-    if given.hosts and (given.hosts < 2 or given.ranks % given.hosts):
+    if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
         parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
     try:
         bits_per_second(given.rate)

@@ -75,7 +75,7 @@ def table(cluster: Cluster) -> str:
         placement = (cluster.ranks,) * nodes
         for size in _TABLE_SIZES:
             times = [cluster.model.seconds(name, size, placement) for name in _ALGORITHMS]
-            cells = [f"**{_text(time)}**" if time == min(times) else _text(time) for time in times]
+            cells = [f"**{text_of(time * 1e6)}**" if time == min(times) else text_of(time * 1e6) for time in times]
             taken = cluster.model.choose(size, placement)
             lines.append(f"| {nodes} | {text_of_bytes(size)} | {' | '.join(cells)} | {taken} |")
     return "\n".join(lines)
@@ -108,10 +108,6 @@ def _plot_cluster(axes: Any, cluster: Cluster, nodes: int) -> None:
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2, 5], ["0.1", "0.2", "0.5", "1", "2", "5"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-
-
-def _text(seconds: float) -> str:
-    return text_of(seconds * 1e6)
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ from typing import Final
 from ranks.work import Work
 from record import parse_size, shapes_of_list
 
+from contest.environments import MPIS
+
 __all__ = ["BENCHMARKS", "Benchmark", "works_of"]
 
-_MPIS: Final = ("mpich", "openmpi")
 _CALLS_OF_SMALL: Final = 8
 _SMALL_BYTES: Final = 16 << 10
 
@@ -35,7 +36,7 @@ class Benchmark:
     question: str
     sizes: str = ""
     lists: str = ""
-    peers: tuple[str, ...] = _MPIS
+    peers: tuple[str, ...] = MPIS
     rounds: int = 7
     seconds: float = 0.25
     hosts: int = 0
@@ -47,7 +48,7 @@ BENCHMARKS: Final = {
         "sums, beside raw mpi4py and every library that is installed",
         "4,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M",
         "tiny1000,10000x400,resnet50,bert_base,gpt2_small",
-        (*_MPIS, "gloo", "horovod", "chainermn", "tensorflow"),
+        (*MPIS, "gloo", "horovod", "chainermn", "tensorflow"),
         calls=_CALLS_OF_SMALL,
     ),
     "algorithms": Benchmark("sums by each algorithm", "4,16K,64K,1M,16M,64M", "resnet50", calls=_CALLS_OF_SMALL),
@@ -55,7 +56,7 @@ BENCHMARKS: Final = {
     "reductions": Benchmark("other operations, collectives and dtypes", "64K,1M,16M,64M"),
     "overlap": Benchmark("reductions that are started early", lists="16x1M"),
     "watching": Benchmark("what checks, notes and deadlines cost", "4,16K,256K,4M,64M", rounds=11),
-    "network": Benchmark("sums between hosts", "16M", peers=(*_MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2),
+    "network": Benchmark("sums between hosts", "16M", peers=(*MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2),
     "model": Benchmark("sums between hosts, beside what the cost model predicts", "64K,1M,4M", rounds=9, hosts=2),
 }
 

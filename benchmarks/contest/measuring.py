@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ranks.work import Work
 
 from contest.group import Group, GroupError
-from contest.job import Job
+
+if TYPE_CHECKING:  # it starts MPI
+    from contest.job import Job
 
 __all__ = ["Timing", "fitting", "measure"]
 

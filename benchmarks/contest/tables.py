@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from record import text_of, text_of_bytes
@@ -13,8 +12,6 @@ from contest.environments import MPIS
 from contest.measuring import Timing
 
 __all__ = ["lines_of", "row_of"]
-
-_DIGITS: Final = 3
 
 
 def held_against(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
@@ -26,10 +23,8 @@ def held_against(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
 
 def older(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
     """Find the same way of an older commit."""
-    of = f"{timing.peer}@"
-    return next(
-        (one for one in timings if (one.work, one.way) == (timing.work, timing.way) and one.peer.startswith(of)), None
-    )
+    found = [one for one in timings if (one.work, one.way) == (timing.work, timing.way)]
+    return next((one for one in found if one.peer.startswith(f"{timing.peer}@")), None)
 
 
 def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> dict[str, str]:
@@ -52,10 +47,10 @@ def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> di
     }
     other = held_against(timing, timings)
     if other is not None:
-        row |= {"baseline": f"{other.way} ({other.peer})", **_spread("ratio", other.rounds / timing.rounds, _DIGITS)}
+        row |= {"baseline": f"{other.way} ({other.peer})", **_spread("ratio", other.rounds / timing.rounds, 3)}
     before = older(timing, timings)
     if before is not None:
-        row |= _spread("old_by_new", before.rounds / timing.rounds, _DIGITS)
+        row |= _spread("old_by_new", before.rounds / timing.rounds, 3)
     seconds = bound.bound(timing.way, nbytes) if bound else None
     if seconds is not None:
         row |= {"bound_us": f"{seconds * 1e6:.2f}", "share_of_bound": f"{seconds / timing.seconds:.3f}"}
