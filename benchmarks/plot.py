@@ -1,8 +1,9 @@
-"""What do the numbers of all_reduce.py look like?
+"""What do the numbers look like?
 
-python benchmarks/plot.py results
+python benchmarks plot results
 
-Draws two pictures for each file: times and ratios over sizes, and bars for the lists of gradients.
+Draws two pictures for each file: times and ratios over sizes, and bars for the lists of gradients. Of what runs over
+either MPI, the faster one is drawn.
 """
 
 from __future__ import annotations
@@ -12,87 +13,127 @@ import csv
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
+import numpy as np
 from record import text_of, text_of_bytes
+
+__all__ = ["main"]
 
 Row = dict[str, str]
 
-# Raw mpi4py in greys, results in place dashed: what is compared with what shows at a glance.
+# mpidist in blue, raw mpi4py in greys, the others in warm colours; the order is that of the bars.
 _STYLES: Final[dict[str, dict[str, Any]]] = {
+    "mpidist symmetric per node": {"color": "#56b4e9", "marker": "D", "linestyle": "--"},
+    "mpidist symmetric": {"color": "#56b4e9", "marker": "D"},
+    "mpidist per node": {"color": "#0072b2", "marker": "s", "linestyle": ":"},
+    "mpidist in place": {"color": "#0072b2", "marker": "o", "linestyle": "--"},
+    "mpidist": {"color": "#0072b2", "marker": "o"},
     "raw": {"color": "0.15", "linewidth": 2.2},
     "raw in place": {"color": "0.15", "linestyle": "--", "linewidth": 2.2},
-    "bucket": {"color": "0.5"},
-    "bucket in place": {"color": "0.5", "linestyle": "--"},
-    "Collective": {"color": "#0072b2", "marker": "o"},
-    "Hierarchical": {"color": "#e69f00", "marker": "s"},
-    "ToOneDevice": {"color": "#d55e00", "marker": "v"},
-    "ring": {"color": "#009e73", "marker": "^"},
-    "reproducible": {"color": "#cc79a7", "marker": "D"},
-    "Collective out=": {"color": "#0072b2", "marker": "o", "linestyle": "--", "markerfacecolor": "white"},
+    "raw 1 MiB": {"color": "0.5", "linestyle": "--", "marker": "."},
+    "raw bucket": {"color": "0.5"},
+    "chainermn naive": {"color": "#009e73", "marker": "v"},
+    "horovod grouped": {"color": "#e69f00", "marker": "^"},
+    "gloo": {"color": "#d55e00", "marker": "x"},
+    "gloo coalesced": {"color": "#d55e00"},
+    "gloo DDP": {"color": "#d55e00"},
+    "gloo views": {"color": "#d55e00", "marker": "x", "linestyle": "--"},
+    "tensorflow": {"color": "#cc79a7", "marker": "+"},
+    "tensorflow packs": {"color": "#cc79a7"},
 }
+_OTHERS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c564b", "#7f7f7f")
 _DOTS_PER_INCH: Final = 80  # readable, and below 150 KB, as pictures under docs/ must be
-_IN_PLACE: Final = ("raw in place", "bucket in place", "Collective out=")
+
+
+def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Give each way a style, in the order to be drawn; ways without one of their own take colours in turn."""
+    ways = {row["way"]: None for row in rows}
+    known = {way: style for way, style in _STYLES.items() if way in ways}
+    others = [way for way in ways if way not in known]
+    return known | {way: {"color": _OTHERS[at % len(_OTHERS)], "marker": "o"} for at, way in enumerate(others)}
+
+
+def _fastest(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """Find for each work and way the row of the MPI with which it is fastest."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in (row for row in rows if "@" not in row["peer"]):
+        of = found.setdefault(row["work"], {})
+        if row["way"] not in of or float(row["us"]) < float(of[row["way"]]["us"]):
+            of[row["way"]] = row
+    return found
 
 
 def plot_sizes(rows: list[Row], path: Path) -> None:
-    """Draw times and ratios over sizes, each with the range of the rounds."""
-    figure = Figure(figsize=(9.5, 8.2), layout="constrained")
+    """Draw times over sizes, and how many times faster than its baseline each way is, with the range of the rounds."""
+    from matplotlib.figure import Figure  # measuring needs none
+
+    figure = Figure(figsize=(9.5, 9), layout="constrained")
     times, ratios = figure.subplots(2, 1, sharex=True)
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = [row for row in rows if row["case"] == case]
-        sizes = [int(row["bytes"]) for row in of_case]
-        style = {"markersize": 4.5, **_STYLES[case]}
-        times.plot(sizes, [float(row["us"]) for row in of_case], label=case, **style)
-        if case != of_case[0]["baseline"]:
-            ratios.plot(sizes, [float(row["ratio"]) for row in of_case], label=case, **style)
-            low, high = ([float(row[f"ratio_{end}"]) for row in of_case] for end in ("low", "high"))
+    works = _fastest(rows).values()
+    for way, style in _styles(rows).items():
+        chosen = [of for of in works if way in of]
+        if not chosen:
+            continue
+        sizes = [int(of[way]["bytes"]) for of in chosen]
+        times.plot(sizes, [float(of[way]["us"]) for of in chosen], label=way, **{"markersize": 4.5, **style})
+        compared = [of[way] for of in chosen if of[way].get("ratio")]
+        if compared:
+            sizes = [int(row["bytes"]) for row in compared]
+            middle, low, high = (
+                [float(row[name]) for row in compared] for name in ("ratio", "ratio_low", "ratio_high")
+            )
+            ratios.plot(sizes, middle, **{"markersize": 4.5, **style})
             ratios.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)
     ticks = sorted({int(row["bytes"]) for row in rows})
     times.set(xscale="log", yscale="log", ylabel="time of a call", xlim=(ticks[0] * 0.7, ticks[-1] * 1.4))
     times.yaxis.set_major_formatter(lambda microseconds, _: text_of(microseconds))
-    ratios.axhline(1, color="0.15", linewidth=2.2, label="raw mpi4py")
-    ratios.set(ylabel="speed: raw mpi4py / mpidist\n(dashed: in place, both)", xlabel="size of the float32 array")
-    ratios.set_ylim(bottom=0)
+    ratios.axhline(1, color="0.15", linewidth=2.2)
+    ratios.set(yscale="log", ylabel="speed: baseline / this", xlabel="size of the float32 array")
+    ratios.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
     ratios.set_xticks(ticks, [text_of_bytes(size) for size in ticks])
-    ratios.minorticks_off()
     for axes in (times, ratios):
+        axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
-    times.legend(ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.suptitle(_title(rows), fontsize=11)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def plot_lists(rows: list[Row], path: Path) -> None:
-    """Draw a bar for each case and list, with the range of the rounds and what raw mpi4py per tensor takes."""
-    names = list(dict.fromkeys(row["shape"] for row in rows))
-    num_rows = (len(names) + 1) // 2
-    figure = Figure(figsize=(11, 0.6 + 3.1 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, 2, squeeze=False).ravel()
-    for axes, name in zip(grid, names, strict=False):
-        _plot_list(axes, [row for row in rows if row["shape"] == name], name)
-    for axes in grid[len(names) :]:
+def plot_bars(rows: list[Row], path: Path) -> None:
+    """Draw a bar for each way and list, with the range of the rounds and the ratio to its baseline."""
+    from matplotlib.figure import Figure
+
+    works, styles = _fastest(rows), _styles(rows)
+    num_columns = min(2, len(works))
+    num_rows = -(-len(works) // num_columns)
+    height = 0.6 + num_rows * max(3.9, 0.2 * len(styles))
+    figure = Figure(figsize=(11 if num_columns == 2 else 8, height), layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axes, (name, of) in zip(grid, works.items(), strict=False):
+        _plot_list(axes, of, name, styles)
+    for axes in grid[len(works) :]:
         axes.axis("off")
-    figure.suptitle(f"{_title(rows)}\nlighter: in place; x: speed against raw mpi4py, one call a tensor", fontsize=11)
+    figure.suptitle(f"{_title(rows)}\nx: baseline / this", fontsize=11)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
-def _plot_list(axes: Any, rows: list[Row], name: str) -> None:
-    times = [float(row["us"]) / 1000 for row in rows]
-    low = [float(row["us_low"]) / 1000 for row in rows]
-    high = [float(row["us_high"]) / 1000 for row in rows]
-    errors = [[time - end for time, end in zip(times, low, strict=True)]]
-    errors += [[end - time for time, end in zip(times, high, strict=True)]]
-    bars = axes.barh([row["case"] for row in rows], times, xerr=errors, error_kw={"linewidth": 1, "ecolor": "0.3"})
-    for bar, row, end in zip(bars, rows, high, strict=True):
-        bar.set_color(_STYLES[row["case"]]["color"])
-        bar.set_alpha(0.5 if row["case"] in _IN_PLACE else 0.9)
-        label = f" {text_of(float(row['us']))}"
-        label += f"  {float(row['ratio']):.2f} x" * (row["case"] != row["baseline"])
+def _plot_list(axes: Any, of: dict[str, Row], name: str, styles: dict[str, dict[str, Any]]) -> None:
+    ways = [way for way in styles if way in of]
+    times = np.array([float(of[way]["us"]) for way in ways]) / 1000
+    ends = np.array([[float(of[way][end]) for way in ways] for end in ("us_low", "us_high")]) / 1000
+    errors = np.abs(ends - times)
+    bars = axes.barh(ways, times, xerr=errors, error_kw={"linewidth": 1, "ecolor": "0.3"})
+    for bar, way, end in zip(bars, ways, ends[1], strict=True):
+        bar.set_color(styles[way]["color"])
+        label = f" {text_of(float(of[way]['us']))}"
+        label += f"  {float(of[way]['ratio']):.2g} x" if of[way].get("ratio") else ""
         axes.text(end, bar.get_y() + bar.get_height() / 2, label, va="center", fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(high) * 1.32)
-    axes.set_title(f"{name}: {rows[0]['arrays']} tensors, {text_of_bytes(int(rows[0]['bytes']))}", fontsize=10)
+    axes.set(xscale="log", xlim=(ends[0].min() / 2, ends[1].max() * 8))
+    axes.xaxis.set_major_formatter(lambda milliseconds, _: f"{milliseconds:g}")
+    axes.xaxis.minorticks_off()
+    row = of[ways[0]]
+    tensors = f"{row['arrays']} tensors, " if row["kind"] == "list" else ""
+    axes.set_title(f"{name}: {tensors}{text_of_bytes(int(row['bytes']))}", fontsize=10)
     axes.set_xlabel("ms", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(axis="x", alpha=0.3)
@@ -101,7 +142,7 @@ def _plot_list(axes: Any, rows: list[Row], name: str) -> None:
 def _title(rows: list[Row]) -> str:
     row = rows[0]
     return (
-        f"All-reduce of {row['ranks']} ranks (by node: {row['placement']}) on {row['cpus']} cores, {row['mpi']}; "
+        f"{row.get('benchmark', 'all_reduce')}, {row['ranks']} ranks on {row['cpus']} cores, all in the same run; "
         f"mpidist {row['commit']}, {row['date']}"
     )
 
@@ -109,21 +150,20 @@ def _title(rows: list[Row]) -> str:
 def main() -> None:
     """Read the files that are named, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="CSV files that all_reduce.py wrote, or their folder")
+    parser.add_argument("paths", nargs="+", type=Path, help="CSV files of results, or their folder")
     parser.add_argument("--out", type=Path, help="folder for the pictures; by default beside each file")
     arguments = parser.parse_args()
+    import matplotlib as mpl
+
     mpl.rcParams["axes.spines.top"] = mpl.rcParams["axes.spines.right"] = False
-    files = [file for path in arguments.paths for file in (path.glob("all-reduce-*.csv") if path.is_dir() else [path])]
+    files = [file for path in arguments.paths for file in (sorted(path.glob("*.csv")) if path.is_dir() else [path])]
     for path in files:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         folder = arguments.out or path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        for kind, plot in (("size", plot_sizes), ("list", plot_lists)):
-            chosen = [row for row in rows if row["kind"] == kind]
-            if chosen:
-                plot(chosen, folder / f"{path.stem}-{kind}s.png")
-
-
-if __name__ == "__main__":
-    main()
+        sizes, lists = ([row for row in rows if row["kind"] == kind] for kind in ("size", "list"))
+        if len({row["bytes"] for row in sizes}) > 1:
+            plot_sizes(sizes, folder / f"{path.stem}-sizes.png")
+        if bars := lists or sizes[: len(sizes) * (len({row["bytes"] for row in sizes}) == 1)]:
+            plot_bars(bars, folder / f"{path.stem}-bars.png")

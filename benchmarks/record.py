@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import subprocess
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SHAPES", "commit_of", "parse_size", "shapes_of_list", "stolen_seconds", "text_of", "write_rows"]
+__all__ = [
+    "commit_of",
+    "export",
+    "parse_size",
+    "shapes_of_list",
+    "stolen_seconds",
+    "text_of",
+    "text_of_bytes",
+    "write_rows",
+]
 
-SHAPES: Final = Path(__file__).parent / "shapes"
+_SHAPES: Final = Path(__file__).parent / "shapes"
 
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -30,8 +41,14 @@ def parse_size(text: str) -> int:
 
 
 def shapes_of_list(name: str) -> list[tuple[int, ...]]:
-    """Read the shapes of a model's gradients."""
-    tensors = json.loads((SHAPES / f"{name}.json").read_text())["tensors"]
+    """Read the shapes of a model's gradients, or of so many equal arrays: `resnet50`, `1000x1K`."""
+    number, by, size = name.partition("x")
+    if by and number.isdecimal():
+        return [(parse_size(size) // 4,)] * int(number)
+    if not (_SHAPES / f"{name}.json").is_file():
+        known = ", ".join(sorted(path.stem for path in _SHAPES.glob("*.json")))
+        raise argparse.ArgumentTypeError(f"{name} is no list of arrays: there are {known}, and 1000x1K")
+    tensors = json.loads((_SHAPES / f"{name}.json").read_text())["tensors"]
     return [tuple(tensor["shape"]) for tensor in tensors]
 
 
@@ -42,6 +59,20 @@ def commit_of(folder: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # installed from an archive, or no git here
         return "unknown"
+
+
+def export(root: Path, commit: str, into: Path) -> Path:
+    """Write mpidist as it was at a commit into a folder.
+
+    Raises:
+        SystemExit: If git has no such commit.
+    """
+    archive = subprocess.run(["git", "-C", str(root), "archive", commit, "mpidist"], capture_output=True, check=False)
+    if archive.returncode:
+        raise SystemExit(f"git has no {commit}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(into)
+    return into
 
 
 def stolen_seconds() -> float:

@@ -189,7 +189,7 @@ def test_hosts_die_with_the_program_that_made_them() -> None:
 
 def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -> None:
     need_hosts()
-    command = [sys.executable, str(BENCHMARKS / "across_hosts.py"), "--sizes", "1M", "--rounds", "1", "--steps", "1"]
+    command = [sys.executable, str(BENCHMARKS), "network", "--sizes", "1M", "--rounds", "1", "--seconds", "0.1"]
     command += [f"--env={name}={tmp_path / 'none'}" for name in ("openmpi", "gloo")]
     done = subprocess.run(
         [*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)],
@@ -201,10 +201,11 @@ def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gloo: not installed: no environment" in done.stdout
-    assert "1M: mpidist (mpich) / bound of the link" in done.stdout
-    with (tmp_path / "across-2-hosts-2-ranks-200mbit.csv").open(newline="") as file:
+    assert "sent / least" in done.stdout
+    with (tmp_path / "network-4-ranks-2-hosts-200mbit.csv").open(newline="") as file:
         rows = {row["way"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["raw", "mpidist", "mpidist reproducible", "mpidist bf16", "mpidist fp16"], done.stderr
+    ours = [f"mpidist {name}" for name in ("in place", "reproducible", "bf16", "fp16")]
+    assert list(rows) == ["raw in place", *ours], done.stderr
     for way, row in rows.items():
         share = 0.5 if way.endswith("16") else 1.0
         assert float(row["us"]) >= 0.9 * share * float(row["bound_us"])  # the links let no more through

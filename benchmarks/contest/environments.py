@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MEMORY", "PEERS", "Peer", "commands", "environment_of", "missing", "write_ports"]
+from hosts import Hosts
+
+__all__ = ["MEMORY", "MPIS", "PEERS", "ROOT", "Peer", "commands", "environment_of", "missing", "write_ports"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Peer:
         by_mpiexec: Whether mpiexec starts the ranks.
         stops: Whether its ranks may be stopped with SIGSTOP between turns; else they wait for a pipe.
         copies: How many times the bytes of a work a rank holds, about.
+        source: The folder that `mpidist` is imported from.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Peer:
     by_mpiexec: bool
     stops: bool = True
     copies: float = 2.0
+    source: Path = ROOT
 
 
 MEMORY: Final = Peer("memory", "memory", ("numpy",), "", by_mpiexec=False)
@@ -48,8 +54,8 @@ PEERS: Final = (
     # Its coordination service would take a stopped rank for a dead one.
     Peer("tensorflow", "tensorflow", ("tensorflow",), ".venv-peers-tensorflow", by_mpiexec=False, stops=False),
 )
+MPIS: Final = tuple(peer.name for peer in PEERS if peer.kind == "mpi")
 
-_BENCHMARKS: Final = Path(__file__).parent.parent
 _FIND: Final = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _YIELDING: Final = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
@@ -60,7 +66,11 @@ def missing(peer: Peer, python: Path, ranks: int) -> str:
     if not python.is_file():
         return "no environment"
     done = subprocess.run(
-        [python, "-c", _FIND, *peer.modules], capture_output=True, text=True, check=False, env=environment_of(ranks)
+        [python, "-c", _FIND, *peer.modules],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment_of(peer, ranks),
     )
     if done.returncode or done.stdout.strip():
         return f"no {done.stdout.strip() or 'python'} in its environment"
@@ -72,11 +82,15 @@ def _mpiexec(python: Path) -> str | None:
     return str(beside) if beside.is_file() else shutil.which("mpiexec")
 
 
-def commands(peer: Peer, python: Path, ranks: int, folder: Path) -> list[list[str]]:
-    """List the commands that start all ranks of a group."""
-    program = [str(python), "-m", "contest.rank", peer.kind, str(folder)]
+def commands(peer: Peer, python: Path, ranks: int, folder: Path, hosts: Hosts | None) -> list[list[str]]:
+    """List the commands that start all ranks of a group, on this machine or over hosts."""
+    program = [str(python), "-m", "ranks.rank", peer.kind, str(folder)]
     if not peer.by_mpiexec:
-        return [[*program, str(rank), str(ranks)] for rank in range(ranks)]
+        each = [[*program, str(rank), str(ranks)] for rank in range(ranks)]
+        places = [name for name in hosts.names for _ in range(hosts.slots)] if hosts else []
+        return [hosts.command(name, one) for name, one in zip(places, each, strict=True)] if hosts else each
+    if hosts:
+        return [[*hosts.mpiexec(python, ranks), *program]]
     mpiexec = _mpiexec(python)
     assert mpiexec is not None  # `missing` said nothing
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
@@ -84,14 +98,21 @@ def commands(peer: Peer, python: Path, ranks: int, folder: Path) -> list[list[st
     return [[mpiexec, *options, "-n", str(ranks), *program]]
 
 
-def environment_of(ranks: int) -> dict[str, str]:
-    """Make the environment variables of all ranks: one thread each, and MPICH told when cores are short."""
+def environment_of(peer: Peer, ranks: int, link: str = "") -> dict[str, str]:
+    """Make the environment variables of all ranks: one thread each, and MPICH told when cores are short.
+
+    Args:
+        peer: The library.
+        ranks: How many.
+        link: The network interface that is measured; "" for none.
+    """
     environment = {name: text for name, text in os.environ.items() if name not in _YIELDING}
     environment |= dict.fromkeys(_ONE_THREAD, "1")
     if ranks > len(os.sched_getaffinity(0)):
         environment |= _YIELDING
-    paths = [str(_BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    paths = [str(peer.source), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": link or "lo"}
+    return environment | {"BENCHMARK_LINK": link, "MPIDIST_FLIGHT_DIR": "off"}
 
 
 def write_ports(folder: Path, ranks: int) -> None:

@@ -9,11 +9,14 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final, TextIO
+
+from hosts import Hosts
 
 from contest.environments import Peer, commands, environment_of, write_ports
 
@@ -40,9 +43,10 @@ class Group:
         peer: The library.
         python: The Python of its environment.
         ranks: How many.
+        hosts: Where, if not on this machine itself.
     """
 
-    def __init__(self, peer: Peer, python: Path, ranks: int) -> None:
+    def __init__(self, peer: Peer, python: Path, ranks: int, hosts: Hosts | None = None) -> None:
         self.peer, self.ranks = peer, ranks
         self.versions: dict[str, str] = {}
         self.failure = ""
@@ -61,11 +65,11 @@ class Group:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment_of(ranks),
+                    env=environment_of(peer, ranks, "eth0" if hosts else ""),
                     preexec_fn=_die_with_parent,
                     start_new_session=True,
                 )
-                for command in commands(peer, python, ranks, self._folder)
+                for command in commands(peer, python, ranks, self._folder, hosts)
             ]
 
     def join(self) -> None:
@@ -83,8 +87,10 @@ class Group:
                 connection = self._server.accept()[0]
                 connection.settimeout(_STEP_SECONDS)
                 self._streams.append(connection.makefile("rw"))
+                # As this process numbers it: a rank of a host has another number there.
+                seen = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                self.pids.append(struct.unpack("3i", seen)[0])
         for hello in self._answers():
-            self.pids.append(hello["pid"])
             if hello["rank"] == 0:
                 self.versions = hello["versions"]
         self._signal(signal.SIGSTOP)
@@ -107,7 +113,7 @@ class Group:
         self._signal(signal.SIGSTOP)
         return answers
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Wake all ranks and let them go; kill those that do not."""
         self._signal(signal.SIGCONT)
         for stream in self._streams:

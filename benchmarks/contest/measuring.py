@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from ranks.work import Work
 
 from contest.group import Group, GroupError
-from contest.work import Work
+
+if TYPE_CHECKING:  # it starts MPI
+    from contest.job import Job
 
 __all__ = ["Timing", "fitting", "measure"]
 
@@ -27,17 +30,21 @@ class Timing:
         work: What was summed.
         peer: Whose way.
         way: Its name.
+        baseline: The way that it is held against.
         first: The first call, which plans, allocates and connects.
         rounds: [rounds], the median step of each.
         steps: Number of steps in a round.
+        sent: Bytes and packets that a host sent in a step, where that is counted: the most of all hosts.
     """
 
     work: Work
     peer: str
     way: str
+    baseline: str
     first: float
     rounds: np.ndarray[Any, Any]
     steps: int
+    sent: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -49,12 +56,14 @@ class Timing:
 class _Turns:
     """A way of a group, as it is measured."""
 
-    group: Group
+    group: Group | Job
     way: str
+    baseline: str
     first: float = 0.0
     warm: int = 0
     steps: int = 1
     rounds: list[float] = field(default_factory=list)
+    sent: list[list[float]] = field(default_factory=list)
 
     def take_first(self, seconds: float) -> None:
         """Take the first step and a few more, to know how many fit into `seconds`."""
@@ -70,9 +79,15 @@ class _Turns:
         """Take one turn, and keep its median step; a step takes what its slowest rank takes."""
         answers = self.group.ask("turn", way=self.way, warm=self.warm, steps=self.steps)
         self.rounds.append(float(np.median(np.max([answer["times"] for answer in answers], axis=0))))
+        self.sent.append([max(numbers) for numbers in zip(*(answer["sent"] for answer in answers), strict=True)])
+
+    def timing(self, work: Work) -> Timing:
+        sent = tuple(float(np.median(numbers)) for numbers in zip(*self.sent, strict=True))
+        rounds = np.array(self.rounds)
+        return Timing(work, self.group.peer.name, self.way, self.baseline, self.first, rounds, self.steps, sent)
 
 
-def fitting(groups: Sequence[Group], work: Work) -> list[Group]:
+def fitting(groups: Sequence[Group | Job], work: Work) -> list[Group | Job]:
     """List the groups for which there is memory, all of them at once; the first come first."""
     available, chosen = _available_bytes(), []
     all_ranks = work.nbytes * (groups[0].ranks if groups else 0)
@@ -93,13 +108,13 @@ def _available_bytes() -> float:
         return float("inf")
 
 
-def measure(groups: Sequence[Group], work: Work, num_rounds: int, seconds: float) -> list[Timing]:
+def measure(groups: Sequence[Group | Job], work: Work, num_rounds: int, seconds: float) -> list[Timing]:
     """Time all ways of all groups side by side. A group that fails is ended, and the others go on."""
-    shapes = [list(map(int, shape)) for shape in work.shapes]
+    fields = {**asdict(work), "shapes": [list(map(int, shape)) for shape in work.shapes]}
     turns: list[_Turns] = []
     for group in groups:
-        answers = _attempt(group, group.ask, "prepare", kind=work.kind, name=work.name, shapes=shapes, calls=work.calls)
-        turns += [_Turns(group, way) for way in answers[0]["ways"]] if answers else []
+        answers = _attempt(group, group.ask, "prepare", **fields)
+        turns += [_Turns(group, *way) for way in answers[0]["ways"].items()] if answers else []
     for one in turns:
         _attempt(one.group, one.take_first, seconds)
     for _ in range(num_rounds):
@@ -107,14 +122,10 @@ def measure(groups: Sequence[Group], work: Work, num_rounds: int, seconds: float
             _attempt(one.group, one.take)
     for group in groups:
         _attempt(group, group.ask, "forget")
-    return [
-        Timing(work, one.group.peer.name, one.way, one.first, np.array(one.rounds), one.steps)
-        for one in turns
-        if not one.group.failure
-    ]
+    return [one.timing(work) for one in turns if not one.group.failure]
 
 
-def _attempt(group: Group, act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _attempt(group: Group | Job, act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if group.failure:
         return None
     try:
@@ -122,5 +133,5 @@ def _attempt(group: Group, act: Callable[..., Any], *arguments: Any, **named: An
     except GroupError as error:
         print(f"{group.peer.name} failed and is left out from here on: {error}", file=sys.stderr, flush=True)
         group.failure = str(error)
-        group.end()
+        group.close()
         return None

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from record import text_of, text_of_bytes
 
+from contest.bounds import Bound, Link
+from contest.environments import MPIS
 from contest.measuring import Timing
-from contest.roofline import Roofline
-from contest.targets import MPIS, Verdict
 
-__all__ = ["lines_of_roofline", "lines_of_timings", "lines_of_verdicts", "row_of"]
-
-_SHORT: Final = {
-    "raw": "raw",
-    "mpidist symmetric per node": "sym.per node",
-    "mpidist symmetric": "symmetric",
-    "mpidist in place": "in place",
-    "mpidist per node": "per node",
-    "mpidist": "mpidist",
-}
+__all__ = ["lines_of", "row_of"]
 
 
-def row_of(timing: Timing, roofline: Roofline) -> dict[str, str]:
+def held_against(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
+    """Find the way that a way is held against: of the same library, or else of the faster MPI."""
+    found = [one for one in timings if one.work == timing.work and one.way == timing.baseline != timing.way]
+    own = [one for one in found if one.peer == timing.peer]
+    return min(own or [one for one in found if one.peer in MPIS], key=lambda one: one.seconds, default=None)
+
+
+def older(timing: Timing, timings: Sequence[Timing]) -> Timing | None:
+    """Find the same way of an older commit."""
+    found = [one for one in timings if (one.work, one.way) == (timing.work, timing.way)]
+    return next((one for one in found if one.peer.startswith(f"{timing.peer}@")), None)
+
+
+def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> dict[str, str]:
     """Make one row of text for a way and a work."""
-    microseconds = timing.rounds * 1e6
+    microseconds, nbytes = timing.rounds * 1e6, timing.work.nbytes
     row = {
+        "benchmark": timing.work.benchmark,
         "kind": timing.work.kind,
         "work": timing.work.name,
-        "bytes": str(timing.work.nbytes),
+        "bytes": str(nbytes),
         "arrays": str(len(timing.work.shapes)),
         "calls": str(timing.work.calls),
         "peer": timing.peer,
@@ -38,65 +42,72 @@ def row_of(timing: Timing, roofline: Roofline) -> dict[str, str]:
         "rounds": str(len(timing.rounds)),
         "steps": str(timing.steps),
         "first_us": f"{timing.first * 1e6:.1f}",
-        "us": f"{np.median(microseconds):.2f}",
-        "us_low": f"{microseconds.min():.2f}",
-        "us_high": f"{microseconds.max():.2f}",
+        **_spread("us", microseconds, 2),
         "us_rounds": " ".join(f"{one:.2f}" for one in microseconds),
     }
-    bound = roofline.bound(timing.way, timing.work.nbytes)
-    if bound is not None:
-        row |= {"bound_us": f"{bound * 1e6:.2f}", "share_of_bound": f"{bound / timing.seconds:.3f}"}
+    other = held_against(timing, timings)
+    if other is not None:
+        row |= {"baseline": f"{other.way} ({other.peer})", **_spread("ratio", other.rounds / timing.rounds, 3)}
+    before = older(timing, timings)
+    if before is not None:
+        row |= _spread("old_by_new", before.rounds / timing.rounds, 3)
+    seconds = bound.bound(timing.way, nbytes) if bound else None
+    if seconds is not None:
+        row |= {"bound_us": f"{seconds * 1e6:.2f}", "share_of_bound": f"{seconds / timing.seconds:.3f}"}
+    if isinstance(bound, Link) and timing.sent:
+        sent, packets = timing.sent
+        row |= {"sent_bytes": f"{sent:.0f}", "sent_packets": f"{packets:.0f}"}
+        row |= {"sent_to_least": f"{bound.to_least(sent, nbytes):.4f}"}
+        row |= {"net_sent_to_least": f"{bound.to_least(sent, nbytes, packets):.4f}"}
     return row
 
 
-def lines_of_timings(timings: Sequence[Timing]) -> list[str]:
-    """Make a table for each MPI, and one for all others: a row for each work, a column for each way."""
-    tables = []
-    for mpi in (*MPIS, ""):
-        chosen = [one for one in timings if one.peer == mpi or (not mpi and one.peer not in MPIS)]
-        ways = list(dict.fromkeys(one.way for one in chosen))
-        if not chosen:
-            continue
-        heads = [_SHORT.get(way, way) if mpi else way for way in ways]
-        width = max(10, *map(len, heads))
-        tables += ["", f"{mpi:>10} | " + " | ".join(f"{head:>{width}}" for head in heads)]
-        for work in dict.fromkeys(one.work for one in chosen):
-            of = {one.way: text_of(one.seconds * 1e6) for one in chosen if one.work == work}
-            tables.append(f"{work.name:>10} | " + " | ".join(f"{of.get(way, '-'):>{width}}" for way in ways))
-    return tables
+def _spread(name: str, rounds: np.ndarray, digits: int) -> dict[str, str]:
+    numbers = {name: np.median(rounds), f"{name}_low": rounds.min(), f"{name}_high": rounds.max()}
+    return {key: f"{number:.{digits}f}" for key, number in numbers.items()}
 
 
-def lines_of_roofline(roofline: Roofline, timings: Sequence[Timing]) -> list[str]:
-    """Say what the memory does, and what share of it the ways of mpidist reach."""
-    lines = ["", "memory, GB/s of reads and writes by each rank: copy, add in place; one rank alone, copy, add"]
-    for size in sorted({size for _, size in roofline.seconds}):
-        passes = ("copy", "add", "copy alone", "add alone")
-        rates = " ".join(f"{roofline.traffic(one, size) / 1e9:>8.1f}" for one in passes)
-        lines.append(f"{text_of_bytes(size):>10} | {rates}")
-    ways = list(dict.fromkeys(one.way for one in timings if roofline.bound(one.way, one.work.nbytes) is not None))
-    if not ways:
-        return lines
-    lines += ["", "share of what the memory allows (the faster MPI)"]
-    lines.append(f"{'':>10} | " + " | ".join(f"{_SHORT[way]:>12}" for way in ways))
-    for work in dict.fromkeys(one.work for one in timings):
-        cells = []
-        for way in ways:
-            seconds = min((one.seconds for one in timings if (one.work, one.way) == (work, way)), default=np.inf)
-            bound = roofline.bound(way, work.nbytes)
-            cells.append(f"{bound / seconds:>12.0%}" if bound and np.isfinite(seconds) else f"{'-':>12}")
-        if any(cell.strip() != "-" for cell in cells):
-            lines.append(f"{work.name:>10} | " + " | ".join(cells))
-    return lines
+def lines_of(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Make a table of the rows of one work: a line for each way, but for those of an older commit."""
+    rows = [row for row in rows if "@" not in row["peer"]]
+    first = rows[0]
+    arrays = f"{first['arrays']} arrays, " if first["kind"] == "list" else ""
+    lines = ["", f"{first['work']}: {arrays}{text_of_bytes(int(first['bytes']))}"]
+    heads = {"time": _time}
+    heads |= {"baseline / this": _ratio} if any("ratio" in row for row in rows) else {}
+    heads |= {"old / new": _by_old} if any("old_by_new" in row for row in rows) else {}
+    heads |= {"bound / this": _share} if any("share_of_bound" in row for row in rows) else {}
+    heads |= {"sent / least": _sent} if any("sent_to_least" in row for row in rows) else {}
+    cells = [
+        ["", *heads],
+        *([f"{row['way']} ({row['peer']})", *(cell(row) for cell in heads.values())] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return lines + [" | ".join(f"{text:<{width}}" for text, width in zip(one, widths, strict=True)) for one in cells]
 
 
-def lines_of_verdicts(found: Sequence[Verdict], what: str = "asked and got, theirs / ours") -> list[str]:
-    """Make the table of what is asked and got, in the order given, with a head that says what."""
-    if not found:
-        return []
-    asked = [one for one in found if one.is_met is not None]
-    width = max(len(one.text) for one in found)
-    lines = ["", f"{what}: {sum(bool(one.is_met) for one in asked)} of {len(asked)} are met"]
-    for one in found:
-        mark = {True: "yes", False: "NO", None: ""}[one.is_met]
-        lines.append(f"{mark:>3} | {one.text:<{width}} | {one.asked:>11} | {one.got}")
-    return lines
+def _time(row: dict[str, str]) -> str:
+    middle, low, high = (text_of(float(row[name])) for name in ("us", "us_low", "us_high"))
+    return f"{middle:>7} ({low} to {high})"
+
+
+def _ratio(row: dict[str, str]) -> str:
+    return f"{_numbers(row, 'ratio')}, {row['baseline']}" if "ratio" in row else ""
+
+
+def _by_old(row: dict[str, str]) -> str:
+    return _numbers(row, "old_by_new") if "old_by_new" in row else ""
+
+
+def _numbers(row: dict[str, str], name: str) -> str:
+    return f"{float(row[name]):.2f} ({float(row[f'{name}_low']):.2f} to {float(row[f'{name}_high']):.2f})"
+
+
+def _share(row: dict[str, str]) -> str:
+    return f"{float(row['share_of_bound']):.0%}" if "share_of_bound" in row else ""
+
+
+def _sent(row: dict[str, str]) -> str:
+    if "sent_to_least" not in row:
+        return ""
+    return f"{float(row['sent_to_least']):.3f}, {float(row['net_sent_to_least']):.3f} without headers"

@@ -1,10 +1,9 @@
-"""What is this machine, and what do its copies and launches take? (Section 11 of the notes: the open points)"""
+"""What is this machine, and what do its copies take?"""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -21,33 +20,20 @@ from mpidist.transport.cuda import nccl_version_text
 
 __all__ = ["measure", "versions"]
 
-SMALL = 'extern "C" __global__ void nothing(long long number) {}'
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
 
 
 def versions() -> dict[str, str]:
-    """Return versions of what is installed, and whether MPI and MPS are there. Starts no GPU."""
+    """Return versions of what is installed, and whether MPS and the sanitizer are there. Starts no GPU."""
     found = {"python": platform.python_version(), "cpus": str(len(os.sched_getaffinity(0)))}
     for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    mpiexec = shutil.which("mpiexec")
-    found["mpiexec"] = _first_number(mpiexec) if mpiexec else "none"
     found["MPS"] = "present" if shutil.which("nvidia-cuda-mps-control") else "not present"
     found["compute-sanitizer"] = "present" if shutil.which("compute-sanitizer") else "not present"
     return found
-
-
-def _first_number(mpiexec: str) -> str:
-    try:
-        done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"does not run: {error}"
-    said = done.stdout + done.stderr
-    number = re.search(r"\d+\.\d+[\w.]*", said)
-    return ("MPICH " if "HYDRA" in said else "") + (number[0] if number else "unknown")
 
 
 def note_machine(bench: Bench, report: Report) -> None:
@@ -80,7 +66,7 @@ def measure_roof(bench: Bench, report: Report) -> None:
         nbytes = bench.nbytes(nbytes)
         roof = bench.roof(nbytes)
         question = f"device to device, {nbytes / 2 / 1e6:.0f} MB read and as many written"
-        report.add("roof", question, f"{nbytes / roof.median / 1e12:.2f} TB/s, {roof}", **roof.numbers, bytes=nbytes)
+        report.add(f"roof: {question}", f"{nbytes / roof.median / 1e12:.2f} TB/s, {roof}", **roof.numbers, bytes=nbytes)
 
 
 def measure_pcie(bench: Bench, report: Report) -> None:
@@ -106,28 +92,7 @@ def measure_pcie(bench: Bench, report: Report) -> None:
     }
     for name, times in bench.wall_times(ways, bench.turns(10)).items():
         got = f"{nbytes / times.median / 1e9:.1f} GB/s, {times}"
-        report.add("PCIe", f"{nbytes / 1e6:.0f} MB {name}", got, **times.numbers, bytes=nbytes)
-
-
-def measure_launches(bench: Bench, report: Report) -> None:
-    """Time a kernel that does nothing, and what else a step does often."""
-    kernel = bench.cupy.RawKernel(SMALL, "nothing")
-    event, stream = bench.cupy.cuda.Event(disable_timing=True), bench.cupy.cuda.get_current_stream()
-    one, other = (bench.empty(64, np.float32) for _ in range(2))
-
-    def copy() -> None:
-        one[...] = other
-
-    ways = {
-        "a launch": [lambda: kernel((1,), (1,), (1,))],
-        "a copy of 64 numbers by CuPy": [copy],
-        "recording an event": [lambda: event.record(stream)],
-        "asking for an event": [lambda: bench.cupy.cuda.runtime.eventQuery(event.ptr)],
-    }
-    for name, times in bench.host_times(ways, bench.turns(300)).items():
-        report.add("launch", f"host's time of {name}", str(times), **times.numbers)
-    times = bench.gpu_times({"nothing": [lambda: kernel((1,), (1,), (1,))]}, bench.turns(100))["nothing"]
-    report.add("launch", "a kernel that does nothing, between two events", str(times), **times.numbers)
+        report.add(f"{nbytes / 1e6:.0f} MB {name}", got, **times.numbers, bytes=nbytes)
 
 
 def measure_start(bench: Bench, report: Report) -> None:
@@ -138,19 +103,18 @@ def measure_start(bench: Bench, report: Report) -> None:
     start = perf_counter()
     DeviceKernels(bench.cuda).pack(arrays, buffer)
     bench.synchronize()
-    report.add("launch", "the first launch of a process, with the compiler", f"{perf_counter() - start:.2f} s")
+    report.add("the first launch of a process, with the compiler", f"{perf_counter() - start:.2f} s")
 
 
 def measure(bench: Bench, report: Report) -> None:
     """Answer all."""
-    for number, question, ask in (
-        ("facts", "versions", note_machine),
-        ("launch", "the first launch", measure_start),
-        ("roof", "device to device", measure_roof),
-        ("PCIe", "host and device", measure_pcie),
-        ("launch", "launches", measure_launches),
+    for question, ask in (
+        ("versions", note_machine),
+        ("the first launch", measure_start),
+        ("device to device", measure_roof),
+        ("host and device", measure_pcie),
     ):
-        with report.question(number, question):
+        with report.question(question):
             ask(bench, report)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bench", "Sample", "time_text"]
+__all__ = ["NOT_READY", "Bench", "Call", "Sample", "time_text"]
 
 NOT_READY = 600  # of CUDA, for an event that has not come
 FIRST_HOLD = 100e-6

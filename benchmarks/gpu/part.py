@@ -18,14 +18,13 @@ __all__ = ["NO_GPU", "run_part"]
 NO_GPU = 3  # what a part exits with where there is none
 
 
-def run_part(title: str, measure: Callable[[Bench, Report], None], rank: int = 0, *, needs_nccl: bool = False) -> int:
+def run_part(title: str, measure: Callable[[Bench, Report], None], rank: int = 0) -> int:
     """Read `--out` and `--tiny`, measure, and say what became of it.
 
     Args:
         title: For `--help`.
         measure: Measures.
         rank: The rank of this process; the first one reports.
-        needs_nccl: Whether CuPy and a GPU are not enough.
 
     Returns:
         0; 1 if a question could not be answered; 3 where there is no GPU.
@@ -36,7 +35,7 @@ def run_part(title: str, measure: Callable[[Bench, Report], None], rank: int = 0
     parser.add_argument("--tiny", action="store_true", help="see whether it runs")
     given = parser.parse_args()
     found = cuda.current()
-    if not found.support.num_devices or (needs_nccl and found.support.reason):
+    if not found.support.num_devices:
         print(f"nothing can be measured here: {found.support.reason}", file=sys.stderr)
         return NO_GPU
     found.cupy.cuda.Device(rank % found.support.num_devices).use()

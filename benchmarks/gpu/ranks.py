@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
 from gpu.measuring import Call, Sample
 
-__all__ = ["Ranks", "use_environment"]
+__all__ = ["Ranks"]
 
 
 class Ranks:
@@ -39,8 +38,3 @@ class Ranks:
                 if turn:
                     values[name].append(took)
         return {name: Sample(tuple(its)) for name, its in values.items()}
-
-
-def use_environment(**settings: str) -> None:
-    """Set variables that the next strategy reads."""
-    os.environ.update(settings)

@@ -1,16 +1,24 @@
-"""What a part of the check found out: rows of a table, written as they come."""
+"""What a part of the check found out: rows of a table, written as they come, and the table for people."""
 
 from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "Row", "read_report"]
+__all__ = ["NOT_MEASURED", "Report", "Row", "is_missing", "read_report", "table"]
+
+NOT_MEASURED = "not measured"
+NOT_HERE = (
+    "Not measurable on one GPU: how fast NCCL is between GPUs and between nodes, GPUs that reach a network by "
+    "themselves, and what ranks that share this GPU would take on GPUs of their own. Times of several ranks are those "
+    "of ranks that take turns."
+)
+VERDICTS = {True: "yes", False: "**no**", None: ""}
 
 
 @dataclass(frozen=True)
@@ -18,20 +26,16 @@ class Row:
     """One answer.
 
     Attributes:
-        id: Of the question: `G1`, or a word where the questions have no number.
         question: What was asked.
-        target: What was wanted; empty where a number is only shown.
         got: What was found, in words.
-        met: Whether the target was met; `None` if nothing was measured, or there is no target.
+        is_right: Whether results are right; `None` where something was measured, or nothing at all.
         note: What a reader must know beside it, or why there is no answer.
         numbers: The same for programs.
     """
 
-    id: str
     question: str
-    target: str = ""
     got: str = ""
-    met: bool | None = None
+    is_right: bool | None = None
     note: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
 
@@ -51,23 +55,11 @@ class Report:
         self._path = path
         self._shows = shows
 
-    def add(
-        self,
-        number: str,
-        question: str,
-        got: str,
-        *,
-        target: str = "",
-        met: bool | None = None,
-        note: str = "",
-        **numbers: Any,
-    ) -> None:
+    def add(self, question: str, got: str, is_right: bool | None = None, note: str = "", **numbers: Any) -> None:
         """Note an answer."""
-        row = Row(number, question, target, got, met, note, numbers)
-        self.rows.append(row)
+        self.rows.append(Row(question, got, is_right, note, numbers))
         if self._shows:
-            verdict = {True: "met", False: "NOT MET", None: ""}[met]
-            print(f"  {row.id:8} {row.question}: {row.got}  {row.target and f'[{row.target}]'} {verdict}", flush=True)
+            print(f"  {question}: {got}{' WRONG' * (is_right is False)}", flush=True)
         self._write()
 
     def fact(self, name: str, value: Any) -> None:
@@ -76,14 +68,15 @@ class Report:
         self._write()
 
     @contextmanager
-    def question(self, number: str, question: str) -> Iterator[None]:
+    def question(self, question: str) -> Iterator[None]:
         """Ask one; an error becomes its answer, and the next one is asked."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             self.num_failed += 1
-            self.add(number, question, "not measured", note=_first_line(error))
+            line = (str(error).strip().splitlines() or [""])[0]
+            self.add(question, NOT_MEASURED, note=f"{type(error).__name__}: {line}"[:300])
 
     def _write(self) -> None:
         if self._path is None:
@@ -103,6 +96,30 @@ def read_report(path: Path) -> tuple[dict[str, Any], list[Row]]:
         return {}, []
 
 
-def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line}"[:300]
+def table(facts: Mapping[str, Any], rows: Mapping[str, Sequence[Row]], notes: Sequence[str]) -> str:
+    """Write Markdown.
+
+    Args:
+        facts: Of the machine and the run, in the order to be shown.
+        rows: Answers of each part.
+        notes: Lines to be shown after it, such as what became of the parts.
+    """
+    every = [row for its in rows.values() for row in its]
+    wrong, missing = (sum(map(one, every)) for one in (lambda row: row.is_right is False, is_missing))
+    lines = ["# GPU check", "", *(f"* {name}: {_cell(value)}" for name, value in facts.items())]
+    lines += ["", f"{len(every)} answers: {wrong} wrong, {missing} not measured.", NOT_HERE, ""]
+    lines += ["Times are medians (5 % to 95 %).", "", "| part | question | result | right | note |", "| --- " * 5 + "|"]
+    for part, its in rows.items():
+        for row in its:
+            cells = (part, row.question, row.got, VERDICTS[row.is_right], row.note)
+            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def is_missing(row: Row) -> bool:
+    """Say whether a question has no answer."""
+    return row.got == NOT_MEASURED
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())

@@ -15,7 +15,7 @@ from typing import Any
 from gpu.environment import Environment
 from gpu.part import NO_GPU
 from gpu.parts import Part
-from gpu.report import Row, read_report
+from gpu.report import NOT_MEASURED, Row, is_missing, read_report
 
 __all__ = ["Outcome", "kill_all", "log_text", "not_run", "run"]
 
@@ -80,7 +80,7 @@ def run(part: Part, seconds: float, environment: Environment, folder: Path) -> O
     took = time.monotonic() - start
     facts, rows = read_report(results)
     said = log.read_text(errors="replace")
-    if why == "ended with code 1" and any(row.got == "not measured" for row in rows):
+    if why == "ended with code 1" and any(map(is_missing, rows)):
         why = UNANSWERED
     elif why and not why.startswith("not done"):
         why += f": {_last_line(said)}"
@@ -111,16 +111,10 @@ def _wait(process: subprocess.Popen[bytes], limit: float, token: str) -> str:
 
 
 def _owed(part: Part, rows: list[Row], why: str) -> list[Row]:
-    """Return rows for what a part owes and has not answered."""
-    there = {row.id for row in rows}
-    missing = [
-        Row(number, words, got="not measured", note=why or "it ended without an answer")
-        for number, words in part.asks.items()
-        if number not in there
-    ]
-    if why and not missing and why != UNANSWERED:
-        missing.append(Row(part.name, "the rest of this part", got="not measured", note=why))
-    return missing
+    """Return a row for what a part owes and has not answered."""
+    if not rows:
+        return [Row(part.question, NOT_MEASURED, note=why or "it ended without an answer")]
+    return [Row("the rest of this part", NOT_MEASURED, note=why)] if why and why != UNANSWERED else []
 
 
 def kill_all(token: str = OWN) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from gpu.combine import added
 from gpu.measuring import Bench
 from gpu.part import run_part
 from gpu.report import Report
@@ -21,6 +21,14 @@ from mpidist.transport.reduction import Reduction
 __all__ = ["measure"]
 
 SIZES = (1, 7, 64, 2048, 2049, 5000)  # below, at and above what a block takes, and none a multiple of the other
+
+
+def added(rows: Any, dtype: Any) -> Any:
+    """Add rows in order, in float32, and round once."""
+    total = rows[0].astype(np.float32)
+    for row in rows[1:]:
+        total += row.astype(np.float32)
+    return total.astype(dtype)
 
 
 def measure(bench: Bench, report: Report) -> None:
@@ -44,7 +52,7 @@ def measure(bench: Bench, report: Report) -> None:
         out = bench.up(np.zeros(5000 * dtype.itemsize, np.uint8)).view(dtype)
         kernels.combine(parts, Reduction("sum"), out)
         bench.require_equal(f"sum of {dtype}", out, added(rows, dtype))
-    report.add("sanitizer", "a small run of the kernels", f"{kernels.num_launches} launches, right numbers", met=True)
+    report.add("a small run of the kernels", f"{kernels.num_launches} launches, right numbers", True)
 
 
 if __name__ == "__main__":

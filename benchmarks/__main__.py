@@ -1,0 +1,224 @@
+"""Measure mpidist beside raw mpi4py, other libraries and older commits, in one run and in turns.
+
+python benchmarks NAME --out results     # names: see below
+python benchmarks plot results           # pictures of what was written there
+python benchmarks predict --out results  # what the cost model says of clusters; measures nothing
+
+README.md beside this file says what the columns mean and how to be fair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import plot  # noqa: E402
+import predict  # noqa: E402
+from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
+from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
+from contest.environments import MEMORY, MPIS, PEERS, ROOT, Peer, missing  # noqa: E402
+from contest.group import Group, GroupError  # noqa: E402
+from contest.measuring import Timing, fitting, measure  # noqa: E402
+from contest.tables import lines_of, row_of  # noqa: E402
+from hosts import Hosts, HostsError, bits_per_second  # noqa: E402
+from record import commit_of, export, stolen_seconds, write_rows  # noqa: E402
+
+from mpidist.transport.costs.cost_model import CostModel  # noqa: E402
+
+_QUICK = {"sizes": "4,64K,1M", "lists": "20x1K", "rounds": 2, "seconds": 0.02}
+
+
+def _parse() -> argparse.Namespace:
+    names = "\n".join(f"  {name:<11} {benchmark.question}" for name, benchmark in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        "benchmarks", description=f"{__doc__}\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    peers = ", ".join(peer.name for peer in PEERS)
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--peers", help=f"measure only these of {peers}")
+    parser.add_argument("--env", action="append", default=[], metavar="PEER=PYTHON", help="the Python of a library")
+    parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
+    parser.add_argument("--ranks", type=int, help="of each library: 2, or 2 for each host")
+    parser.add_argument("--hosts", type=int, help="emulate so many hosts, as root; with --in-job: how many there are")
+    parser.add_argument("--rate", default="200mbit", help="of each host's link, each way: %(default)s")
+    parser.add_argument("--link-us", type=float, default=100, help="latency of a link, for `model`: %(default)s")
+    parser.add_argument("--in-job", action="store_true", help="measure the ranks of the job that this is started in")
+    parser.add_argument("--sizes", help="of float32 arrays, as 4,64K; '' for none")
+    parser.add_argument("--lists", help="of gradients, as resnet50,1000x1K; '' for none")
+    parser.add_argument("--rounds", type=int, help="turns of each way")
+    parser.add_argument("--seconds", type=float, help="of a turn of one way, about")
+    parser.add_argument("--out", type=Path, help="folder for the CSV file; without, none is written")
+    parser.add_argument("--quick", action="store_true", help="few of each: does it run?")
+    return _completed(parser.parse_args(), parser)
+
+
+def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Take what the user does not say from the benchmark."""
+    benchmark = BENCHMARKS[given.name]
+    for name in ("sizes", "lists", "rounds", "seconds", "hosts"):
+        if getattr(given, name) is None:
+            quick = given.quick and name in _QUICK and getattr(benchmark, name)
+            setattr(given, name, _QUICK[name] if quick else getattr(benchmark, name))
+    given.ranks = given.ranks or 2 * max(1, given.hosts)
+    given.peers = given.peers.split(",") if given.peers else list(benchmark.peers)
+    if given.beside:
+        given.peers = [name for name in given.peers if name in MPIS]
+    unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - {peer.name for peer in PEERS}
+    if unknown:
+        parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(p.name for p in PEERS)}")
+    if (given.hosts or given.name == "model") and (given.hosts < 2 or given.ranks % given.hosts):
+        parser.error(f"{given.ranks} ranks on {given.hosts} hosts: give 2 hosts or more, and as many ranks for each")
+    try:
+        bits_per_second(given.rate)
+        given.works = list(works_of(given.name, given.sizes, given.lists))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+    return given
+
+
+def _installed(given: argparse.Namespace) -> list[tuple[Peer, Path]]:
+    """List the libraries that can be measured with their Pythons, and say why the others cannot."""
+    named, found = dict(text.split("=", 1) for text in given.env), []
+    for peer in (peer for peer in PEERS if peer.name in given.peers):
+        # Not resolved: the Python of a virtual environment is a link.
+        python = Path(named.get(peer.name) or ROOT / peer.folder / "bin/python").absolute()
+        lack = missing(peer, python, given.ranks)
+        print(f"{peer.name}: not installed: {lack}" if lack else f"{peer.name}: installed", flush=True)
+        found += [] if lack else [(peer, python)]
+    return found
+
+
+@contextlib.contextmanager
+def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[list[Group]]:
+    """Start all groups one after the other, and end them."""
+    with contextlib.ExitStack() as ending:
+        peers = _installed(given)
+        if given.beside:
+            source = export(ROOT, given.beside, Path(ending.enter_context(tempfile.TemporaryDirectory())))
+            peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in peers]
+        groups: list[Group] = []
+        for peer, python in peers:
+            group = Group(peer, python, given.ranks, hosts)
+            ending.callback(group.close)
+            try:
+                group.join()
+            except GroupError as error:
+                print(f"{peer.name}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{peer.name}: " + ", ".join(f"{name} {text}" for name, text in group.versions.items()))
+            groups.append(group)
+        yield groups
+
+
+@contextlib.contextmanager
+def _bound(given: argparse.Namespace) -> Iterator[Bound | None]:
+    """Find what the measurements are held against, beside each other."""
+    if given.name == "model":
+        rate = bits_per_second(given.rate) / 8
+        model = CostModel(link_seconds=given.link_us * 1e-6, link_bytes_per_second=rate)
+        yield Prediction(model, (given.ranks // given.hosts,) * given.hosts)
+    elif given.hosts:
+        yield Link(given.hosts, bits_per_second(given.rate))
+    elif given.name == "all_reduce" and not given.in_job:
+        group = Group(MEMORY, Path(sys.executable), given.ranks)
+        with contextlib.closing(group):
+            group.join()
+            roofline = Roofline(group, {})
+            roofline.measure(SIZES[:2] if given.quick else SIZES, given.rounds, given.seconds)
+            yield roofline
+    else:
+        yield None
+
+
+def _where(given: argparse.Namespace) -> dict[str, str]:
+    """Say what is measured, and on what; machines and people are not named."""
+    hosts = {"hosts": str(given.hosts), "rate": given.rate} if given.hosts else {}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit_of(ROOT),
+        "cpus": str(len(os.sched_getaffinity(0))),
+        "ranks": str(given.ranks),
+        **hosts,
+        "load": f"{os.getloadavg()[0]:.2f}",
+    }
+
+
+def _run(given: argparse.Namespace, groups: Sequence[Group], bound: Bound | None) -> None:
+    """Measure work by work; print and save what is there."""
+    where, stolen, rows = _where(given), stolen_seconds(), []
+    print(", ".join(f"{name} {text}" for name, text in where.items()), flush=True)
+    versions = {group.peer.name: " ".join(map(" ".join, group.versions.items())) for group in groups}
+    for work in given.works:
+        chosen, began = fitting(groups, work), time.monotonic()
+        left_out = [group.peer.name for group in groups if group not in chosen and not group.failure]
+        timings: list[Timing] = measure(chosen, work, given.rounds, given.seconds)
+        lost = {"stolen_seconds": f"{stolen_seconds() - stolen:.2f}"}
+        new = [row_of(one, timings, bound) for one in timings]
+        rows += [where | lost | {"versions": versions[row["peer"]]} | row for row in new]
+        for line in lines_of(new) if new else [f"{work.name}: nobody could be measured"]:
+            print(line)
+        print(
+            f"in {time.monotonic() - began:.0f} s" + f"; no memory for {', '.join(left_out)}" * bool(left_out),
+            flush=True,
+        )
+        if given.out:  # a long run that is broken off has written what it has
+            write_rows(given.out / f"{_file_name(given)}.csv", rows)
+    if isinstance(bound, Roofline):
+        print("\n".join(bound.lines()))
+
+
+def _file_name(given: argparse.Namespace) -> str:
+    parts = [given.name, f"{given.ranks}-ranks"]
+    parts += [f"{given.hosts}-hosts-{given.rate}"] if given.hosts else []
+    parts += ["pretended"] if "MPIDIST_PRETEND_NODES" in os.environ else []
+    return "-".join([*parts, *([f"beside-{given.beside}"] if given.beside else [])])
+
+
+def _in_job(given: argparse.Namespace) -> None:
+    """Measure the ranks of this job, with rank 0. Collective."""
+    from contest.job import Job  # starts MPI
+
+    job = Job()
+    given.ranks = job.ranks
+    if not job.is_first:
+        job.obey()
+        return
+    with contextlib.closing(job), _bound(given) as bound:
+        print(", ".join(f"{name} {text}" for name, text in job.versions.items()))
+        _run(given, [job], bound)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit("ended by a signal")
+
+
+def main() -> None:
+    """Measure, print and save."""
+    if sys.argv[1:2] in (["plot"], ["predict"]):
+        sys.exit({"plot": plot.main, "predict": predict.main}[sys.argv.pop(1)]())
+    given = _parse()
+    if given.in_job:
+        _in_job(given)
+        return
+    signal.signal(signal.SIGTERM, _end)  # so that all groups and hosts are ended, too
+    try:
+        built = Hosts(given.hosts, given.rate, given.ranks // given.hosts) if given.hosts else contextlib.nullcontext()
+        with built as hosts, _bound(given) as bound, _groups(given, hosts) as groups:
+            _run(given, groups, bound)
+    except HostsError as error:
+        raise SystemExit(f"hosts cannot be built here: {error}; {Hosts.missing()}") from error
+
+
+if __name__ == "__main__":
+    main()
