@@ -20,14 +20,15 @@ __all__ = ["counts_of", "files_with_gpu_tests", "measure"]
 
 ROOT = Path(__file__).parent.parent.parent
 MARKED = re.compile(
-    r"^\s*@pytest\.mark\.gpu|^pytestmark\b.*mark\.gpu|\bmarks=.*pytest\.mark\.gpu|^from gpus import .*\bgpus\b",
+    r"^\s*@pytest\.mark\.gpu|^pytestmark\b.*mark\.gpu|\bmarks=.*pytest\.mark\.gpu"
+    r"|^from standin\.(?:gpus|late) import .*\bgpus\b",
     re.MULTILINE,
 )
 
 
 def files_with_gpu_tests() -> list[str]:
     """Return the test modules that have tests marked `gpu`, or use the fixture that is, by name."""
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if MARKED.search(path.read_text(encoding="utf-8"))]
 
 
