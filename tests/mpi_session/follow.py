@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
@@ -13,7 +14,6 @@ from mpi_session.replay import Replay
 from mpi_session.reports import ranks_text
 from mpi_session.wire import Event, Reader, exits
 
-_POLL = 0.02
 _REGULAR = (0, 1, 5)  # pytest's exit statuses: passed, failed, no tests
 INTERRUPTED, USAGE_ERROR = 2, 4
 # Between tests: pytest's start with its collection, and its end with MPI's finalize.
@@ -51,8 +51,8 @@ class Follower:
         self.failed_at: dict[tuple[str, str], float] = {}
         self.judged: set[tuple[str, str]] = set()
 
-    def follow(self) -> Ending:
-        """Return when the launch has ended, by itself or by us."""
+    def follow(self) -> Generator[None, None, Ending]:
+        """Yield as often as there may be something new, until the launch has ended, by itself or by us."""
         try:
             while True:
                 status = self.launch.status()  # before reading: no event comes after it
@@ -63,7 +63,7 @@ class Follower:
                 problem = self._overdue(time.monotonic())
                 if problem:
                     return self._stuck(problem)
-                time.sleep(_POLL)
+                yield
         finally:
             self.reader.close()
 

@@ -16,7 +16,7 @@ class Collection:
 
     tests: list[tuple[str, list[Any]]] = field(default_factory=list)  # node id, location
     deselected: list[str] = field(default_factory=list)
-    planned: dict[int, int] = field(default_factory=dict)  # tests by number of ranks
+    planned: dict[str, int] = field(default_factory=dict)  # number of tests by team
     reports: list[tuple[str, str, Any]] = field(default_factory=list)  # node id, outcome, serialised
 
     def ids(self) -> list[str]:

@@ -17,7 +17,8 @@ from mpi_session.byhand import Watch, common_folder
 from mpi_session.gather import Collection, compare_collections
 from mpi_session.launch import DIRECTORY
 from mpi_session.reports import chain, links, rank_parts, rank_sections
-from mpi_session.selection import plan, refused_skip
+from mpi_session.selection import Sample, Team, plan, refused_skip, teams_of
+from mpi_session.times import processor_seconds
 from mpi_session.wire import Orders, Writer
 
 DEFAULT_TIME_LIMIT = 60.0
@@ -39,6 +40,7 @@ class InnerSession:
         self.watch = None if self.is_ours else Watch(self.world, self.directory, grace)
         self.agreement = Agreement(self.world)
         self.collection = Collection()
+        self.processor_seconds = processor_seconds()
         self._arrange_options()
 
     def _arrange_options(self) -> None:
@@ -75,12 +77,12 @@ class InnerSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        counts = self.orders.ranks
-        option = self.config.option
-        sizes = [*counts, *([] if self.size in counts else [self.size])]
-        chosen = plan(items, sizes, option.sample, option.rest)
-        self.collection.planned = {n: len(chosen[n]) for n in counts}
-        kept = {item.nodeid for item in chosen[self.size]}
+        teams = teams_of(self.orders.ranks, self.orders.num_lanes)
+        own = Team(self.size, self.orders.lane)
+        sample = self.config.option.sample
+        chosen = plan(items, list(dict.fromkeys([*teams, own])), Sample.of(sample) if sample else None)
+        self.collection.planned = {team.key: len(chosen[team.key]) for team in teams}
+        kept = {item.nodeid for item in chosen[own.key]}
         left_out = [item for item in items if item.nodeid not in kept]
         if left_out:
             self.config.hook.pytest_deselected(items=left_out)
@@ -135,7 +137,14 @@ class InnerSession:
             verdict = self._reach(Outcome.of(report, data), judge, report)
             if verdict:
                 self._obey(verdict, report)
+        if self.config.option.times:
+            self._add_times(report)
         return report
+
+    def _add_times(self, report: Any) -> None:
+        before, self.processor_seconds = self.processor_seconds, processor_seconds()
+        used = self._reach(self.processor_seconds - before, sum, report)
+        report.user_properties = [*report.user_properties, ("processor_seconds", used)]
 
     def _obey(self, verdict: Verdict, report: Any) -> None:
         if verdict.xfail_reason is not None:

@@ -1,4 +1,8 @@
-"""The pytest session that the user starts: plans the launches and replays them."""
+"""The pytest session that the user starts: plans the launches and replays them.
+
+The launches of 1, 2, ... ranks follow each other. Beside them are *lanes*, launches of one process for the tests that
+need no ranks: many of these start jobs of their own and wait for them. One thread follows all launches in turn.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +21,13 @@ import pytest
 
 from mpi_session.follow import INTERRUPTED, USAGE_ERROR, Ending, Follower
 from mpi_session.launch import Launch, Launcher
-from mpi_session.replay import Replay, ranks_text, without_ranks
+from mpi_session.replay import Replay, without_ranks
+from mpi_session.selection import Team, teams_of
 from mpi_session.wire import Orders
 
 MAX_RELAUNCHES = 3
+_POLL = 0.02
+_OVER = object()
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Settings:
     ranks: list[int]
     grace: float
     launch_limit: float
+    num_lanes: int
     mpiexec: str | None
     logs: Path | None
 
@@ -41,7 +49,9 @@ class OuterSession:
         self.config = config
         self.settings = settings
         self.launcher: Launcher | None = None
-        self.replays: dict[int, Replay] = {}
+        self.teams = teams_of(settings.ranks, settings.num_lanes)
+        self.replays: dict[Team, Replay] = {}
+        self.ranks_are_over = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
@@ -59,20 +69,47 @@ class OuterSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        sizes = [team for team in self.teams if not team.lane]
+        lanes = [team for team in self.teams if team.lane]
+        runs = [self._run_ranks(session, sizes), *(self._run_lane(session, team) for team in lanes)]
         with _ended_by_sigterm():
-            for size in self.settings.ranks:
-                replay = self.replays[size] = _Counting(session, size, self)
-                self._say(ranks_text(size))
-                self._run_all(replay, size)
+            try:
+                while runs:
+                    runs = [run for run in runs if next(run, _OVER) is not _OVER]
+                    time.sleep(_POLL)
+            finally:
+                for run in runs:
+                    run.close()  # ends its launch
         self._report_deselected()
         return True
 
-    def _run_all(self, replay: Replay, size: int) -> None:
+    def _run_ranks(self, session: pytest.Session, teams: list[Team]) -> Iterator[None]:
+        for team in teams:
+            if self._planned(team) != 0:
+                yield from self._run_all(session, team)
+        self.ranks_are_over = True
+
+    def _run_lane(self, session: pytest.Session, team: Team) -> Iterator[None]:
+        while self._planned(team) is None and not self.ranks_are_over:
+            yield
+        if self._planned(team):
+            yield from self._run_all(session, team)
+
+    def _planned(self, team: Team) -> int | None:
+        """Return how many tests a team has, None if no launch has collected yet."""
+        for replay in self.replays.values():
+            if replay.collected:
+                return int(replay.collected["planned"].get(team.key, 0))
+        return None
+
+    def _run_all(self, session: pytest.Session, team: Team) -> Iterator[None]:
+        replay = self.replays[team] = _Counting(session, team, self)
+        self._say(team.name)
         for attempt in range(MAX_RELAUNCHES + 1):
             if attempt:
                 left = len(replay.remaining())
-                self._say(f"{ranks_text(size)} again, with the {left} tests that have not run")
-            ending = self._launch(replay, size)
+                self._say(f"{team.name} again, with the {left} tests that have not run")
+            ending = yield from self._launch(replay, team)
             self._report(replay, ending)
             self._stop_where_pytest_would(replay.session)
             if ending.test is None or not ending.in_time or not replay.remaining():
@@ -80,22 +117,24 @@ class OuterSession:
         else:
             ending.problem = f"{MAX_RELAUNCHES + 1} launches have ended early"
         if ending.problem:
-            replay.fail_remaining(f"Not run at {ranks_text(size)}: {ending.problem}")
+            replay.fail_remaining(f"Not run at {team.name}: {ending.problem}")
 
-    def _launch(self, replay: Replay, size: int) -> Ending:
+    def _launch(self, replay: Replay, team: Team) -> Generator[None, None, Ending]:
         assert self.launcher is not None
         maxfail = self.config.getoption("maxfail")
         if maxfail:
             maxfail -= replay.session.testsfailed
-        with self._folder(size) as directory:
-            Orders(self.settings.ranks, self.settings.grace, maxfail, replay.done).write(directory)
+        with self._folder(team) as directory:
+            settings = self.settings
+            orders = Orders(settings.ranks, settings.grace, settings.num_lanes, team.lane, maxfail, replay.done)
+            orders.write(directory)
             given = (without_ranks(str(argument)) for argument in self.config.invocation_params.args)
             arguments = [*self._with_mpi(), *given]
             live = self.config.getoption("capture") == "no"
-            launch = Launch(self.launcher, size, directory, arguments, live)
+            launch = Launch(self.launcher, team.size, directory, arguments, live)
             try:
-                ends_at = time.monotonic() + self.settings.launch_limit
-                return Follower(launch, replay, self.settings.grace, ends_at).follow()
+                ends_at = time.monotonic() + settings.launch_limit
+                return (yield from Follower(launch, replay, settings.grace, ends_at).follow())
             finally:
                 launch.stop()
 
@@ -103,8 +142,8 @@ class OuterSession:
         return ["--with-mpi"] if self.config.pluginmanager.hasplugin("pytest_mpi") else []
 
     @contextmanager
-    def _folder(self, size: int) -> Iterator[Path]:
-        directory = Path(tempfile.mkdtemp(prefix=f"mpi-session-{size}-", dir=self.settings.logs))
+    def _folder(self, team: Team) -> Iterator[Path]:
+        directory = Path(tempfile.mkdtemp(prefix=f"mpi-session-{team.key}-", dir=self.settings.logs))
         try:
             yield directory
         finally:
@@ -144,19 +183,18 @@ class OuterSession:
             self.config.hook.pytest_deselected(items=[SimpleNamespace(nodeid=nodeid) for nodeid in never])
 
     def count_tests(self, session: pytest.Session) -> None:
-        """Tell pytest's progress how many tests there are at all numbers of ranks together."""
-        known = {size: replay.collected for size, replay in self.replays.items() if replay.collected}
-        first = next(iter(known.values()))
+        """Tell pytest's progress how many tests all teams have together."""
+        known = {team: replay.collected for team, replay in self.replays.items() if replay.collected}
         session.testscollected = sum(
-            len(known[size]["tests"]) if size in known else first["planned"][str(size)] for size in self.settings.ranks
+            len(known[team]["tests"]) if team in known else self._planned(team) or 0 for team in self.teams
         )
 
 
 class _Counting(Replay):
     """A replay that keeps the number of all tests up to date."""
 
-    def __init__(self, session: pytest.Session, size: int, outer: OuterSession) -> None:
-        super().__init__(session, size)
+    def __init__(self, session: pytest.Session, team: Team, outer: OuterSession) -> None:
+        super().__init__(session, team)
         self._outer = outer
 
     def take_collected(self, event: Any) -> None:

@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from mpi_session.reports import Part, chain, failed_test, rank_parts, rank_sections, text_links
+from mpi_session.selection import Team
 from mpi_session.wire import Event
-
-
-def ranks_text(size: int) -> str:
-    """Return '1 rank' or '3 ranks'."""
-    return f"{size} rank{'s' if size > 1 else ''}"
 
 
 def without_ranks(nodeid: str) -> str:
@@ -25,16 +21,17 @@ def without_ranks(nodeid: str) -> str:
 
 
 # In brackets, because pytest >= 9.2 rebuilds the node ids that it shows, up to the last bracket.
-_SUFFIX = re.compile(r" \[\d+ ranks?\]$")
+_SUFFIX = re.compile(r" \[(\d+ ranks?|no MPI)\]$")
 
 
 class Replay:
-    """Hands the events of all launches at one number of ranks to pytest's hooks."""
+    """Hands the events of all launches of one team to pytest's hooks."""
 
-    def __init__(self, session: pytest.Session, size: int) -> None:
+    def __init__(self, session: pytest.Session, team: Team) -> None:
         self.session = session
+        self.team = team
         self.hook = session.config.hook
-        self.suffix = f" [{ranks_text(size)}]"
+        self.suffix = f" [{team.name}]"
         self.collected: Event | None = None
         self.broken = 0  # modules that did not load
         self.tests: dict[str, Any] = {}  # node id: location

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -133,12 +134,12 @@ def test_expected_failure_on_one_rank_is_enough(quiet):
 
 
 def test_marks_choose_the_rank_counts(quiet):
-    ran = re.findall(r"test_it.py::(\w+ \[\d ranks?\]) (?:PASSED|SKIPPED)", quiet.text)
+    ran = re.findall(r"test_it.py::(\w+ \[.*\]) (?:PASSED|SKIPPED)", quiet.text)
     assert "test_two_or_more [3 ranks]" in ran
     assert "test_two_or_more [1 rank]" not in ran
     assert "test_one_or_two [1 rank]" in ran
     assert "test_one_or_two [3 ranks]" not in ran
-    assert "test_once [1 rank]" in ran
+    assert "test_once [no MPI]" in ran
     assert "test_once [3 ranks]" not in ran
     assert "test_of_pytest_mpi [3 ranks] PASSED" in quiet.text
     assert "test_five" not in quiet.text
@@ -338,20 +339,78 @@ def test_clean_environment_makes_no_rank(monkeypatch):
     assert kept["PATH"] == os.environ["PATH"]
 
 
-def test_sample_runs_each_case_of_a_long_table_at_one_number_of_ranks(tmp_path):
+def test_sample_has_runs_of_each_test_and_a_smaller_one_has_fewer_of_the_same(tmp_path):
     table = "@pytest.mark.parametrize('x', range(40))\n"
     write(
         tmp_path,
         f"{table}def test_x(x): pass\n@pytest.mark.whole\n{table}def test_y(x): pass\ndef test_z(): pass\n"
         f"@pytest.mark.no_mpi\n{table}def test_once(x): pass\n@pytest.mark.long\ndef test_long(): pass\n",
     )
-    text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", "0", "-v").text
-    cases = re.findall(r"::test_x\[(\d+)\] .*PASSED", text)
-    assert sorted(map(int, cases)) == list(range(40))
-    assert len(re.findall(r"::test_x\[(\d+)\] \[1 rank\] PASSED", text)) == 10
-    assert (text.count("::test_y["), text.count("::test_z "), text.count("::test_long ")) == (160, 4, 0)
-    once = set(re.findall(r"::test_once\[(\d+)\] .*PASSED", text))
-    rest = Result(tmp_path, "--ranks", "1,2,3,4", "--rest", "0", "-v").text
-    others = set(re.findall(r"::test_once\[(\d+)\] .*PASSED", rest))
-    assert (len(once), len(others), len(once | others)) == (10, 30, 40)
-    assert (rest.count("::test_long "), rest.count(" PASSED")) == (4, 34)
+
+    def runs(sample):
+        text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", sample, "-v").text
+        return re.findall(r"::(test_.*) PASSED", text)
+
+    few, some, rest = runs("8"), runs("4"), runs("4-8")
+    assert [len([run for run in few if run.startswith(test)]) for test in ("test_x", "test_y", "test_z")] == [
+        20,
+        160,
+        1,
+    ]
+    assert sorted(few + [run for run in rest if "long" not in run]) == sorted(some)
+    assert len([run for run in rest if "long" in run]) == 4
+    cases = [re.match(r"test_x\[(\d+)\] \[(\d)", run).groups() for run in some if run.startswith("test_x")]
+    assert sorted(int(case) for case, _ in cases) == list(range(40)), "each at one number of ranks"
+    assert Counter(size for _, size in cases) == dict.fromkeys("1234", 10)
+    assert len([run for run in some if run.startswith("test_once")]) == 10
+    assert "got '0-4': give every how manieth" in Result(tmp_path, "--ranks", "1", "--sample", "0-4").text
+
+
+# Each waits for the other: one after the other they would wait for ever.
+MEET = """
+import time
+def meet(own, other):
+    open(own, "w").close()
+    limit = time.monotonic() + 20
+    while not os.path.exists(other):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+"""
+
+
+def test_what_needs_no_ranks_runs_beside_the_ranks(tmp_path):
+    source = """
+def test_ranks(comm):
+    meet(f"rank{comm.rank}", "alone")
+@pytest.mark.no_mpi
+def test_alone():
+    meet("alone", "rank1")
+    assert not os.path.exists("rank2")
+@pytest.mark.no_mpi
+def test_fails():
+    assert os.environ["PMI_SIZE" if "PMI_SIZE" in os.environ else "OMPI_COMM_WORLD_SIZE"] == "2"
+"""
+    result = Result(write(tmp_path, MEET + source), "--ranks", "2", "-v", "--times")
+    assert "AssertionError" in result.section("test_fails [no MPI]")
+    assert "test_ranks [2 ranks] PASSED" in result.text
+    assert "1 failed, 2 passed" in result.closing()
+    assert re.search(r"^test_it.py +\d+\.\d +\d+\.\d +\d+\.\d$", result.text, re.M), "of 2 ranks, no MPI, CPU"
+    same = Result(tmp_path, "--ranks", "2", "--lanes", "0", "-k", "fails")
+    assert "1 passed, 2 deselected" in same.closing(), "then all ranks have run it"
+
+
+def test_failure_beside_the_ranks_ends_these_too_if_it_is_the_last_allowed(tmp_path):
+    source = """
+def test_ranks(comm):
+    open("pid", "w").write(str(os.getpid()))
+    meet("rank", "nothing")
+@pytest.mark.no_mpi
+def test_alone():
+    meet("alone", "rank")
+    assert False
+"""
+    begin = time.monotonic()
+    result = Result(write(tmp_path, MEET + source), "--ranks", "1", "-x")
+    assert "1 failed in" in result.closing()
+    assert time.monotonic() - begin < 15
+    assert not is_running((tmp_path / "pid").read_text())
