@@ -16,7 +16,6 @@ from mpidist.cli import doctor
 from mpidist.cli.cuda_aware_mpi import Answer
 from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
-from mpidist.transport.cuda import Cuda
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -60,7 +59,7 @@ def test_it_says_what_is_missing_and_what_to_do(
     def load(name: str) -> Any:
         raise ImportError(f"no {name}")
 
-    with cuda.provided_by(Cuda(load, lambda name: False)):
+    with cuda.provided_by(cuda.Cuda(load, lambda name: False)):
         text = said(capfd, comm)
     assert "CuPy:               none" in text
     assert text.count("GPUs:               none; CuPy is not installed; `pip install mpidist[cuda12]`") == 1

@@ -14,7 +14,8 @@ import pytest
 from mpi_session import clean_environment
 
 from mpidist.__main__ import main
-from mpidist.transport.failures.flight_files import FILE_VERSION, GroupFlight, write_flight
+from mpidist.transport.failures import FILE_VERSION, GroupFlight
+from mpidist.transport.failures.flight_files import write_flight
 from mpidist.transport.failures.flight_recorder import FlightEntry
 
 pytestmark = pytest.mark.no_mpi

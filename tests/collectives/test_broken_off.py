@@ -15,7 +15,7 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.collectives.fused_execution import FusedExecution
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.shared_memory.barrier import NodeBarrier
+from mpidist.transport.shared_memory import NodeBarrier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -13,8 +13,7 @@ from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
 
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport.group import levels
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup, levels
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -17,7 +17,7 @@ from mpidist import CollectiveAllReduce, CommunicationOptions, HierarchicalCopyA
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.transport import cuda
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -19,7 +19,7 @@ from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -26,15 +26,11 @@ from mpidist.collectives.plan import messages_of
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import cuda
+from mpidist.transport import Reduction, cuda
 from mpidist.transport.communicator import SoloCommunicator
-from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle
-from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.group import Levels, NcclReach, SyncGroup
+from mpidist.transport.nccl import DeviceQueue, NcclCommunicator, handles
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -541,7 +537,7 @@ def test_calls_that_agree_are_refused_while_a_graph_is_captured(
 def own_levels(provider: cuda.Cuda, comm: Intracomm) -> tuple[NcclCommunicator, DeviceQueue, Levels]:
     unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
     made = provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
-    handle = Handle(provider, made, int(provider.cupy.cuda.runtime.getDevice()))
+    handle = handles.Handle(provider, made, int(provider.cupy.cuda.runtime.getDevice()))
     queue = DeviceQueue(provider)
     its = NcclCommunicator(handle, "all", comm.rank, comm.size, queue)
     alone = SoloCommunicator("across_nodes", device=True)

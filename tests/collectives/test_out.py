@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 from support.reductions import DTYPES, LARGE, LAYOUTS, all_reduce, numbers, total
-from support.tensors import Tensor
+from tensors import Tensor
 
 import mpidist
 from mpidist import CommunicationOptions

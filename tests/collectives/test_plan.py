@@ -18,9 +18,8 @@ from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllRed
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.transport.communicator import Traffic
-from mpidist.transport.group.levels import Levels
-from mpidist.transport.shared_memory.fused_reducer import Across, FusedReducer
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.group import Levels
+from mpidist.transport.shared_memory import Across, FusedReducer, Slots
 
 pytestmark = pytest.mark.no_mpi
 

@@ -11,12 +11,12 @@ import pytest
 from support.contributions import bits
 from support.everywhere import raises_everywhere
 from support.reductions import DTYPES, LARGE, LAYOUTS, all_reduce, numbers, total
-from support.tensors import Tensor
+from tensors import Tensor
 
 import mpidist
 from mpidist import CommunicationOptions, nest
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.transport.text import count_text
+from mpidist.transport import count_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

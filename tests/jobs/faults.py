@@ -24,7 +24,7 @@ from mpi_session import clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
-from mpidist.transport.text import name_ranks
+from mpidist.transport import name_ranks
 
 __all__ = [
     "AT_ONCE_SECONDS",

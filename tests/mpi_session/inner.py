@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -106,6 +107,9 @@ class InnerSession:
             session.testsfailed += len(problem)  # no rank begins
         if problem:
             session.items.clear()
+        # What the collection has made stays to the end: a garbage collection in a test need not walk over it.
+        gc.collect()
+        gc.freeze()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

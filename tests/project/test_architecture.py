@@ -1,4 +1,4 @@
-"""The rules of design/architecture.md, read from the source: who imports whom, and how large things grow."""
+"""The rules of the architecture, read from the source: who imports whom, and how large things grow."""
 
 from __future__ import annotations
 
@@ -356,3 +356,67 @@ def test_classes_are_abstract_or_final() -> None:
         if node.name.endswith(EXCEPTIONS) or "NamedTuple" in bases(node):
             continue
         assert (node.name in final) != is_abstract(node), f"{where} is neither abstract nor final, or both"
+
+
+# The tests. A folder of tests has the rights of the folder of mpidist of the same name: it may use what is inside.
+
+TESTS = Path(__file__).parents[1]
+# Tests that look into another folder, and what for: a part that has no other door, and is no user's business.
+LOOK_INTO = {
+    "cli/test_flight_command.py": {
+        "mpidist.transport.failures.flight_files",
+        "mpidist.transport.failures.flight_recorder",
+    },
+    "collectives/test_compression.py": {"mpidist.transport.reduction"},
+    "collectives/test_device_chunks.py": {"mpidist.transport.group.levels"},
+    "collectives/test_device_overlap.py": {"mpidist.transport.communicator"},
+    "collectives/test_plan.py": {"mpidist.transport.communicator"},
+    "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
+    "standin/kernels.py": {"mpidist.transport.gpu.copy_table"},
+    "strategies/test_refused_strategies.py": {
+        "mpidist.cluster_resolver.addresses",
+        "mpidist.cluster_resolver.resolver",
+    },
+    "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
+    "transport/costs/test_cost_model.py": {"mpidist.cross_device_ops.hierarchical_copy_all_reduce"},
+    "transport/device_over_mpi/test_device_mpi.py": {
+        "mpidist.cli.cuda_aware_mpi",
+        "mpidist.transport.group.device_levels",
+    },
+    "transport/device_over_mpi/test_host_staging.py": {
+        "mpidist.cli.cuda_aware_mpi",
+        "mpidist.transport.shared_memory.window",
+    },
+    "transport/failures/test_deadlines.py": {"mpidist.transport.agreement.comparison_rounds"},
+    "transport/test_communicator.py": {"mpidist.transport.shared_memory.window"},
+}
+
+
+def modules_of_tests() -> Iterator[tuple[str, str, ast.Module]]:
+    """Yield (path, name, tree) of all modules of tests, each with the name it would have inside mpidist."""
+    for path in sorted(TESTS.rglob("*.py")):
+        inner = path.relative_to(TESTS)
+        yield str(inner), ".".join((PACKAGE.name, *inner.with_suffix("").parts)), ast.parse(path.read_text())
+
+
+def test_tests_enter_folders_by_their_init() -> None:
+    looked_into: dict[str, set[str]] = {}
+    for path, name, tree in modules_of_tests():
+        for found in _imports(tree, in_function=False, only_typing=False):
+            for target in {found.source, found.target} & set(MODULES):
+                module = MODULES[target]
+                is_inside = module.is_package or module.folder == PACKAGE.name or is_in(name, module.folder)
+                seam = MODULES[module.folder]
+                is_listed = found.source == seam.name and target.rpartition(".")[2] in listed_names(seam)
+                if not is_inside and not is_listed:
+                    looked_into.setdefault(path, set()).add(target)
+    assert looked_into == LOOK_INTO
+
+
+def test_folders_of_tests_mirror_those_of_the_package() -> None:
+    own = {"fixtures", "jobs", "mpi_session", "project", "standin", "support"}
+    folders = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("*.py")} - {"."}
+    wrong = {folder for folder in folders - own if not (PACKAGE / folder / "__init__.py").exists()}
+    assert wrong == set()
+    counts = Counter(str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path.name != "__init__.py")
+    assert {folder for folder, count in counts.items() if count > MAX_MODULES} <= {"mpi_session"}

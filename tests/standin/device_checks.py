@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from support.contributions import contribution, reduction_of
 
-from mpidist.transport.communicator import Communicator, shard_bounds
-from mpidist.transport.reduction import Reduction
+from mpidist.transport import Communicator, Reduction, shard_bounds
 from standin.gpus import down, up
 
 __all__ = ["check_gathers", "check_reductions", "check_uneven_shards"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from mpidist.transport import cuda
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 from standin.nccl import StandIn
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mpidist.transport import cuda
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup
 from standin.gpus import gpus, looked_after, opened
 from standin.overlap import LateStandIn
 

@@ -26,8 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpidist.transport.arrays import memory_bounds
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import arrays, cuda
 from standin import kernels as standin_kernels
 from standin.staging import add_staging
 
@@ -175,7 +174,7 @@ class FakeArray:
     itemsize = property(lambda self: self._numbers.itemsize)
     strides = property(lambda self: self._numbers.strides)
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._numbers.flags.c_contiguous))
-    data = property(lambda self: SimpleNamespace(ptr=memory_bounds(self._numbers)[0]))
+    data = property(lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0]))
     __cuda_array_interface__ = property(lambda self: {"version": 3})
 
     def __len__(self) -> int:
@@ -273,7 +272,7 @@ class StandIn:
         self.module = _cupy_module(self, driver_version)
         self.nccl = _nccl_module(self, nccl_version)
         self.staging = add_staging(self)
-        self.cuda = Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
+        self.cuda = cuda.Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
 
     # Arrays.
 
@@ -323,7 +322,7 @@ class StandIn:
         self.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
         stream.waits.clear()
         stream.issue()
-        low, high = memory_bounds(array._numbers)
+        low, high = arrays.memory_bounds(array._numbers)
         self.note(stream, array._allocation, low, high, is_write)
 
     def note(self, stream: Stream, allocation: Allocation, low: int, high: int, is_write: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.transport.arrays import memory_bounds
+from mpidist.transport import arrays
 from standin.kernels import with_own_tables
 from standin.nccl import Allocation, FakeArray, StandIn, Stream
 
@@ -138,7 +138,7 @@ class LateStandIn(StandIn):
         self.threads.add(threading.get_ident())
         stream.issue()
         for array, is_write in (*((its, False) for its in reads), (writes, True)):
-            low, high = memory_bounds(array._numbers)
+            low, high = arrays.memory_bounds(array._numbers)
             if high > low:
                 self.note(stream, array._allocation, low, high, is_write)
         stream.queue.append(Kernel(stream, action, [its._allocation for its in (*reads, writes)]))

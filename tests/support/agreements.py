@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpidist.transport.agreement.mpi_agreement import MpiAgreement
-from mpidist.transport.failures.status_board import StatusBoard
-from mpidist.transport.failures.watchdog import Watchdog
+from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.failures import StatusBoard, Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.transport.costs.cost_model import CostModel
+from mpidist.transport.costs import CostModel
 from mpidist.transport.shared_memory import schedule
 
 __all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.tensors import Tensor
+from tensors import Tensor
 
 from mpidist.transport import arrays
 

@@ -12,11 +12,9 @@ from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, cont
 from support.everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
-from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
 from mpidist.transport.shared_memory.window import LINE_BYTES
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from mpidist import CommunicationOptions, HierarchicalCopyAllReduce
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import TopologyError
 from mpidist.transport.communicator import SoloCommunicator
-from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -20,8 +20,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator, takes_device_memory
 from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
-from mpidist.transport.group import device_levels
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import SyncGroup, device_levels
 from mpidist.transport.settings import Settings
 
 if TYPE_CHECKING:

@@ -28,13 +28,11 @@ from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
 from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging
-from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.group import SyncGroup
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, Settings
-from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
-from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
 from mpidist.transport.shared_memory.window import LINE_BYTES
 
 if TYPE_CHECKING:

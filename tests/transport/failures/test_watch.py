@@ -16,12 +16,12 @@ from support.reductions import all_reduce
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement import MpiAgreement
 from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.failures.watchdog import Watchdog
-from mpidist.transport.mpi.communicator import MpiCommunicator
-from mpidist.transport.shared_memory.barrier import NodeBarrier
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.shared_memory import NodeBarrier
 from mpidist.transport.text import name_ranks
 
 if TYPE_CHECKING:

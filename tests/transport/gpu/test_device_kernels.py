@@ -20,7 +20,7 @@ from standin.gpus import down, standin, up
 from standin.nccl import StandIn
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
 
-from mpidist.collectives.arithmetic import wire_and_result_dtypes
+from mpidist.collectives import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, Move, rows_of

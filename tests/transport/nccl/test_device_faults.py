@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, THREE, TWO, Job, Placement, again_if_slow, job, of_others, soon
 
-from mpidist.transport.failures.job_abort import EXIT_CODE_OF_PARTING
+from mpidist.transport.failures import job_abort
 
 __all__ = ["job"]
 
@@ -51,7 +51,7 @@ os._exit({code})
 @again_if_slow
 def test_a_rank_dies_before_it_launches_what_it_agreed_to(job: Job, placement: Placement) -> None:
     """Those of its node see it at once, also those whose GPUs have begun."""
-    program = DIES_BEFORE_ITS_LAUNCH.format(death="SIGKILL", options="None", code=EXIT_CODE_OF_PARTING)
+    program = DIES_BEFORE_ITS_LAUNCH.format(death="SIGKILL", options="None", code=job_abort.EXIT_CODE_OF_PARTING)
     ended = job(program, placement, is_blind=True, TESTS=str(Path(__file__).parents[2]))
     died = ended.of("fault")[placement.faulty].at
     for error in of_others(ended, "error", placement):

@@ -17,8 +17,7 @@ from standin.nccl import StandIn
 from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, contribution, in_rank_order, reduction_of
 from support.everywhere import raises_everywhere
 
-from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.reduce_scatter import reduce_scatter
+from mpidist.collectives import all_gather, reduce_scatter
 from mpidist.cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,
@@ -30,8 +29,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.group.levels import NcclReach
-from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group import NcclReach, SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator

@@ -1,4 +1,4 @@
-"""An array of a library that speaks DLPack and nothing else."""
+"""A pretended array library, which speaks DLPack and nothing else."""
 
 from __future__ import annotations
 
