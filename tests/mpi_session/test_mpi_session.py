@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpi_session import clean_environment
+from mpi_session.selection import Sample, plan, teams_of
 
 pytestmark = pytest.mark.no_mpi
 
@@ -262,7 +263,7 @@ def test_else(): pytest.skip("needs NVLink, or needs a GPU")
 
 def test_selection_and_usage_errors(tmp_path):
     write(tmp_path, "@pytest.mark.parametrize('x', 'ab')\ndef test_x(x): pass\ndef test_y(): assert False\n")
-    one = Result(tmp_path, "--ranks", "2", "test_it.py::test_x[b] [2 ranks]", "-v")
+    one = Result(tmp_path, "--ranks", "2", "test_it.py::test_x[b] [2 ranks]", "-v", "--sample", "4")
     assert one.text.count(" PASSED") == 1
     assert one.status == 0
     missing = Result(tmp_path, "--ranks", "2", "nowhere.py")
@@ -339,31 +340,64 @@ def test_clean_environment_makes_no_rank(monkeypatch):
     assert kept["PATH"] == os.environ["PATH"]
 
 
-def test_sample_has_runs_of_each_test_and_a_smaller_one_has_fewer_of_the_same(tmp_path):
-    table = "@pytest.mark.parametrize('x', range(40))\n"
-    write(
-        tmp_path,
-        f"{table}def test_x(x): pass\n@pytest.mark.whole\n{table}def test_y(x): pass\ndef test_z(): pass\n"
-        f"@pytest.mark.no_mpi\n{table}def test_once(x): pass\n@pytest.mark.long\ndef test_long(): pass\n",
-    )
+class Item:
+    """What the selection asks of a test."""
 
-    def runs(sample):
-        text = Result(tmp_path, "--ranks", "1,2,3,4", "--sample", sample, "-v").text
-        return re.findall(r"::(test_.*) PASSED", text)
+    def __init__(self, nodeid, *marks):
+        self.nodeid, self.marks = nodeid, marks
 
+    def get_closest_marker(self, name):
+        return next(self.iter_markers(name), None)
+
+    def iter_markers(self, name):
+        return (mark.mark for mark in self.marks if mark.name == name)
+
+
+ITEMS = [
+    *(Item(f"test_it.py::test_x[{case}]") for case in range(40)),
+    *(Item(f"test_it.py::test_y[{case}]", pytest.mark.whole) for case in range(40)),
+    Item("test_it.py::test_z"),
+    Item("test_it.py::test_three", pytest.mark.ranks(3)),
+    *(Item(f"test_it.py::test_once[{case}]", pytest.mark.no_mpi) for case in range(40)),
+    Item("test_it.py::test_long", pytest.mark.long),
+]
+
+
+def runs(sample):
+    """Return (test, case or nothing, team) of all runs at 1 to 4 ranks and in two lanes."""
+    chosen = plan(ITEMS, teams_of([1, 2, 3, 4], 2), sample and Sample.of(sample))
+    found = re.compile(r"test_it.py::(\w+)(?:\[(\d+)\])?")
+    return [(*found.match(item.nodeid).groups(), team) for team, items in chosen.items() for item in items]
+
+
+def test_without_a_sample_all_is_run():
+    assert Counter(test for test, _, _ in runs(None)) == {
+        "test_x": 160, "test_y": 160, "test_z": 4, "test_three": 1, "test_once": 40, "test_long": 4,
+    }  # fmt: skip
+    assert {team for test, _, team in runs(None) if test == "test_three"} == {"3.0"}
+    assert len({team for test, _, team in runs(None) if test == "test_once"}) == 1, "a module is in one lane"
+
+
+def test_sample_has_runs_of_each_test_and_a_smaller_one_fewer_of_the_same():
     few, some, rest = runs("8"), runs("4"), runs("4-8")
-    assert [len([run for run in few if run.startswith(test)]) for test in ("test_x", "test_y", "test_z")] == [
-        20,
-        160,
-        1,
-    ]
-    assert sorted(few + [run for run in rest if "long" not in run]) == sorted(some)
-    assert len([run for run in rest if "long" in run]) == 4
-    cases = [re.match(r"test_x\[(\d+)\] \[(\d)", run).groups() for run in some if run.startswith("test_x")]
-    assert sorted(int(case) for case, _ in cases) == list(range(40)), "each at one number of ranks"
-    assert Counter(size for _, size in cases) == dict.fromkeys("1234", 10)
-    assert len([run for run in some if run.startswith("test_once")]) == 10
-    assert "got '0-4': give every how manieth" in Result(tmp_path, "--ranks", "1", "--sample", "0-4").text
+    assert Counter(test for test, _, _ in few) == {
+        "test_x": 20, "test_y": 160, "test_z": 1, "test_three": 1, "test_once": 5,
+    }  # fmt: skip
+    assert sorted(few + [run for run in rest if run[0] != "test_long"]) == sorted(some)
+    assert Counter(test for test, _, _ in rest)["test_long"] == 4
+    assert sorted(few + runs("1-8")) == sorted(runs(None))
+
+
+def test_sample_takes_each_case_of_a_long_table_once_and_all_numbers_of_ranks_in_turn():
+    table = [(int(case), team) for test, case, team in runs("4") if test == "test_x"]
+    assert sorted(case for case, _ in table) == list(range(40))
+    assert Counter(team for _, team in table) == dict.fromkeys(["1.0", "2.0", "3.0", "4.0"], 10)
+
+
+@pytest.mark.parametrize("text", ["0", "4-0", "half", "1-2-3"])
+def test_sample_that_is_none_is_refused(text):
+    with pytest.raises(pytest.UsageError, match=f"got '{text}': give every how manieth"):
+        Sample.of(text)
 
 
 # Each waits for the other: one after the other they would wait for ever.
