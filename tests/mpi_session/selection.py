@@ -17,6 +17,8 @@ MARKS = (
     "whole: all cases of this test are in a sample",
     "long: takes long, and is in no sample",
 )
+_FEW = 12  # runs: of a test with fewer, a sample has as many as of one with so many
+_THOROUGH = "MPI_SESSION_THOROUGH"
 ACCEPTED_SKIPS = ("needs a GPU", "needs a mount namespace")
 
 
@@ -51,7 +53,8 @@ class Sample(NamedTuple):
     """Which of the runs of each test are chosen: a run is a case at a number of ranks.
 
     Attributes:
-        step: Every so manieth run of a test, at least one; those marked `whole` run all, and those marked `long` none.
+        step: Every so manieth run of a test, and of a test with few runs more; those marked `whole` run all, and those
+            marked `long` none.
         rest_of: Of another sample, this step: what it chooses is left out. 0 leaves nothing out.
     """
 
@@ -115,7 +118,7 @@ def _chosen(runs: Iterable[tuple[Team, pytest.Item]], step: int, with_long: bool
             for number, (nodeid, keys) in enumerate(mixed)
             if lap < len(keys)
         ]
-        chosen.update(order[: -(-len(order) // step)])
+        chosen.update(order[: max(-(-len(order) // step), _FEW // step, 1)])
     return chosen
 
 
@@ -128,6 +131,16 @@ def _allows(mark: pytest.Mark, size: int, nodeid: str) -> bool:
             f"got {mark.args} {mark.kwargs}: write ranks(2, 4) or ranks(min=2)"
         )
     return low <= size <= high and (not mark.args or size in mark.args)
+
+
+def is_thorough() -> bool:
+    """Tell whether tests that can be short or long shall be long: in the runs that take what a sample has left out."""
+    return os.environ.get(_THOROUGH) == "1"
+
+
+def set_thorough(sample: Sample | None) -> None:
+    """Let `is_thorough` tell it, before the modules of tests ask."""
+    os.environ[_THOROUGH] = "1" if sample is not None and sample.rest_of else "0"
 
 
 def in_ci() -> bool:

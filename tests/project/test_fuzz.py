@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mpi_session.selection import in_ci
+from mpi_session.selection import is_thorough
 from support.random_calls import BFLOAT16, Numbers
 
 import mpidist
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("MPIDIST_FUZZ_EXAMPLES", "300" if in_ci() else "80")),
+    max_examples=int(os.environ.get("MPIDIST_FUZZ_EXAMPLES", "300" if is_thorough() else "80")),
     derandomize=True,
     database=None,
     deadline=None,

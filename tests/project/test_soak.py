@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
-from mpi_session.selection import in_ci
+from mpi_session.selection import is_thorough
 from support.everywhere import same_everywhere
 from support.random_calls import (
     BFLOAT16,
@@ -43,7 +43,7 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-NUM_CALLS: Final = int(os.environ.get("MPIDIST_SOAK_CALLS", "300" if in_ci() else "100"))
+NUM_CALLS: Final = int(os.environ.get("MPIDIST_SOAK_CALLS", "300" if is_thorough() else "100"))
 SEED: Final = int(os.environ.get("MPIDIST_SOAK_SEED", "20240229"))
 LEAST_RATE: Final = 20  # calls per second; thousands where each rank has a core, few where many tests share two
 NOISE_BYTES: Final = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
