@@ -10,8 +10,8 @@ import pytest
 
 from mpi_session import selection
 from mpi_session.launch import inside_mpi
-from mpi_session.outer import OuterSession, Settings
-from mpi_session.times import Times
+from mpi_session.outer.session import OuterSession, Settings
+from mpi_session.outer.times import Times
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in selection.MARKS:
         config.addinivalue_line("markers", mark)
     if inside_mpi():
-        from mpi_session.inner import InnerSession  # the outer session imports no mpi4py
+        from mpi_session.inner.session import InnerSession  # the outer session imports no mpi4py
 
         config.pluginmanager.register(InnerSession(config, _seconds(config, "mpi_grace")), "mpi_session")
     elif not config.option.collectonly:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from typing import Any
-
-
-def processor_seconds() -> float:
-    """Return the time of this process and of those below it that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 class Times:

@@ -13,13 +13,12 @@ from _pytest.config import create_terminal_writer
 from mpi4py import MPI
 
 from mpi_session import stacks
-from mpi_session.agree import Agreement, Outcome, Verdict, judge
-from mpi_session.byhand import Watch, common_folder
-from mpi_session.gather import Collection, compare_collections
+from mpi_session.inner.agree import Agreement, Outcome, Verdict, judge
+from mpi_session.inner.byhand import Watch, common_folder
+from mpi_session.inner.gather import Collection, compare_collections
 from mpi_session.launch import DIRECTORY
 from mpi_session.reports import chain, links, rank_parts, rank_sections
 from mpi_session.selection import Sample, Team, plan, refused_skip, set_thorough, teams_of
-from mpi_session.times import processor_seconds
 from mpi_session.wire import Orders, Writer
 
 DEFAULT_TIME_LIMIT = 60.0
@@ -205,6 +204,12 @@ class InnerSession:
                 self.watch.waiting(what, seconds)
 
         return self.agreement.reach(mine, decide, waiting)
+
+
+def processor_seconds() -> float:
+    """Return the time of this process and of those below it that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def time_limit(item: pytest.Item) -> float:

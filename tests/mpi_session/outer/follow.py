@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi_session import stacks
 from mpi_session.launch import Launch
-from mpi_session.replay import Replay
+from mpi_session.outer.replay import Replay
 from mpi_session.reports import ranks_text
 from mpi_session.wire import Event, Reader, exits
 

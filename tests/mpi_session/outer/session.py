@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from mpi_session.follow import INTERRUPTED, USAGE_ERROR, Ending, Follower
 from mpi_session.launch import Launch, Launcher
-from mpi_session.replay import Replay, without_ranks
+from mpi_session.outer.follow import INTERRUPTED, USAGE_ERROR, Ending, Follower
+from mpi_session.outer.replay import Replay, without_ranks
 from mpi_session.selection import Team, teams_of
 from mpi_session.wire import Orders
 
