@@ -20,7 +20,7 @@ _INI = (
     ("mpi_ranks", "numbers of MPI ranks to run the tests at", "1,2,3,4"),
     ("mpi_grace", "seconds that a rank which failed waits for the others", "5"),
     ("mpi_launch_limit", "seconds that the tests may take at one number of ranks", "1200"),
-    ("mpi_lanes", "launches of one process for tests that need no ranks; 0 puts these into the first launch", "2"),
+    ("mpi_lanes", "launches of one process for tests that need no ranks; 0 puts these into the first launch", "3"),
 )
 
 

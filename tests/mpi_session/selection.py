@@ -74,7 +74,12 @@ class Sample(NamedTuple):
 
 def plan(items: Sequence[pytest.Item], teams: Sequence[Team], sample: Sample | None) -> dict[str, list[pytest.Item]]:
     """Say which tests each team runs, by the key of the team."""
-    runs = [(team, item) for item in items for team in _runners(item, teams)]
+    lanes = _lanes(items, teams)
+    runs = [
+        (team, item)
+        for item in items
+        for team in ([lanes[_module(item)]] if _is_once(item) else _teams_of_ranks(item, teams))
+    ]
     if sample is not None:
         left_out = _chosen(runs, sample.rest_of) if sample.rest_of else set()
         chosen = _chosen(runs, sample.step, with_long=bool(sample.rest_of)) - left_out
@@ -82,11 +87,22 @@ def plan(items: Sequence[pytest.Item], teams: Sequence[Team], sample: Sample | N
     return {team.key: [item for runner, item in runs if runner == team] for team in teams}
 
 
-def _runners(item: pytest.Item, teams: Sequence[Team]) -> list[Team]:
-    """Return the teams that run a test: one lane for what needs no ranks, all tests of a module in the same."""
-    if item.get_closest_marker("no_mpi"):
-        lanes = [team for team in teams if team.lane] or teams[:1]
-        return [lanes[zlib.crc32(item.nodeid.partition("::")[0].encode()) % len(lanes)]]
+def _is_once(item: pytest.Item) -> bool:
+    return item.get_closest_marker("no_mpi") is not None
+
+
+def _module(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _lanes(items: Sequence[pytest.Item], teams: Sequence[Team]) -> dict[str, Team]:
+    """Deal out the modules with tests that need no ranks: neighbours, which are alike, to different lanes."""
+    lanes = [team for team in teams if team.lane] or teams[:1]
+    modules = dict.fromkeys(_module(item) for item in items if _is_once(item))
+    return {module: lanes[number % len(lanes)] for number, module in enumerate(modules)}
+
+
+def _teams_of_ranks(item: pytest.Item, teams: Sequence[Team]) -> list[Team]:
     marks = list(item.iter_markers("ranks"))
     return [team for team in teams if not team.lane and all(_allows(mark, team.size, item.nodeid) for mark in marks)]
 
