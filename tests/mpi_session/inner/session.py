@@ -110,6 +110,7 @@ class InnerSession:
         # What the collection has made stays to the end: a garbage collection in a test need not walk over it.
         gc.collect()
         gc.freeze()
+        self.processor_seconds = processor_seconds()  # the collection is no test's
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
