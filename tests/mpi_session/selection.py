@@ -53,8 +53,8 @@ class Sample(NamedTuple):
     """Which of the runs of each test are chosen: a run is a case at a number of ranks.
 
     Attributes:
-        step: Every so manieth run of a test, and of a test with few runs more; those marked `whole` run all, and those
-            marked `long` none.
+        step: Every so manieth run of a test, at least one. Of tests with few runs, or with cases at one number of ranks
+            only, more. Those marked `whole` run all, and those marked `long` none.
         rest_of: Of another sample, this step: what it chooses is left out. 0 leaves nothing out.
     """
 
@@ -134,7 +134,8 @@ def _chosen(runs: Iterable[tuple[Team, pytest.Item]], step: int, with_long: bool
             for number, (nodeid, keys) in enumerate(mixed)
             if lap < len(keys)
         ]
-        chosen.update(order[: max(-(-len(order) // step), _FEW // step, 1)])
+        num_runs = max(len(order), 2 * len(cases))  # so that with every second run each case is tried
+        chosen.update(order[: max(-(-num_runs // step), _FEW // step)])
     return chosen
 
 

@@ -381,7 +381,7 @@ def test_without_a_sample_all_is_run():
 def test_sample_has_runs_of_each_test_and_a_smaller_one_fewer_of_the_same():
     few, some, rest = runs("8"), runs("4"), runs("4-8")
     assert Counter(test for test, _, _ in few) == {
-        "test_x": 20, "test_y": 160, "test_z": 1, "test_three": 1, "test_once": 5,
+        "test_x": 20, "test_y": 160, "test_z": 1, "test_three": 1, "test_once": 10,
     }  # fmt: skip
     assert sorted(few + [run for run in rest if run[0] != "test_long"]) == sorted(some)
     assert Counter(test for test, _, _ in rest)["test_long"] == 4
@@ -392,6 +392,10 @@ def test_sample_takes_each_case_of_a_long_table_once_and_all_numbers_of_ranks_in
     table = [(int(case), team) for test, case, team in runs("4") if test == "test_x"]
     assert sorted(case for case, _ in table) == list(range(40))
     assert Counter(team for _, team in table) == dict.fromkeys(["1.0", "2.0", "3.0", "4.0"], 10)
+
+
+def test_every_second_run_has_all_cases():
+    assert {run[:2] for run in runs("2")} == {run[:2] for run in runs(None) if run[0] != "test_long"}
 
 
 @pytest.mark.parametrize("text", ["0", "4-0", "half", "1-2-3"])
