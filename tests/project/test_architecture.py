@@ -420,3 +420,43 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()
     counts = Counter(str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path.name != "__init__.py")
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+# Tests that touch what is private to another file: nothing public shows it, or makes it happen.
+TOUCH_PRIVATES = {
+    "collectives/test_broken_off.py": {"_new_results"},
+    "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
+    "collectives/test_device_overlap.py": {"_flying"},
+    "transport/failures/test_watch.py": {"_notes", "_watch"},
+    "transport/gpu/test_device_kernels.py": {"_tables"},
+    "transport/nccl/test_nccl.py": {"_run"},
+    "transport/shared_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
+    "transport/test_half.py": {"_narrow"},
+    "variables/test_per_node_variables.py": {"_value"},
+}
+
+
+def privates_of(tree: ast.Module) -> set[str]:
+    """Return the private names that a module asks other objects for, or puts something else in place of."""
+    own = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, (Function, ast.ClassDef))}
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    replaced = {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) == 3
+        if isinstance(node.args[1], ast.Constant)
+    }
+    return {name for name in (asked - own) | replaced if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tests_touch_few_privates() -> None:
+    of_others = {"_asdict", "_exit", "_fields", "_replace"}  # of Python's own
+    found = {
+        path: privates_of(tree) - of_others
+        for path, _, tree in modules_of_tests()
+        if path.rpartition("/")[2].startswith("test_") and not path.startswith("mpi_session/")
+    }
+    assert {path: names for path, names in found.items() if names} == TOUCH_PRIVATES
