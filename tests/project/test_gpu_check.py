@@ -383,7 +383,8 @@ ERROR tests/test_nccl.py::test_two[GPU] - OSError
 def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, met: bool | None) -> None:
     report, path = Report(None), tmp_path / "test_it.py"
     path.write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\n")
-    right.measure(report, "1 rank", "1", [str(path), "-p", "mpi_session.plugin"], 6)
+    limit = 6 if "sleep" in body else 40  # the others are not about time, and the machine may be busy
+    right.measure(report, "1 rank", "1", [str(path), "-p", "mpi_session.plugin"], limit)
     (row,) = report.rows
     assert (row.got, row.met) == (got, met), row
     assert "sleep" not in body or "not done within 6 s" in row.note
