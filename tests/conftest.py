@@ -3,8 +3,8 @@
 import os
 
 from mpi_session.plugin import comm, pytest_addoption, pytest_configure
-from placements import placement
-from transports import pytest_generate_tests, transport
+from support.placements import placement
+from support.transports import pytest_generate_tests, transport
 
 os.environ.setdefault("MPIDIST_FLIGHT_DIR", "off")  # of the calls that fail on purpose, no files
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alarms import RangError, alarm
+from support.alarms import RangError, alarm
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy, Strategy, context_stack

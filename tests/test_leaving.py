@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from everywhere import raises_everywhere
+from support.everywhere import raises_everywhere
 
 from mpidist import CollectiveAllReduce, CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from everywhere import raises_everywhere
 from mpi4py import MPI
+from support.everywhere import raises_everywhere
 
 import mpidist
 from mpidist import Mirrored, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, PerReplica, Strategy

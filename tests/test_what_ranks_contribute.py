@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from everywhere import raises_everywhere, same_everywhere
+from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
 from mpidist import CollectiveAllReduce, Mirrored, OneDeviceStrategy, PerReplica, Variable

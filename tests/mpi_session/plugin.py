@@ -10,7 +10,8 @@ import pytest
 
 from mpi_session import selection
 from mpi_session.launch import inside_mpi
-from mpi_session.outer import OuterSession, Settings
+from mpi_session.outer.session import OuterSession, Settings
+from mpi_session.outer.times import Times
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,14 +20,18 @@ _INI = (
     ("mpi_ranks", "numbers of MPI ranks to run the tests at", "1,2,3,4"),
     ("mpi_grace", "seconds that a rank which failed waits for the others", "5"),
     ("mpi_launch_limit", "seconds that the tests may take at one number of ranks", "1200"),
+    ("mpi_lanes", "launches of one process for tests that need no ranks; 0 puts these into the first launch", "3"),
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpi", "MPI")
     group.addoption("--ranks", metavar="1,2,4", help="numbers of MPI ranks (ini: mpi_ranks)")
-    group.addoption("--sample", type=int, metavar="K", help="some cases of tests with many, others at each size")
-    group.addoption("--rest", type=int, metavar="K", help="what --sample K runs at no number of ranks")
+    group.addoption("--sample", metavar="N", help="every Nth run of each test; N-M: what N takes and M does not")
+    group.addoption(
+        "--lanes", metavar="N", help="launches for tests that need no ranks, beside the others (ini: mpi_lanes)"
+    )
+    group.addoption("--times", action="store_true", help="show how long each module took")
     group.addoption("--mpi-grace", metavar="S", help=_INI[1][1] + " (ini: mpi_grace)")
     group.addoption("--mpi-launch-limit", metavar="S", help=_INI[2][1] + " (ini: mpi_launch_limit)")
     group.addoption("--mpiexec", metavar="COMMAND", help="launcher that takes -n N, as 'srun --mpi=pmi2'")
@@ -40,11 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in selection.MARKS:
         config.addinivalue_line("markers", mark)
     if inside_mpi():
-        from mpi_session.inner import InnerSession  # the outer session imports no mpi4py
+        from mpi_session.inner.session import InnerSession  # the outer session imports no mpi4py
 
         config.pluginmanager.register(InnerSession(config, _seconds(config, "mpi_grace")), "mpi_session")
     elif not config.option.collectonly:
         config.pluginmanager.register(OuterSession(config, _settings(config)), "mpi_session")
+        if config.option.times:
+            config.pluginmanager.register(Times(), "mpi_session_times")
 
 
 def _settings(config: pytest.Config) -> Settings:
@@ -57,6 +64,7 @@ def _settings(config: pytest.Config) -> Settings:
         ranks=_ranks(config.getoption("ranks") or config.getini("mpi_ranks")),
         grace=_seconds(config, "mpi_grace"),
         launch_limit=_seconds(config, "mpi_launch_limit"),
+        num_lanes=_lanes(config),
         mpiexec=config.getoption("mpiexec"),
         logs=logs,
     )
@@ -67,6 +75,13 @@ def _ranks(text: str) -> list[int]:
     if not words or not all(word.isdigit() and int(word) for word in words):
         raise pytest.UsageError(f"--ranks (ini: mpi_ranks) got {text!r}: give numbers of ranks as 1,2,4")
     return list(dict.fromkeys(map(int, words)))
+
+
+def _lanes(config: pytest.Config) -> int:
+    text = config.getoption("lanes") or config.getini("mpi_lanes")
+    if not text.isdigit():
+        raise pytest.UsageError(f"--lanes (ini: mpi_lanes) got {text!r}: give a number, 0 for none")
+    return 0 if config.getoption("capture") == "no" else int(text)  # what is typed goes to one launch
 
 
 def _seconds(config: pytest.Config, name: str) -> float:

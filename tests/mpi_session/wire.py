@@ -17,6 +17,8 @@ class Orders:
 
     ranks: list[int]
     grace: float
+    num_lanes: int = 0
+    lane: int = 0
     maxfail: int = 0
     done: list[str] = field(default_factory=list)
 

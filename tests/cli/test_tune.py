@@ -1,0 +1,208 @@
+"""`python -m mpidist tune`: what it measures is kept, found again, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_session import clean_environment
+
+from mpidist.cli.measure_costs import measure_cost_model
+from mpidist.cli.tune import explain
+from mpidist.transport.costs import CostModel, TuningKey, load_tuned, name_placement, save_cost_model, tuning_path
+from mpidist.transport.group import SyncGroup
+from mpidist.transport.mpi import load_mpi
+
+KEY = TuningKey((2, 2), "MPICH", "A processor")
+
+
+def tune(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**clean_environment(), "MPIDIST_TUNE_DIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "mpidist", *arguments]
+    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+
+
+@pytest.mark.no_mpi
+def test_command_measures_and_shows_what_it_measured(tmp_path: Path) -> None:
+    before = tune(tmp_path, "tune", "--show")
+    assert before.returncode == 0, before.stderr
+    assert "mpidist's own numbers, not measured here: there is no " in before.stdout
+    done = tune(tmp_path, "tune", "--seconds", "1")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.iterdir()
+    assert f"Written to {file}" in done.stdout
+    content = json.loads(file.read_text())
+    assert content["format"] == 1
+    assert content["key"]["placement"] == [1]
+    assert set(content["model"]) >= set(content["measured"]) >= {"call_seconds", "add_bytes_per_second"}
+    assert os.uname().nodename not in file.read_text().replace(content["key"]["processor"], "")
+    after = tune(tmp_path, "tune", "--show")
+    assert f"Measured at {content['date']}, from {file}" in after.stdout
+    assert not after.stderr
+
+
+@pytest.mark.no_mpi
+def test_show_answers_for_other_placements(tmp_path: Path) -> None:
+    done = tune(tmp_path, "tune", "--show", "--placement", "64,64")
+    assert done.returncode == 0, done.stderr
+    assert "128 ranks on 2 nodes, 64 on each" in done.stdout
+    assert "pipeline from " in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.no_mpi
+def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = tune(tmp_path, "tune", "--seconds", "0.1", MPIDIST_TUNE_DIR=str(tmp_path / "file" / "below"))
+    assert done.returncode == 1
+    assert "The numbers were not kept: " in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.no_mpi
+def test_numbers_of_pretended_nodes_are_not_kept(tmp_path: Path) -> None:
+    done = tune(tmp_path, "tune", "--seconds", "0.1", MPIDIST_PRETEND_NODES="0")
+    assert done.returncode == 0, done.stderr
+    assert "The numbers are not kept: MPIDIST_PRETEND_NODES" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "COMMAND"),
+        (["tuna"], "invalid choice"),
+        (["tune", "--seconds", "0"], "is no number of seconds"),
+        (["tune", "--seconds", "nan"], "is no number of seconds"),
+        (["tune", "--placement", "2,2"], "goes with --show"),
+        (["tune", "--show", "--placement", "2,0"], "is no placement"),
+        (["tune", "--show", "--placement", "two"], "is no placement"),
+    ],
+)
+@pytest.mark.no_mpi
+def test_wrong_arguments_are_said(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    done = tune(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.no_mpi
+def test_help_starts_no_mpi(tmp_path: Path) -> None:
+    program = (
+        "import sys, runpy\nsys.argv = ['mpidist', 'tune', '--help']\n"
+        "try:\n    runpy.run_module('mpidist', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mpirun -n 4 python -m mpidist tune" in done.stdout
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_ranks_measure_together_and_alike(
+    placement: tuple[int, ...], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
+    group = SyncGroup.from_mpi(None)
+    try:
+        model, measured = measure_cost_model(group.levels, 0.2)
+        assert set(load_mpi().COMM_WORLD.allgather((model, measured))) == {(model, measured)}
+        several = max(group.topology.node_sizes) > 1
+        assert ("mpi_seconds" in measured) == several
+        assert ("link_bytes_per_second" in measured) == (group.topology.num_nodes > 1)
+        assert ("sync_seconds" in measured) == (several and transport == "auto")
+        assert ("copy_bytes_per_second" in measured) == (not several or transport == "auto")
+    finally:
+        group.close()
+
+
+@pytest.mark.no_mpi
+def test_saved_numbers_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"MPIDIST_TUNE_DIR": str(tmp_path / "new" / "folder")}
+    assert load_tuned(KEY, environ) is None
+    model = CostModel(link_seconds=3e-6)
+    path = save_cost_model(KEY, model, ("link_seconds",), environ)
+    assert [path] == list(path.parent.iterdir())
+    tuned = load_tuned(KEY, environ)
+    assert tuned is not None
+    assert tuned.model == model
+    assert tuned.measured == ("link_seconds",)
+    for other in (TuningKey((4,), "MPICH", "A processor"), TuningKey((2, 2), "Open MPI", "A processor")):
+        assert load_tuned(other, environ) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda text: "", "Expecting value"),
+        (lambda text: text[:-20], "line "),
+        (lambda text: "[1]", "it is no JSON object"),
+        (lambda text: "[" * 100_000, "recursion"),
+        (lambda text: text.replace('"format": 1', '"format": 99'), "its format is 99"),
+        (lambda text: text.replace("MPICH", "Other MPI"), "measured for another machine"),
+        (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": -1'), "sync_seconds must be"),
+        (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": NaN'), "sync_seconds must be"),
+        (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": 1e300'), "sync_seconds must be"),
+        (lambda text: text.replace("sync_seconds", "other"), "a cost model has"),
+        (lambda text: text.replace('"measured": []', '"measured": 7'), "not iterable"),
+    ],
+)
+@pytest.mark.no_mpi
+def test_spoilt_files_are_left_with_one_warning(
+    spoil: object, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"MPIDIST_TUNE_DIR": str(tmp_path)}
+    path = save_cost_model(KEY, CostModel(), (), environ)
+    path.write_text(spoil(path.read_text()))  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING, "mpidist"):
+        assert load_tuned(KEY, environ) is None
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert reason in record.getMessage()
+
+
+@pytest.mark.no_mpi
+def test_files_that_cannot_be_read_are_left_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"MPIDIST_TUNE_DIR": str(tmp_path)}
+    path = tuning_path(KEY, environ)
+    path.mkdir()  # root may read any file, but no folder
+    assert load_tuned(KEY, environ) is None
+    path.rmdir()
+    path.write_bytes(b"\xff\xfe\x00")
+    assert load_tuned(KEY, environ) is None
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.no_mpi
+def test_folder_is_the_chosen_one_or_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuning_path(KEY, {}).parent == tmp_path / ".cache" / "mpidist"
+    assert tuning_path(KEY, {"XDG_CACHE_HOME": "/x"}).parent == Path("/x/mpidist")
+    assert tuning_path(KEY, {"XDG_CACHE_HOME": "/x", "MPIDIST_TUNE_DIR": "/y"}).parent == Path("/y")
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("placement", [(1,), (2,), (2, 2), (4, 2, 1), (1, 1), (128,) * 1024])
+def test_explanation_is_short_and_names_what_is_taken(placement: tuple[int, ...]) -> None:
+    model = CostModel()
+    lines = explain(model, placement).splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 120
+    if sum(placement) > 1:
+        assert name_placement(placement) in lines[0]
+        assert sum(f" {model.choose(1 << 20, placement)} " in line for line in lines) >= 1

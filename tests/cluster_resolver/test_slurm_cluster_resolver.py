@@ -1,0 +1,518 @@
+"""Environments of Slurm steps in, addresses, ranks and GPUs out."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from mpidist.cluster_resolver import SlurmClusterResolver
+from mpidist.cluster_resolver.gpus import visible_gpus
+from mpidist.errors import TopologyError
+
+pytestmark = pytest.mark.no_mpi
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+
+# As TF's tests
+
+THREE_NODES = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_STEP_NODELIST": "t02n13,t02n41,t02n43",
+}
+THREE_ADDRESSES = {"worker": ["t02n13:8888", "t02n41:8888", "t02n43:8888"]}
+# SLURM_DISTRIBUTION is not in TF's tests; srun always sets it.
+FIVE_TASKS = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1,2",
+    "SLURM_STEP_NODELIST": "t02n13,t02n41,t02n43",
+    "SLURM_DISTRIBUTION": "block",
+}
+FIVE_ADDRESSES = ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n43:8889"]
+
+
+def test_slurm_step_is_read_from_the_environment() -> None:
+    """T221; T224: tasks per node from the environment alone."""
+    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0"}
+    resolver = SlurmClusterResolver(environ=environ)
+    assert resolver.cluster_spec() == THREE_ADDRESSES
+    assert resolver.master("worker", 0) == "grpc://t02n13:8888"
+    assert resolver.num_accelerators() == {"GPU": 1}
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_slurm_master_follows_the_task_and_layer_set() -> None:
+    """T223."""
+    resolver = SlurmClusterResolver({"worker": 3}, environ=dict(THREE_NODES))
+    resolver.task_type, resolver.task_id = "worker", 1
+    assert resolver.master() == "grpc://t02n41:8888"
+    resolver.task_id = 2
+    assert resolver.master() == "grpc://t02n43:8888"
+    resolver.rpc_layer = "ab"
+    assert resolver.master("worker", 0) == "ab://t02n13:8888"
+    assert resolver.master("worker", 0, rpc_layer="test") == "test://t02n13:8888"
+
+
+def test_slurm_task_gets_its_part_of_the_nodes_gpus() -> None:
+    """T225 (two GPUs)."""
+    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0,1"}
+    resolver = SlurmClusterResolver(environ=environ)
+    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+    assert resolver.num_accelerators() == {"GPU": 1}
+    assert environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize("visible", ["0,1,2,3", None])
+def test_slurm_task_gets_several_gpus(visible: str | None) -> None:
+    """T226."""
+    environ = dict(FIVE_TASKS)
+    if visible is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = visible
+    resolver = SlurmClusterResolver({"worker": 5}, 8888, 4, 2, environ=environ)
+    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+    assert resolver.num_accelerators() == {"GPU": 2}
+    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_slurm_gpu_names_are_kept() -> None:
+    """T226, with devices that do not start at 0."""
+    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb,6,7"}
+    SlurmClusterResolver(environ=environ).cluster_spec()
+    assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+
+def test_slurm_jobs_get_ranks_in_alphabetical_order() -> None:
+    """1.4.11: ps before worker, chief before both."""
+    owners = []
+    for rank in range(5):
+        environ = {**FIVE_TASKS, "SLURM_PROCID": str(rank)}
+        resolver = SlurmClusterResolver({"worker": 2, "ps": 2, "chief": 1}, environ=environ)
+        owners.append((*resolver.get_task_info(), resolver.rank))
+    assert resolver.cluster_spec() == {
+        "chief": FIVE_ADDRESSES[:1],
+        "ps": FIVE_ADDRESSES[1:3],
+        "worker": FIVE_ADDRESSES[3:],
+    }
+    assert owners == [("chief", 0, 0), ("ps", 0, None), ("ps", 1, None), ("worker", 0, 1), ("worker", 1, 2)]
+    assert resolver.num_tasks == 3
+
+
+def test_slurm_port_base_is_the_first_port() -> None:
+    """T221, ports."""
+    spec = SlurmClusterResolver(port_base=1000, environ=dict(FIVE_TASKS)).cluster_spec()
+    assert spec.job_tasks("worker")[:2] == ["t02n13:1000", "t02n13:1001"]
+
+
+# Every recorded task
+
+SHAPES = sorted(path.stem for path in (FIXTURES / "slurm-env").iterdir())
+EVEN_2_2 = ["n1:8888", "n1:8889", "n2:8888", "n2:8889"]
+FOUR_EACH = [8888, 8889, 8890, 8891]
+ADDRESSES = {
+    "1node-1task": ["n1:8888"],
+    "1node-2tasks-array-1of2": ["n1:8888", "n1:8889"],
+    "1node-2tasks-of-2node-job": ["n1:8888", "n1:8889"],
+    "1node-4tasks-pmi2": [f"n1:{port}" for port in FOUR_EACH],
+    "2nodes-4tasks-cyclic": ["n1:8888", "n2:8888", "n1:8889", "n2:8889"],
+    "2nodes-4tasks-gres-gpu-2": EVEN_2_2,
+    "2nodes-4tasks-none": EVEN_2_2,
+    "2nodes-4tasks-pmi2": EVEN_2_2,
+    "2nodes-4tasks-pmix": EVEN_2_2,
+    "2nodes-4tasks-uneven-3-1": ["n1:8888", "n1:8889", "n1:8890", "n2:8888"],
+    "2nodes-8tasks-gpus-per-task-1": [f"{node}:{port}" for node in ("n1", "n2") for port in FOUR_EACH],
+    "2nodes-cpus-per-task-2": EVEN_2_2,
+    "2nodes-nonadjacent": ["n1:8888", "n1:8889", "n3:8888", "n3:8889"],
+    "4nodes-16tasks-gpus-per-node-4": [f"n{node}:{port}" for node in (1, 2, 3, 4) for port in FOUR_EACH],
+    "4nodes-8tasks-pmi2": [f"n{node}:{port}" for node in (1, 2, 3, 4) for port in (8888, 8889)],
+}
+
+
+def tasks_of(shape: str) -> list[dict[str, str]]:
+    return json.loads((FIXTURES / "slurm-env" / f"{shape}.json").read_text())["tasks"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_recorded_task_finds_addresses_and_rank(shape: str) -> None:
+    """Section 7, item 16, on environments of a real Slurm."""
+    tasks = tasks_of(shape)
+    for rank, environ in enumerate(tasks):
+        resolver = SlurmClusterResolver(environ=environ)
+        assert resolver.cluster_spec() == {"worker": ADDRESSES[shape]}
+        assert (resolver.num_tasks, resolver.rank) == (len(tasks), rank)
+        assert resolver.get_task_info() == ("worker", rank)
+        assert resolver.master() == f"grpc://{ADDRESSES[shape][rank]}"
+        assert resolver.master().startswith(f"grpc://{environ['SLURMD_NODENAME']}:")
+        resolver.check(len(tasks), rank)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "1node-1task"])
+def test_every_recorded_task_sees_a_wrong_world(shape: str) -> None:
+    """Style rule 16: the commonest broken job trains N models in silence."""
+    tasks = tasks_of(shape)
+    for rank, environ in enumerate(tasks):
+        resolver = SlurmClusterResolver(environ=environ)
+        with pytest.raises(TopologyError) as error:
+            resolver.check(1, 0)
+        for part in (
+            "SlurmClusterResolver",
+            f"{len(tasks)} tasks",
+            "1 rank",
+            f"`mpiexec -n {len(tasks)}`",
+            "srun",
+        ):
+            assert part in str(error.value)
+        with pytest.raises(TopologyError, match=f"index {rank} of chief and workers, but MPI says rank"):
+            resolver.check(len(tasks), (rank + 1) % len(tasks))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_recorded_task_knows_its_gpus(shape: str) -> None:
+    """X37, and --gpus-per-task, where each task sees one device."""
+    expected = {
+        "2nodes-4tasks-gres-gpu-2": ["0", "1"] * 2,
+        "2nodes-8tasks-gpus-per-task-1": ["0", "1", "2", "3"] * 2,
+        "4nodes-16tasks-gpus-per-node-4": ["0", "1", "2", "3"] * 4,
+    }.get(shape)
+    for rank, environ in enumerate(tasks_of(shape)):
+        before = dict(environ)
+        resolver = SlurmClusterResolver(environ=environ)
+        assert resolver.num_accelerators() == {"GPU": 0 if expected is None else 1}
+        assert environ.get("CUDA_VISIBLE_DEVICES") == (None if expected is None else expected[rank])
+        if expected is None:
+            assert environ == before
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_auto_set_gpu_false_changes_nothing(shape: str) -> None:
+    """1.4.11, auto_set_gpu."""
+    for environ in tasks_of(shape):
+        before = dict(environ)
+        resolver = SlurmClusterResolver(auto_set_gpu=False, environ=environ)
+        assert len(resolver.cluster_spec().job_tasks("worker")) == int(environ["SLURM_STEP_NUM_TASKS"])
+        resolver.num_accelerators()
+        assert environ == before
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_resolvers_agree_after_the_first_set_the_gpu(shape: str) -> None:
+    """1.4.11, auto_set_gpu: a strategy and the user may each have one."""
+    for environ in tasks_of(shape):
+        first = SlurmClusterResolver(environ=environ)
+        counts = first.num_accelerators()
+        after = dict(environ)
+        assert SlurmClusterResolver(environ=environ).num_accelerators() == counts == first.num_accelerators()
+        assert environ == after
+
+
+def test_batch_shell_is_no_step() -> None:
+    """1.4.11, missing variable."""
+    batch = json.loads((FIXTURES / "slurm-env" / "2nodes-4tasks-pmi2.json").read_text())["batch"]
+    with pytest.raises(RuntimeError, match="SLURM_STEP_NUM_TASKS not found in environment") as error:
+        SlurmClusterResolver(environ=batch).cluster_spec()
+    assert "srun" in str(error.value)
+
+
+@pytest.mark.parametrize("missing", list(THREE_NODES))
+def test_missing_step_variable_is_named(missing: str) -> None:
+    """1.4.11, missing variable."""
+    environ = {name: value for name, value in THREE_NODES.items() if name != missing}
+    with pytest.raises(TopologyError, match=f"{missing} not found in environment"):
+        SlurmClusterResolver(environ=environ).cluster_spec()
+
+
+def test_nothing_is_read_before_the_first_question() -> None:
+    """Style rule 7."""
+    environ: dict[str, str] = {}
+    resolver = SlurmClusterResolver(environ=environ)
+    environ.update(THREE_NODES)
+    assert resolver.cluster_spec() == THREE_ADDRESSES
+
+
+# Order of ranks
+
+
+def nodes_of(distribution: str | None, counts: str, hosts: str, **task: str) -> str:
+    environ = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": str(sum(int(count) for count in counts.split(","))),
+        "SLURM_STEP_TASKS_PER_NODE": counts,
+        "SLURM_STEP_NODELIST": hosts,
+        **task,
+    }
+    if distribution is not None:
+        environ["SLURM_DISTRIBUTION"] = distribution
+    spec = SlurmClusterResolver(environ=environ).cluster_spec()
+    return " ".join(address.split(":")[0].removeprefix("n") for address in spec.job_tasks("worker"))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "counts", "hosts", "expected"),
+    [
+        ("block", "1,1,1", "n[8-10]", "8 9 10"),
+        ("cyclic", "1,1,1", "n[8-10]", "8 9 10"),
+        ("block", "1,1,1", "n10,n8,n9", "10 8 9"),
+        ("block", "3,1", "n[1-2]", "1 1 1 2"),
+        ("block", "1,3,2", "n[1-3]", "1 2 2 2 3 3"),
+        ("block:cyclic:fcyclic,NoPack", "2,2", "n[1-2]", "1 1 2 2"),
+        ("block,Pack", "3,1", "n[1-2]", "1 1 1 2"),
+        ("cyclic:block", "2,2", "n[1-2]", "1 2 1 2"),
+        ("cyclic", "3,1", "n[1-2]", "1 2 1 1"),
+        ("cyclic", "1,3,2", "n[1-3]", "1 2 3 2 3 2"),
+        ("plane=2", "4,4", "n[1-2]", "1 1 2 2 1 1 2 2"),
+        ("plane=2", "3,2", "n[1-2]", "1 1 2 2 1"),
+        ("arbitrary", "3", "n1", "1 1 1"),
+        (None, "3", "n1", "1 1 1"),
+        (None, "1,1,1", "n[8-10]", "8 9 10"),
+    ],
+)
+def test_ranks_are_placed_as_slurm_places_them(
+    distribution: str | None, counts: str, hosts: str, expected: str
+) -> None:
+    """Section 7, item 16: TF sorts hosts as strings (n10 before n8) and takes every layout for block."""
+    assert nodes_of(distribution, counts, hosts) == expected
+
+
+def test_size_of_planes_may_stand_apart() -> None:
+    """Section 7, item 16: distributions."""
+    assert nodes_of("plane", "4,4", "n[1-2]", SLURM_DIST_PLANESIZE="2") == "1 1 2 2 1 1 2 2"
+    with pytest.raises(ValueError, match="SLURM_DIST_PLANESIZE=''"):
+        nodes_of("plane", "4,4", "n[1-2]")
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({"SLURM_PROCID": "1", "SLURM_NODEID": "0"}, "1 1 2 2"),
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, "1 2 1 2"),
+        ({"SLURM_PROCID": "0", "SLURM_GTIDS": "0,1"}, "1 1 2 2"),
+        ({"SLURM_PROCID": "0", "SLURM_GTIDS": "0,2"}, "1 2 1 2"),
+        ({"SLURM_PROCID": "1", "SLURMD_NODENAME": "n2"}, "1 2 1 2"),
+    ],
+)
+def test_unnamed_distribution_is_found_from_this_tasks_place(task: dict[str, str], expected: str) -> None:
+    """Section 7, item 16: cyclic distribution."""
+    assert nodes_of(None, "2,2", "n[1-2]", **task) == expected
+
+
+@pytest.mark.parametrize("distribution", [None, "unknown", "*"])
+@pytest.mark.parametrize("task", [{}, {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}])
+def test_silent_environment_means_slurms_default(distribution: str | None, task: dict[str, str]) -> None:
+    """Block, as srun(1) says: also where this task's own place would fit another layout as well."""
+    assert nodes_of(distribution, "2,2", "n[1-2]", **task) == "1 1 2 2"
+
+
+def silent(shape: str) -> list[dict[str, str]]:
+    """Give recorded tasks without the variables that tell how tasks are dealt to nodes."""
+    untold = ("SLURM_DISTRIBUTION", "SLURM_GTIDS")
+    return [{name: task[name] for name in task if name not in untold} for task in tasks_of(shape)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_recorded_task_of_a_silent_slurm_agrees_with_mpi(shape: str) -> None:
+    """As far as Slurm's default was the layout; where it was not, the tasks that cannot know it are told by MPI."""
+    tasks = silent(shape)
+    hostnames = [f"{task['SLURMD_NODENAME']}.cluster" for task in tasks]
+    for rank, environ in enumerate(tasks):
+        resolver = SlurmClusterResolver(auto_set_gpu=False, environ=environ)
+        if resolver.cluster_spec() == {"worker": ADDRESSES[shape]}:
+            resolver.check(len(tasks), rank, hostnames)
+        else:
+            assert shape == "2nodes-4tasks-cyclic"
+            with pytest.raises(TopologyError, match=r"took the tasks to be on .*, but MPI has the ranks on"):
+                resolver.check(len(tasks), rank, hostnames)
+        with pytest.raises(TopologyError, match=f"{len(tasks)} tasks"):
+            resolver.check(len(tasks) + 1, rank, [*hostnames, "n1"])
+
+
+def test_what_slurm_has_said_is_not_compared_by_hosts() -> None:
+    """Containers have host names of their own."""
+    environ = tasks_of("2nodes-4tasks-pmi2")[0]
+    resolver = SlurmClusterResolver(environ=environ)
+    resolver.check(4, 0, ["a", "b", "c", "d"])
+    assert resolver.assumed_hosts is None
+
+
+def test_arbitrary_layout_is_refused() -> None:
+    """Section 7, item 16: rather an error than a guess."""
+    with pytest.raises(TopologyError, match="SLURM_DISTRIBUTION='arbitrary'"):
+        nodes_of("arbitrary", "1,1", "n[1-2]")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "task", "message"),
+    [
+        ("block", {"SLURM_PROCID": "1", "SLURM_NODEID": "1"}, "SLURM_NODEID would be '0' and is '1'"),
+        ("cyclic", {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, "SLURM_LOCALID would be '0' and is '1'"),
+        ("block", {"SLURM_PROCID": "0", "SLURM_GTIDS": "0,2"}, "SLURM_GTIDS would be '0,1' and is '0,2'"),
+        (
+            "block",
+            {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n1"},
+            "SLURMD_NODENAME would be 'n2' and is 'n1'",
+        ),
+        (
+            None,
+            {"SLURM_PROCID": "1", "SLURM_NODEID": "2"},
+            "would be '0' and is '2' or SLURM_NODEID would be '1'",
+        ),
+    ],
+)
+def test_layout_that_this_tasks_place_contradicts_is_refused(
+    distribution: str | None, task: dict[str, str], message: str
+) -> None:
+    """Section 7, item 16: check against SLURM_NODEID and SLURM_LOCALID."""
+    with pytest.raises(TopologyError, match="contradict each other") as error:
+        nodes_of(distribution, "2,2", "n[1-2]", **task)
+    assert message in str(error.value)
+
+
+def test_sorted_hosts_would_be_noticed() -> None:
+    """Section 7, item 16: the second of n8,n9,n10 is n9."""
+    assert nodes_of("block", "1,1,1", "n[8-10]", SLURM_PROCID="1", SLURM_NODEID="1", SLURMD_NODENAME="n9")
+
+
+# Tasks per node, jobs, GPUs
+
+
+def test_partly_filled_last_node_is_counted_right() -> None:
+    """X39."""
+    environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+    spec = SlurmClusterResolver(tasks_per_node=2, environ=environ).cluster_spec()
+    assert spec.job_tasks("worker")[2:] == ["t02n41:8888", "t02n41:8889", "t02n43:8888"]
+
+
+def test_tasks_per_node_may_be_given_by_host() -> None:
+    """1.4.11, tasks_per_node as a dict."""
+    tasks_per_node = {"t02n43": 2, "t02n13": 2, "t02n41": 1, "another": 7}
+    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, environ=dict(FIVE_TASKS))
+    assert resolver.cluster_spec() == {"worker": FIVE_ADDRESSES}
+
+
+@pytest.mark.parametrize("tasks_per_node", [0, 1, 3, 5, {"t02n13": 5}, {"t02n13": 1, "t02n41": 1, "t02n43": 1}])
+def test_tasks_per_node_that_do_not_fit_are_refused(tasks_per_node: int | dict[str, int]) -> None:
+    """X39, and 1.4.11."""
+    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, environ=dict(FIVE_TASKS))
+    with pytest.raises(TopologyError, match=r"tasks_per_node=.* for 5 tasks on"):
+        resolver.cluster_spec()
+
+
+@pytest.mark.parametrize("counts", ["2(x2)", "2,2,2", "2(x4)"])
+def test_slurm_counts_that_do_not_fit_are_refused(counts: str) -> None:
+    """1.4.11."""
+    environ = {**FIVE_TASKS, "SLURM_STEP_TASKS_PER_NODE": counts}
+    with pytest.raises(TopologyError, match="SLURM_STEP_TASKS_PER_NODE="):
+        SlurmClusterResolver(environ=environ).cluster_spec()
+
+
+def test_jobs_that_do_not_add_up_are_refused() -> None:
+    """1.4.11: sum of jobs."""
+    with pytest.raises(RuntimeError, match="Requested 6 tasks") as error:
+        SlurmClusterResolver({"ps": 2, "worker": 4}, environ=dict(FIVE_TASKS)).cluster_spec()
+    assert "step has 5" in str(error.value)
+    assert "srun -n 6" in str(error.value)
+
+
+def test_rank_outside_the_step_is_refused() -> None:
+    """Steps of several parts count SLURM_PROCID over all parts."""
+    with pytest.raises(TopologyError, match="SLURM_PROCID=5 in a step of 5 tasks"):
+        SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "5"}).cluster_spec()
+
+
+def test_number_that_is_none_is_refused() -> None:
+    """1.4.11."""
+    with pytest.raises(ValueError, match="SLURM_PROCID='x'"):
+        SlurmClusterResolver(environ={**FIVE_TASKS, "SLURM_PROCID": "x"}).cluster_spec()
+
+
+@pytest.mark.parametrize("wrong", [{"gpus_per_node": -1}, {"gpus_per_task": -1}, {"jobs": {"worker": -1}}])
+def test_negative_numbers_are_refused(wrong: dict[str, Any]) -> None:
+    """Style rule 17."""
+    with pytest.raises(ValueError, match="=-1; it needs 0 or more"):
+        SlurmClusterResolver(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, 0),  # X37
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),  # X38
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c, MIG-4d806f22"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_GPUS_ON_NODE": ""}, 0),
+    ],
+)
+def test_gpus_are_counted_without_asking_a_driver(variables: dict[str, str], gpus: int) -> None:
+    """X37, X38."""
+    assert len(visible_gpus(variables)) == gpus
+    environ = {**THREE_NODES, **variables}
+    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": gpus}
+
+
+def test_empty_visible_devices_stay_empty() -> None:
+    """X38."""
+    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": ""}
+    SlurmClusterResolver(environ=environ).cluster_spec()
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_user_can_say_no_gpus() -> None:
+    """Issue 56894, X37."""
+    environ = {**THREE_NODES, "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}
+    before = dict(environ)
+    assert SlurmClusterResolver(gpus_per_node=0, environ=environ).num_accelerators() == {"GPU": 0}
+    assert environ == before
+
+
+def test_fewer_gpus_than_tasks_are_left_to_be_shared() -> None:
+    """X37, between none and enough."""
+    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "0"}
+    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": 0}
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (
+            {"gpus_per_task": 3},
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+            r"3 for 2 task\(s\) on a node, but 4 are",
+        ),
+        ({"gpus_per_task": 1}, {}, "but 0 are"),
+        ({"gpus_per_node": 2}, {"CUDA_VISIBLE_DEVICES": ""}, "gpus_per_node=2, but 0 are"),
+        ({"gpus_per_node": 8}, {"SLURM_GPUS_ON_NODE": "4"}, "gpus_per_node=8, but 4 are"),
+        (
+            {"gpus_per_task": 2},
+            {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "4"},
+            r"2 for 1 task\(s\)",
+        ),
+    ],
+)
+def test_more_gpus_than_visible_are_refused(arguments: dict[str, int], variables: dict[str, str], message: str) -> None:
+    """1.4.11: Requested more GPUs."""
+    resolver = SlurmClusterResolver(environ={**FIVE_TASKS, **variables}, **arguments)
+    with pytest.raises(RuntimeError, match="Requested more GPUs") as error:
+        resolver.cluster_spec()
+    error.match(message)
+
+
+def test_gpus_that_slurm_bound_to_the_task_are_not_divided_again() -> None:
+    """--gpus-per-task: each task sees its own device, under any number."""
+    environ = {**FIVE_TASKS, "CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}
+    assert SlurmClusterResolver(environ=environ).num_accelerators() == {"GPU": 2}
+    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_gpus_on_node_that_is_no_number_is_refused() -> None:
+    """X37."""
+    with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE='two'"):
+        visible_gpus({"SLURM_GPUS_ON_NODE": "two"})

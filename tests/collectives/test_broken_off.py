@@ -1,0 +1,111 @@
+"""A rank that fails in the middle of a call: nobody gets wrong numbers, and nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.alarms import RangError, alarm
+from support.reductions import all_reduce
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.collectives.fused_execution import FusedExecution
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
+from mpidist.transport.shared_memory import NodeBarrier
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+
+
+def start(strategy: Strategy, value: Any, **options: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", value, **options).wait())
+
+
+def reduce(strategy: Strategy, value: Any) -> Any:
+    return all_reduce(strategy, "SUM", value)
+
+
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be no memory for the result, once all have agreed on the call."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    monkeypatch.setattr(FusedExecution, "_new_results", fail)
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ctrl-C come while the rank is in its third barrier from now."""
+    really, calls = NodeBarrier.post, []
+
+    def post(barrier: NodeBarrier) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        really(barrier)
+
+    monkeypatch.setattr(NodeBarrier, "post", post)
+
+
+@several
+@pytest.mark.parametrize("call", [reduce, start], ids=["all_reduce", "start_all_reduce"])
+@pytest.mark.parametrize("fail", [no_memory, interrupted])
+def test_the_others_raise_at_once_and_nobody_goes_on(
+    comm: Intracomm, fail: Callable[[pytest.MonkeyPatch], None], call: Callable[[Strategy, Any], Any]
+) -> None:
+    """The rank has its own error, the others are told of it, and all have to reset."""
+    value = np.full(1_000_000, 1.0)
+    strategy = Strategy(comm=comm)
+    assert (call(strategy, value) == comm.size).all()
+    last = comm.size - 1
+    begun = time.monotonic()
+    if comm.rank == last:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fail(monkeypatch)
+            with pytest.raises((MemoryError, KeyboardInterrupt)):
+                call(strategy, value)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=rf"an earlier call failed.* was broken off on rank {last} by \w+"):
+                call(strategy, value)
+    else:
+        with pytest.raises(PeerFailedError, match=rf"rank {last} broke off in the middle of a call, with an error"):
+            call(strategy, value)
+        with pytest.raises(PeerFailedError, match="an earlier call failed"):
+            call(strategy, value)
+    assert time.monotonic() - begun < 10
+    comm.Barrier()
+    strategy.reset()
+    assert (call(strategy, value) == comm.size).all()
+    strategy.close()
+
+
+@several
+@pytest.mark.parametrize("milliseconds", [1, 2, 3, 5, 8])
+def test_a_signal_handler_that_raises_anywhere(comm: Intracomm, milliseconds: float) -> None:
+    """On one rank, while all go on with calls: right numbers or an error, on every rank."""
+    value = np.full(300_000, comm.rank + 1.0)
+    total = comm.size * (comm.size + 1) / 2
+    with Strategy(comm=comm) as strategy:
+        errors: list[BaseException] = []
+        comm.Barrier()  # a rank that is still making its strategy would have none to reset
+        try:
+            with alarm(milliseconds / 1000 if comm.rank == 0 else 60):
+                end = time.monotonic() + 20
+                while time.monotonic() < end:
+                    assert (reduce(strategy, value) == total).all()
+        except (RangError, PeerFailedError, DeadlineExceededError, InvalidArgumentError) as error:
+            errors.append(error)  # the last is of all ranks: it came while this rank looked at its arguments
+        if isinstance(errors[0], RangError):
+            strategy.extended.group.break_off(errors[0])  # if it came between two calls
+        assert len(errors) == 1
+        comm.Barrier()
+        strategy.reset()
+        assert (reduce(strategy, value) == total).all()

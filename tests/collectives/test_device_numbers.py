@@ -1,0 +1,221 @@
+"""What a program does with device memory, on the stand-in or a GPU: right numbers, a late rank, nothing that grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.gpus import down, gpus, looked_after, standin, up
+from standin.measuring import add_measuring
+
+import mpidist
+from mpidist import CommunicationOptions as Options
+from mpidist.options import Compression
+from mpidist.transport import bfloat16
+from mpidist.transport.gpu import DeviceKernels
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus", "looked_after", "standin"]
+
+OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0, 3), (7,), (129, 33), (100_003,))
+DTYPES = [*map(np.dtype, "bBhHiIqQefdFD"), np.dtype(bfloat16())]
+HALF_UNITS = {np.dtype(np.float16): 2.0**-11, np.dtype(bfloat16()): 2.0**-8}
+ROUNDING = 2.0  # units in the last place
+ALGORITHMS: dict[str, tuple[Callable[[], Any], Options | None]] = {
+    "collective": (mpidist.CollectiveAllReduce, None),
+    "hierarchical": (mpidist.HierarchicalCopyAllReduce, None),
+    "3 packs": (lambda: mpidist.NcclAllReduce(3), None),
+    "to one device": (mpidist.ReductionToOneDevice, None),
+    "reproducible": (mpidist.CollectiveAllReduce, Options(reproducible=True)),
+    "small packs": (mpidist.CollectiveAllReduce, Options(bytes_per_pack=1000)),
+    "bfloat16 between nodes": (mpidist.HierarchicalCopyAllReduce, Options(compression="bf16")),
+    "float16 everywhere": (mpidist.CollectiveAllReduce, Options(compression="fp16", compress_everywhere=True)),
+}
+SLOW = ("collective", "hierarchical", "bfloat16 between nodes")  # enough where ranks share a GPU by real NCCL
+DEADLINE = 0.5  # seconds
+LIMIT_BYTES = 4 << 20  # of growth
+CALLS, SECONDS = 10_000, 20.0
+
+
+def contribution(op: str, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return what a rank adds (1 to 7), multiplies (1 or 2) or compares: sums are exact in every dtype and order."""
+    where = np.arange(int(np.prod(shape))).reshape(shape)
+    if op == "PROD":
+        return (1 + (rank + where) % 2).astype(dtype)
+    if op in ("MIN", "MAX"):
+        return ((5 * rank + 3 * where) % 13).astype(dtype)
+    return (1 + (3 * rank + where) % 7).astype(dtype)
+
+
+def expected(op: str, size: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return what must come of it, in double precision."""
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    rows = np.stack([contribution(op, rank, shape, dtype).astype(wide) for rank in range(size)])
+    join = {"PROD": rows.prod, "MIN": rows.min, "MAX": rows.max}.get(op, rows.sum)
+    return join(axis=0) / (size if op == "MEAN" else 1)
+
+
+def is_right(op: str, got: Any, wanted: Any, dtype: np.dtype[Any], options: Options | None) -> bool:
+    """Compare: exactly, but for means that are not whole, and may have been compressed."""
+    if got.shape != wanted.shape or got.dtype != dtype:
+        return False
+    wide = got.astype(wanted.dtype)
+    if op != "MEAN":
+        return bool((wide == wanted).all())
+    unit = HALF_UNITS.get(dtype, 2.0**-24)
+    if dtype == np.float32 and options is not None and options.compression is not Compression.NONE:
+        unit = 2.0**-8 if options.compression is Compression.BF16 else 2.0**-11
+    return bool((np.abs(wide - wanted) <= ROUNDING * unit * np.abs(wanted)).all())
+
+
+def can(op: str, dtype: np.dtype[Any]) -> bool:
+    if dtype.kind == "c":
+        return op in ("SUM", "MEAN", "PROD")
+    return op != "MEAN" or dtype.kind not in "iu"
+
+
+def wrong_leaves(comm: Intracomm, op: str, shapes: tuple[Any, ...], options: Options | None) -> Iterator[str]:
+    """Reduce a nest of all dtypes and shapes in three ways; name the leaves that are wrong."""
+    leaves = [its for its in product(DTYPES, shapes) if can(op, its[0])]
+    context = mpidist.get_replica_context()
+
+    def nest() -> dict[str, list[Any]]:
+        arrays = [up(contribution(op, comm.rank, shape, dtype)) for dtype, shape in leaves]
+        return {"first": arrays[:9], "rest": arrays[9:]}
+
+    value, in_place = nest(), nest()
+    before = down(value["first"][2]).copy()
+    results = {
+        "all_reduce": context.all_reduce(op, value, options),
+        "out=": context.all_reduce(op, in_place, options, out=in_place),
+        "start_all_reduce": context.start_all_reduce(op, value, options).wait(),
+    }
+    for way, result in results.items():
+        for got, (dtype, shape) in zip([*result["first"], *result["rest"]], leaves, strict=True):
+            if not is_right(op, down(got), expected(op, comm.size, shape, dtype), dtype, options):
+                yield f"{op} {way} {dtype}{list(shape)}"
+    if not (down(value["first"][2]) == before).all():
+        yield f"{op}: the value was written"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_numbers_are_right(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, name: str) -> None:
+    is_small = request.node.callspec.params["gpus"] == "stand-in"
+    is_slow = os.environ.get("MPIDIST_TEST_HOSTIDS") == "1"
+    if is_slow and name not in SLOW:
+        pytest.skip("takes long where ranks share a GPU by real NCCL")
+    make, options = ALGORITHMS[name]
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm, cross_device_ops=make()) as strategy:
+        for op in ("SUM", "MAX") if is_slow or is_small else OPS:
+            found = strategy.run(lambda op=op: list(wrong_leaves(comm, op, SHAPES[: 3 if is_small else 5], options)))
+            assert found == []
+
+
+def test_wrong_numbers_are_seen() -> None:
+    wanted, half = expected("MEAN", 3, (7,), np.dtype(np.float16)), np.dtype(np.float16)
+    assert is_right("MEAN", wanted.astype(half), wanted, half, None)
+    assert not is_right("MEAN", (wanted * 1.01).astype(half), wanted, half, None)
+    whole = expected("SUM", 3, (7,), half)
+    assert not is_right("SUM", (whole + (np.arange(7) == 3)).astype(half), whole, half, None)
+    assert not is_right("SUM", whole[:6].astype(half), whole, half, None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("nccl", ["0", "1"])
+def test_a_rank_that_misses_a_call_is_noticed_and_the_ranks_begin_anew(
+    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, nccl: str
+) -> None:
+    if nccl == "0" or "MPIDIST_NCCL" not in os.environ:
+        monkeypatch.setenv("MPIDIST_NCCL", nccl)
+    options = Options(timeout_seconds=DEADLINE)
+    array = up(np.full(1 << 20, comm.rank + 1, np.float32))
+
+    def reduce() -> None:
+        mpidist.get_replica_context().all_reduce("sum", array, options=options, out=array)
+
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        strategy.run(reduce)
+        comm.Barrier()
+        if comm.rank == 0:
+            start = time.monotonic()
+            with pytest.raises(mpidist.errors.DeadlineExceededError):
+                strategy.run(reduce)
+            assert DEADLINE <= time.monotonic() - start <= 2 * DEADLINE
+        else:
+            time.sleep(2 * DEADLINE)
+        strategy.reset()
+        array[...] = up(np.full(1 << 20, comm.rank + 1, np.float32))
+        strategy.run(reduce)
+        assert (down(array) == 3).all()
+
+
+def holdings(cupy: Any) -> dict[str, int]:
+    """Count what the process holds now."""
+    cupy.cuda.runtime.deviceSynchronize()
+    gc.collect()
+    pool, objects = cupy.get_default_memory_pool(), [type(its) for its in gc.get_objects()]
+    return {
+        "device memory in use": int(pool.used_bytes()),
+        "device memory of the GPU": -int(cupy.cuda.runtime.memGetInfo()[0]),
+        "host memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "events": objects.count(cupy.cuda.Event),
+        "streams": objects.count(cupy.cuda.Stream),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def grown_by(cupy: Any, call: Callable[[], object], number: int) -> dict[str, int]:
+    """Say what grows in so many calls, after a tenth of them."""
+    for _ in range(number // 10):
+        call()
+    before = holdings(cupy)
+    for _ in range(number):
+        call()
+    growth = {name: many - before[name] for name, many in holdings(cupy).items()}
+    return {name: by for name, by in growth.items() if by > (LIMIT_BYTES if "memory" in name else 0)}
+
+
+@pytest.mark.ranks(max=2)
+@pytest.mark.parametrize("what", ["all_reduce", "pack and unpack"])
+def test_nothing_grows(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, what: str) -> None:
+    is_standin = request.node.callspec.params["gpus"] == "stand-in"
+    if is_standin:
+        add_measuring(request.getfixturevalue("standin"))
+    arrays = [up(np.ones(size, np.float32)) for size in (3, 1000, 17)]
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        kernels = DeviceKernels(gpus)
+
+        def call() -> None:
+            if what == "all_reduce":
+                strategy.run(lambda: mpidist.get_replica_context().all_reduce("sum", arrays))
+                return
+            fresh, buffer = [up(np.ones(size, np.float32)) for size in (3, 1000, 17)], up(np.ones(1020, np.float32))
+            kernels.pack(fresh, buffer)
+            kernels.unpack(buffer, fresh)
+
+        start = time.monotonic()
+        for _ in range(50):
+            call()
+        fits = int(SECONDS * 50 / (time.monotonic() - start))
+        number = 50 if is_standin else comm.bcast(min(CALLS, fits))
+        assert grown_by(gpus.cupy, call, number) == {}
+
+
+@pytest.mark.ranks(max=1)
+def test_what_grows_is_seen(standin: Any, tmp_path: Path) -> None:
+    add_measuring(standin)
+    kept: list[Any] = []
+    assert grown_by(standin.cuda.cupy, lambda: kept.append((tmp_path / "file").open("w")), 50) == {"open files": 50}
+    for file in kept:
+        file.close()

@@ -1,0 +1,217 @@
+"""`Strategy.gather` and `ReplicaContext.all_gather`: arrays of all ranks, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.everywhere import raises_everywhere, same_everywhere
+
+import mpidist
+from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, PerReplica, Strategy
+from mpidist.errors import InvalidArgumentError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+
+only_several = pytest.mark.ranks(min=2)
+Gather = Callable[..., Any]
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with MultiWorkerMirroredStrategy() as made:
+        yield made
+
+
+@pytest.fixture(params=["gather", "all_gather"])
+def gather(request: pytest.FixtureRequest, strategy: Strategy) -> Gather:
+    """T151: in cross-replica and in replica context, with the same results."""
+    if request.param == "gather":
+        return strategy.gather
+
+    def step(*args: Any) -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_gather(*args)
+
+    return lambda value, axis: strategy.run(step, (value, axis))
+
+
+def part(rank: int, axis: int = 0) -> Any:
+    """Give a rank's part [r, 2, 3]: as many rows as its number, so that rank 0 has none; the axis is moved."""
+    return np.moveaxis(np.arange(6 * rank).reshape(rank, 2, 3) + 100 * rank, 0, axis)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("value", "axis"),
+    [
+        ([1, 2, 3], 0),
+        ([[1, 2, 3]], 0),
+        ([[1, 2, 3]], 1),
+        ([[[1, 2], [1, 2]]], 0),
+        ([[[1, 2], [1, 2]]], 1),
+        ([[[1, 2], [1, 2]]], 2),
+        ([[[1, 2], [1, 2]]], -1),
+    ],
+)
+def test_equal_arrays_are_repeated(gather: Gather, value: Any, axis: int) -> None:
+    """T144, T145, T146."""
+    result = gather(np.array(value), axis)
+    assert np.array_equal(result, np.concatenate([np.array(value)] * SIZE, axis))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3, np.int64(1)])
+def test_uneven_parts_come_in_rank_order(gather: Gather, axis: int) -> None:
+    """T147."""
+    result = gather(part(RANK, axis), axis)
+    assert np.array_equal(result, np.concatenate([part(rank, axis) for rank in range(SIZE)], axis))
+    assert result.flags.c_contiguous
+    assert same_everywhere(WORLD, result)
+
+
+def test_placement_does_not_matter(placement: tuple[int, ...]) -> None:
+    with MultiWorkerMirroredStrategy() as strategy:
+        result = strategy.gather(part(RANK), 0)
+    assert np.array_equal(result, np.concatenate([part(rank) for rank in range(SIZE)]))
+
+
+def test_nothing_from_any_rank_is_an_empty_array(gather: Gather) -> None:
+    """X49."""
+    for shape, axis in (((0, 3), 0), ((2, 0), 0), ((2, 0), 1)):
+        result = gather(np.empty(shape, np.float32), axis)
+        assert result.dtype == np.float32
+        assert result.shape == np.concatenate([np.empty(shape)] * SIZE, axis).shape
+
+
+DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.complex128, ">i4", ">f8"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).str)
+def test_every_dtype_may_be_gathered(gather: Gather, dtype: Any) -> None:
+    values = [np.arange(3 * (rank + 1)).reshape(-1, 3).astype(dtype) for rank in range(SIZE)]
+    result = gather(values[RANK], 0)
+    assert result.dtype == np.dtype(dtype).newbyteorder("=")
+    assert result.dtype.isnative
+    assert np.array_equal(result, np.concatenate(values))
+
+
+def test_layout_and_byte_order_are_each_ranks_own_affair(gather: Gather) -> None:
+    """X50: strided, Fortran-ordered, read-only and foreign arrays, side by side and unchanged."""
+    plain = np.arange(12, dtype=np.float64).reshape(3, 4)
+    kinds = [
+        np.repeat(plain, 2, axis=0)[::2],
+        np.asfortranarray(plain),
+        plain.astype(">f8"),
+        plain[:, ::-1].copy()[:, ::-1],
+    ]
+    for turn in range(len(kinds)):
+        mine = kinds[(RANK + turn) % len(kinds)]
+        mine.flags.writeable = False
+        for axis in (0, 1):
+            assert np.array_equal(gather(mine, axis), np.concatenate([plain] * SIZE, axis))
+        assert np.array_equal(mine, plain)
+
+
+def test_nest_is_gathered_leaf_by_leaf(gather: Gather) -> None:
+    """T152; no leaf at all is a nest too."""
+    value = [np.ones((1, RANK + 1)), {"b": np.array([[[1, 2], [1, 2]]]), "a": PerReplica((np.full((1, 1), RANK),))}]
+    result = gather(value, 1)
+    assert result[0].shape == (1, SIZE * (SIZE + 1) // 2)
+    assert list(result[1]) == ["b", "a"]
+    assert result[1]["b"].shape == (1, 2 * SIZE, 2)
+    assert result[1]["a"].tolist() == [list(range(SIZE))]
+    assert gather([], 0) == []
+
+
+def test_result_belongs_to_the_caller(gather: Gather) -> None:
+    value = np.ones(2)
+    result = gather(value, 0)
+    result[...] = 7
+    assert value.tolist() == [1, 1]
+    assert gather(value, 0).tolist() == [1] * 2 * SIZE
+
+
+def test_large_parts_are_gathered(gather: Gather) -> None:
+    value = np.full((RANK + 1, 30_000), RANK, np.float32)
+    result = gather(value, 0)
+    assert np.array_equal(result[:, 0], np.repeat(np.arange(SIZE), np.arange(SIZE) + 1))
+    assert (result == result[:, :1]).all()
+
+
+@pytest.mark.parametrize("value", [1.0, 3, np.float32(1), np.ones(()), [np.ones(2), 1.0]], ids=repr)
+def test_scalars_are_refused_on_all_ranks(gather: Gather, value: Any) -> None:
+    """X33."""
+    with raises_everywhere(WORLD, InvalidArgumentError, "scalar has no such axis"):
+        gather(value, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "axis", "kind"),
+    [
+        (np.ones((2, 3)), 2, InvalidArgumentError),
+        (np.ones((2, 3)), -3, InvalidArgumentError),
+        (np.ones((2, 3)), "0", TypeError),
+        (np.ones((2, 3)), None, TypeError),
+        (np.ones((2, 3)), 1.0, TypeError),
+        (np.ones((2, 3)), True, TypeError),
+        (np.ones((2, 3)), object(), TypeError),
+        (np.array(["a"]), 0, InvalidArgumentError),
+        (np.array([object()]), 0, InvalidArgumentError),
+        (object(), 0, TypeError),
+        ("text", 0, TypeError),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(gather: Gather, value: Any, axis: Any, kind: type[Exception]) -> None:
+    with raises_everywhere(WORLD, kind):
+        gather(value, axis)
+    assert gather(np.ones(1), 0).shape == (SIZE,)
+
+
+@only_several
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        ((np.ones((1, 2)), 0), (np.ones((1, 3)), 0), "Shape mismatch"),
+        ((np.ones((1, 2)), 0), (np.ones((1, 2, 1)), 0), "Shape mismatch"),
+        ((np.ones(2), 0), (np.ones(2, np.float32), 0), "float32"),
+        ((np.ones((2, 2)), 0), (np.ones((2, 2)), 1), "axis"),
+        (([np.ones(2)], 0), ((np.ones(2),), 0), "form of the nest"),
+        (([np.ones(2)], 0), ([np.ones(2)] * 2, 0), "form of the nest"),
+        ((np.ones(2), 0), (1.0, 0), "scalar"),
+        ((np.ones(2), 0), (object(), 0), "TypeError"),
+    ],
+)
+def test_difference_between_ranks_is_an_error_on_all(
+    gather: Gather, mine: tuple[Any, int], theirs: tuple[Any, int], text: str
+) -> None:
+    """T148."""
+    with raises_everywhere(WORLD, InvalidArgumentError, text):
+        gather(*(mine if RANK == 0 else theirs))
+    assert gather(np.ones(1), 0).shape == (SIZE,)
+
+
+@only_several
+def test_gather_on_one_rank_and_reduce_on_others_is_an_error_on_all(strategy: Strategy) -> None:
+    """Reference 2.8, 1."""
+    with raises_everywhere(WORLD, InvalidArgumentError, "gather.*reduce|reduce.*gather"):
+        strategy.gather(np.ones(2), 0) if RANK == 0 else strategy.reduce("SUM", np.ones(2))
+
+
+def test_options_are_options(strategy: Strategy) -> None:
+    options = CommunicationOptions(timeout_seconds=30)
+
+    def step(options: Any) -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_gather(np.ones(1), 0, options)
+
+    assert strategy.run(step, (options,)).shape == (SIZE,)
+    with pytest.raises(TypeError, match="options must be"):
+        strategy.run(step, ("fast",))

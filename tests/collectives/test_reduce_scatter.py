@@ -1,0 +1,122 @@
+"""`ReplicaContext.reduce_scatter`: the part of an all-reduce that belongs to a rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import HALVES, bits
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def scattered(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().reduce_scatter(*arguments, **named))
+
+
+def part(strategy: Strategy, whole: Any, axis: int) -> Any:
+    return np.array_split(whole, strategy.topology.size, axis)[strategy.topology.rank]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
+def test_each_rank_gets_its_part_of_the_all_reduce(
+    comm: Intracomm, placement: tuple[int, ...], op: str, axis: int
+) -> None:
+    with Strategy(comm=comm) as strategy:
+        random = np.random.default_rng(comm.rank)
+        shape = (comm.size + 2, 3 * comm.size - 1, 2)
+        for dtype in (np.float32, np.int8, ">f8", *HALVES):
+            value = random.integers(1, 3, shape).astype(dtype)
+            whole = strategy.reduce(op, value)
+            got = scattered(strategy, op, value, axis=axis)
+            want = part(strategy, whole, axis)
+            assert got.dtype == want.dtype
+            assert got.shape == want.shape
+            assert np.allclose(got.astype(float), want.astype(float), rtol=1e-2)  # halves are rounded once per phase
+
+
+def test_nests_large_arrays_and_fewer_rows_than_ranks(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    with Strategy(comm=comm) as strategy:
+        value = {"one": np.full(1, comm.rank + 1.0), "large": np.arange(700_003, dtype=np.float32), "none": np.ones(0)}
+        got = scattered(strategy, "SUM", value)
+        for name, array in value.items():
+            assert np.array_equal(got[name], part(strategy, strategy.reduce("SUM", array), 0)), name
+
+
+def test_reproducible_parts_have_the_bits_of_the_all_reduce(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    options = CommunicationOptions(reproducible=True)
+    with Strategy(comm=comm) as strategy:
+        value = np.random.default_rng(comm.rank).standard_normal(5000)
+        whole = strategy.reduce("SUM", value, options=options)
+        assert bits(scattered(strategy, "SUM", value, options=options)) == bits(part(strategy, whole, 0))
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(
+    ("odd", "usual", "text"),
+    [
+        ((np.ones(3), 0), (np.ones(4), 0), "array 0"),
+        ((np.ones((2, 2)), 1), (np.ones((2, 2)), 0), "axis"),
+        ((1.0, 0), (1.0, 0), "a scalar has no such axis"),
+        ((np.ones(2, bool), 0), (np.ones(2), 0), "SUM needs numbers"),
+    ],
+)
+def test_mistakes_are_every_ranks_error(comm: Intracomm, odd: Any, usual: Any, text: str) -> None:
+    with Strategy(comm=comm) as strategy:
+        value, axis = odd if comm.rank == 0 else usual
+        with pytest.raises(InvalidArgumentError, match=text):
+            scattered(strategy, "SUM", value, axis=axis)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.parametrize("axis", [True, 0.0, None, "0", (0,), object()])
+def test_what_is_no_axis_is_every_ranks_error(comm: Intracomm, axis: Any) -> None:
+    with Strategy(comm=comm) as strategy:
+        with raises_everywhere(comm, TypeError, "axis must be a whole number, got"):
+            scattered(strategy, "SUM", np.ones((4, 4)), axis=axis)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+def test_outside_of_run_it_is_refused(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        context = strategy.run(mpidist.get_replica_context)
+        with strategy.scope(), pytest.raises(RuntimeError, match="reduce_scatter"):
+            context.reduce_scatter("SUM", np.ones(2))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", ["0,0,1,1", "0,1,0,1"])
+def test_nodes_exchange_no_more_than_they_must(comm: Intracomm, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S (K - 1) / K bytes per node of two: a quarter of S for each of its two ranks."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", nodes)
+    with Strategy(comm=comm) as strategy:
+        levels = strategy.extended.group.levels
+        levels.world.traffic.clear()
+        levels.across_nodes.traffic.clear()
+        value = np.arange(8000.0) + comm.rank
+        got = scattered(strategy, "SUM", value)
+        assert np.array_equal(got, part(strategy, 4 * np.arange(8000.0) + 6, 0))
+        assert levels.across_nodes.traffic.nbytes == {"reduce_scatter": value.nbytes // 4}
+        assert not levels.world.traffic.nbytes
+
+
+def test_arguments_are_only_read(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    value = np.arange(1000.0)
+    value.flags.writeable = False
+    with Strategy(comm=comm) as strategy:
+        for options in (CommunicationOptions(), CommunicationOptions(reproducible=True)):
+            assert np.array_equal(
+                scattered(strategy, "SUM", value, options=options), part(strategy, value * comm.size, 0)
+            )
+    assert np.array_equal(value, np.arange(1000.0))

@@ -1,0 +1,240 @@
+"""Reductions that are started, and waited for later."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+COUNTS = [3, 50_000, 1, 200_000, 7]  # elements: one round, many chunks
+
+
+@pytest.fixture(params=["mpi", "shared_memory"])
+def strategy(
+    comm: Intracomm, placement: tuple[int, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Strategy]:
+    """A strategy on every transport and every placement."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", request.param)
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+def start(strategy: Strategy, value: Any, op: str = "SUM", **options: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce(op, value, **options))
+
+
+def numbers(rank: int, at: int, count: int) -> Any:
+    """What a rank gives in its reduction number `at`."""
+    return (np.arange(count) + 5 * rank + 11 * at) % 17.0
+
+
+def total(strategy: Strategy, at: int, count: int) -> Any:
+    return sum(numbers(rank, at, count) for rank in range(strategy.num_replicas_in_sync))
+
+
+@pytest.mark.parametrize("order", ["in order", "last first", "at random"])
+def test_waiting_in_any_order_of_each_rank(strategy: Strategy, order: str) -> None:
+    """The ranks need not wait in the same order: reductions are made in the order of their start."""
+    rank = strategy.topology.rank
+    for step in range(3):
+        handles = [start(strategy, numbers(rank, at + step, count)) for at, count in enumerate(COUNTS)]
+        indices = list(range(len(COUNTS)))
+        if order == "last first":
+            indices.reverse()
+        elif order == "at random":
+            random.Random(rank + 10 * step).shuffle(indices)
+        for at in indices:
+            result = handles[at].wait()
+            assert (result == total(strategy, at + step, COUNTS[at])).all()
+            assert handles[at].is_done()
+            assert handles[at].wait() is result or (handles[at].wait() == result).all()
+
+
+def test_any_other_call_finishes_those_under_way(strategy: Strategy) -> None:
+    rank, size = strategy.topology.rank, strategy.num_replicas_in_sync
+    handles = [start(strategy, numbers(rank, at, count)) for at, count in enumerate(COUNTS)]
+    assert strategy.reduce("MAX", float(rank)) == size - 1
+    assert all(handle.is_done() for handle in handles)
+    late = start(strategy, {"a": np.full(4, rank), "b": [np.float32(1)]}, "MEAN")
+    assert (strategy.gather(np.full(1, rank), 0) == np.arange(size)).all()
+    assert late.is_done()
+    result = late.wait()
+    assert (result["a"] == (size - 1) / 2).all()
+    assert result["b"][0] == 1
+    for at, handle in enumerate(handles):
+        assert (handle.wait() == total(strategy, at, COUNTS[at])).all()
+
+
+def test_a_loop_that_only_asks_gets_there(strategy: Strategy) -> None:
+    """Without waiting, as a training loop does between two layers."""
+    rank = strategy.topology.rank
+    handle = start(strategy, numbers(rank, 1, 300_000))
+    end = time.monotonic() + 30
+    while not handle.is_done():
+        assert time.monotonic() < end
+        time.sleep(0.0002)
+    assert (handle.wait() == total(strategy, 1, 300_000)).all()
+
+
+def test_results_into_arrays(strategy: Strategy) -> None:
+    """New ones, the arguments themselves, and symmetric ones."""
+    rank = strategy.topology.rank
+    outs = [
+        np.empty(40_000),
+        np.empty(40_000),
+        strategy.symmetric_empty(40_000, np.float64),
+        strategy.symmetric_empty(40_000, np.float64, per_node=True),
+    ]
+    values = [numbers(rank, at, 40_000) for at in range(len(outs))]
+    values[1] = outs[1]
+    outs[1][...] = numbers(rank, 1, 40_000)
+    handles = [start(strategy, value, out=out) for value, out in zip(values, outs, strict=True)]
+    for at, handle in enumerate(handles):
+        assert handle.wait() is outs[at]
+        assert (outs[at] == total(strategy, at, 40_000)).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_mistakes_are_the_error_of_that_reduction_alone(strategy: Strategy, comm: Intracomm) -> None:
+    good = start(strategy, np.ones(5))
+    bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
+    ugly = start(strategy, "text" if comm.rank == 0 else np.ones(3))
+    after = start(strategy, np.ones(50_000))
+    for _ in range(2):  # also when asked again
+        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+            bad.wait()
+        with raises_everywhere(comm, InvalidArgumentError, "rank 0: TypeError: cannot take a value"):
+            ugly.wait()
+    assert (good.wait() == comm.size).all()
+    assert (after.wait() == comm.size).all()
+    assert strategy.reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> None:
+    """From when it is waited for; and no reduction under way is forgotten."""
+    if comm.rank == 0:
+        options = CommunicationOptions(timeout_seconds=0.5)
+        handles = [start(strategy, np.ones(10), options=options) for _ in range(2)]
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"all_reduce \(call \d+\) on rank 0 waited 0.5 s"):
+            handles[0].wait()
+        assert 0.5 <= time.monotonic() - begun < 3
+        with pytest.raises(DeadlineExceededError, match="an earlier call failed"):
+            handles[1].wait()
+    comm.Barrier()
+    strategy.reset()
+    assert (start(strategy, np.ones(10)).wait() == comm.size).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_what_reset_gave_up_says_so(strategy: Strategy, comm: Intracomm) -> None:
+    """A rank that starts what the others do not."""
+    handle = start(strategy, np.ones(10)) if comm.rank == 0 else None
+    comm.Barrier()
+    strategy.reset()
+    if handle is not None:
+        with pytest.raises(RuntimeError, match=r"given up by reset\(\) before it was done; start it again"):
+            handle.wait()
+    assert (start(strategy, np.ones(10)).wait() == comm.size).all()
+
+
+def test_close_finishes_what_is_under_way(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    strategy = Strategy(comm=comm)
+    handles = [start(strategy, np.full(count, 1.0)) for count in COUNTS]
+    strategy.close()
+    assert all((handle.wait() == comm.size).all() for handle in handles)
+    with pytest.raises(RuntimeError, match="closed"):
+        start(strategy, np.ones(1)).wait()
+
+
+def test_numpys_traps_for_overflow_are_left_alone(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """One rank lets NumPy raise where numbers overflow: the reduction gives infinity on all, and the trap stays."""
+    huge = np.full(50_000, 3e38, np.float32)
+    with Strategy(comm=comm) as strategy, np.errstate(all="raise" if comm.rank == 0 else "ignore"):
+        for value in (huge, huge[:3], np.full(3, np.inf, np.float16)):
+            results = [start(strategy, value).wait(), strategy.reduce("SUM", value)]
+            for result in results:
+                assert np.isinf(result).all() == (comm.size > 1 or value.dtype == np.float16)
+        if comm.rank == 0:
+            with pytest.raises(FloatingPointError):
+                huge * huge
+
+
+@pytest.mark.ranks(min=2)
+def test_starting_never_waits(strategy: Strategy, comm: Intracomm) -> None:
+    """Also with a deadline: ranks may have messages of their own to exchange between starting and waiting."""
+    options = CommunicationOptions(timeout_seconds=20)
+    begun = time.monotonic()
+    for step in range(5):
+        handles = [start(strategy, np.ones(count), options=options) for count in (3, 100_000)]
+        comm.bcast(None, step % comm.size)
+        time.sleep(0.002 * (comm.rank == step % comm.size))
+        handles.append(start(strategy, np.ones(5), options=options))
+        comm.Barrier()
+        assert all((handle.wait() == comm.size).all() for handle in handles)
+    assert time.monotonic() - begun < 15
+
+
+def test_the_list_may_be_filled_anew(strategy: Strategy) -> None:
+    """Only the arrays belong to the reduction, not the list that they came in."""
+    size = strategy.num_replicas_in_sync
+    bucket = [np.ones(3), np.ones(50_000)]
+    first = start(strategy, bucket)
+    bucket.clear()
+    bucket.append(np.full(2, 2.0))
+    second = start(strategy, bucket)
+    assert [part.tolist()[:2] for part in first.wait()] == [[size] * 2] * 2
+    assert [part.tolist() for part in second.wait()] == [[2 * size] * 2]
+
+
+@pytest.mark.ranks(min=2)
+def test_started_call_of_another_strategy_gets_on_while_a_rank_waits(
+    comm: Intracomm, placement: tuple[int, ...]
+) -> None:
+    """Ranks may wait for calls of two strategies in another order each, as with MPI's own non-blocking calls."""
+    options = CommunicationOptions(timeout_seconds=20)
+    with Strategy(None, options, comm=comm) as one, Strategy(None, options, comm=comm) as two:
+        value = np.ones(1000, np.float32)
+
+        def start() -> Any:
+            return mpidist.get_replica_context().start_all_reduce("sum", value)
+
+        comm.Barrier()
+        if comm.rank == 0:
+            handle = two.run(start)
+            assert one.reduce("sum", 1) == comm.size
+            assert handle.wait()[0] == comm.size
+        else:
+            time.sleep(0.1)  # rank 0 waits in `one` already
+            assert two.run(start).wait()[0] == comm.size
+            assert one.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_start_does_not_wait_to_tell_in_what_ranks_differ(strategy: Strategy, comm: Intracomm) -> None:
+    """Another rank may be in a call of its own, where it waits for this one."""
+    for _ in range(10):
+        bad = start(strategy, np.ones(5 + (comm.rank == comm.size - 1)))
+        if comm.rank == 0:
+            time.sleep(0.002)  # all have started it
+        after = start(strategy, np.ones(50_000))
+        comm.Barrier()
+        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+            bad.wait()
+        assert after.wait()[0] == comm.size

@@ -1,0 +1,240 @@
+"""`reduce(..., axis=k)`: along axes on every rank, and over ranks, where ranks may have unlike numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import Mirrored, MultiWorkerMirroredStrategy, PerReplica, Strategy
+from mpidist.errors import InvalidArgumentError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+
+only_several = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture
+def strategy() -> Iterator[Strategy]:
+    with MultiWorkerMirroredStrategy() as made:
+        yield made
+
+
+def rows(rank: int, count: int, dtype: Any) -> Any:
+    """Give a rank's rows [count, 3]: small whole numbers, exact in every dtype."""
+    rng = np.random.default_rng(rank)
+    return rng.integers(1, 4, (count, 3)).astype(dtype)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_mean_weighs_uneven_ranks_by_their_rows(placement: tuple[int, ...], dtype: Any) -> None:
+    """T130, X31: rank r holds r + 1 copies of r."""
+    mine = np.full(RANK + 1, RANK, dtype)
+    total = sum(rank * (rank + 1) for rank in range(SIZE))
+    count = sum(rank + 1 for rank in range(SIZE))
+    with MultiWorkerMirroredStrategy() as strategy:
+        for value in (mine, PerReplica((mine,))):
+            assert strategy.reduce("SUM", value, axis=0) == total
+            assert strategy.reduce("MEAN", value, axis=0) == pytest.approx(total / count, rel=1e-6)
+    if SIZE == 4:
+        assert (total, total / count) == (20, 2.0)
+
+
+def test_loss_over_uneven_batches_is_that_of_one_process(strategy: Strategy) -> None:
+    """X45: batches of 1, 2, 3 and 4 rows."""
+    losses = [np.random.default_rng(rank).normal(size=rank + 1) for rank in range(SIZE)]
+    mean = strategy.reduce("MEAN", losses[RANK], axis=0)
+    assert mean == pytest.approx(np.concatenate(losses).mean())
+
+
+DTYPES = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.float16, np.float32, np.float64]
+MEANS = {1: np.float32, 2: np.float32, 4: np.float64, 8: np.float64}
+
+
+@pytest.mark.parametrize("counts", ["even", "uneven", "some empty"])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.complex64, ml_dtypes.bfloat16])
+def test_every_operation_is_that_of_all_rows_together(strategy: Strategy, dtype: Any, counts: str) -> None:
+    """X31: empty parts count 0."""
+    count = {"even": lambda rank: 2, "uneven": lambda rank: 1 + rank % 3, "some empty": lambda rank: rank + 1 & 1}
+    everything = np.concatenate([rows(rank, count[counts](rank), dtype) for rank in range(SIZE)])
+    mine, dtype = rows(RANK, count[counts](RANK), dtype), np.dtype(dtype)
+    wide = everything.astype({"c": np.complex128, "i": np.int64, "u": np.int64}.get(dtype.kind, np.float64))
+    for op in mpidist.ReduceOp:
+        if dtype.kind == "c" and op.name in ("MIN", "MAX"):
+            continue
+        result = strategy.reduce(op, mine, axis=0)
+        assert type(result) is np.ndarray
+        assert result.shape == (3,)
+        is_int_mean = op.name == "MEAN" and dtype.kind in "iu"
+        assert result.dtype == (MEANS[dtype.itemsize] if is_int_mean else dtype)
+        expected = getattr(wide, op.name.lower())(axis=0).astype(result.dtype)  # wraps where integers do
+        tolerance = 1e-2 if dtype.itemsize == 2 and dtype.kind not in "iu" else 1e-6
+        assert np.allclose(result.astype(np.complex128), expected.astype(np.complex128), rtol=tolerance)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3, np.int64(1)])
+@pytest.mark.parametrize("op", list(mpidist.ReduceOp))
+def test_every_axis_counts_as_in_numpy(strategy: Strategy, op: mpidist.ReduceOp, axis: int) -> None:
+    parts = [np.random.default_rng(rank).integers(1, 5, (2, 3, 4)) for rank in range(SIZE)]
+    result = strategy.reduce(op, parts[RANK], axis=axis)
+    expected = getattr(np.concatenate(parts, axis), op.name.lower())(axis=axis)
+    assert result.shape == expected.shape
+    assert np.array_equal(result, expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("axes", [(0,), (-1, 0), (np.int64(0), 1, 2)])
+@pytest.mark.parametrize("op", list(mpidist.ReduceOp))
+def test_several_axes_count_as_in_numpy(strategy: Strategy, op: mpidist.ReduceOp, axes: tuple[int, ...]) -> None:
+    """Ranks have unlike numbers of rows: a mean is the sum of all over the count of all."""
+    parts = [np.random.default_rng(rank).integers(1, 5, (rank + 1, 2, 2)) for rank in range(SIZE)]
+    result = strategy.reduce(op, {"a": parts[RANK]}, axis=axes)["a"]
+    expected = getattr(np.concatenate(parts), op.name.lower())(axis=axes)
+    assert (type(result), result.shape) == (np.ndarray, expected.shape)
+    assert (
+        np.allclose(result, expected, rtol=1e-15) if op is mpidist.ReduceOp.MEAN else np.array_equal(result, expected)
+    )
+
+
+def test_no_axes_are_no_axis(strategy: Strategy) -> None:
+    """As in NumPy: an empty tuple leaves every number where it is."""
+    value = np.arange(6.0).reshape(2, 3) + RANK
+    for op in ("SUM", "MEAN", "MAX"):
+        assert np.array_equal(strategy.reduce(op, value, axis=()), strategy.reduce(op, value, axis=None))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN"])
+def test_vector_gives_an_array_without_axes(strategy: Strategy, op: str) -> None:
+    result = strategy.reduce(op, np.ones(3, np.float32), axis=0)
+    assert type(result) is np.ndarray
+    assert (result.shape, result.dtype) == ((), np.float32)
+
+
+def test_nothing_at_all_has_the_neutral_element(strategy: Strategy) -> None:
+    nothing = np.ones((0, 2), np.float32)
+    assert strategy.reduce("SUM", nothing, axis=0).tolist() == [0, 0]
+    assert strategy.reduce("PROD", nothing, axis=0).tolist() == [1, 1]
+    assert strategy.reduce("MIN", nothing, axis=0).tolist() == [np.inf, np.inf]
+    assert strategy.reduce("MAX", nothing.astype(np.int8), axis=0).tolist() == [-128, -128]
+    assert strategy.reduce("MAX", nothing.astype(bool), axis=0).tolist() == [False, False]
+    assert strategy.reduce("MIN", nothing.astype(bool), axis=0).tolist() == [True, True]
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(strategy.reduce("MEAN", nothing, axis=0)).all()
+
+
+def test_means_do_not_wrap_or_overflow_on_their_way(strategy: Strategy) -> None:
+    assert strategy.reduce("MEAN", np.full(100, 100, np.int8), axis=0) == 100
+    assert strategy.reduce("MEAN", np.full(3, 2**63, np.uint64), axis=0) == 2.0**63
+    assert strategy.reduce("MEAN", np.full(100, 2**31 - 1, np.int32), axis=0) == 2**31 - 1
+    assert strategy.reduce("MEAN", np.full(100, 60000, np.float16), axis=0) == 60000 // 32 * 32
+
+
+def test_layout_and_byte_order_are_each_ranks_own_affair(strategy: Strategy) -> None:
+    """X50."""
+    value = np.arange(24, dtype=np.float64).reshape(4, 6)
+    views = [value, np.asfortranarray(value), value.astype(">f8"), np.repeat(value, 2, axis=1)[:, ::2]]
+    expected = {"SUM": SIZE * value.sum(axis=1), "MEAN": value.mean(axis=1), "MAX": value.max(axis=1)}
+    for turn in range(len(views)):
+        mine = views[(RANK + turn) % len(views)]
+        mine.flags.writeable = False
+        for op in expected:
+            result = strategy.reduce(op, mine, axis=1)
+            assert np.array_equal(result, expected[op])
+            assert result.dtype.isnative
+        assert np.array_equal(mine, value)
+
+
+def test_nest_is_reduced_leaf_by_leaf(strategy: Strategy) -> None:
+    value = {"b": PerReplica((np.full((2, 2), RANK),)), "a": [np.ones(3, np.float32)]}
+    result = strategy.reduce("MEAN", value, axis=0)
+    assert list(result) == ["b", "a"]
+    assert result["b"].tolist() == [(SIZE - 1) / 2] * 2
+    assert result["a"][0] == 1.0
+    assert strategy.reduce("MEAN", [], axis=0) == []
+
+
+def test_mirrored_value_has_a_mean_and_no_sum(strategy: Strategy) -> None:
+    """X18."""
+    mirrored = Mirrored((np.array([1.0, 2.0, 6.0]),))
+    assert strategy.reduce("MEAN", mirrored, axis=0) == 3.0
+    assert strategy.reduce("MAX", mirrored, axis=0) == 6.0
+    if SIZE == 1:
+        assert strategy.reduce("SUM", mirrored, axis=0) == 9.0
+        return
+    for op in ("SUM", "PROD"):
+        with pytest.raises(ValueError, match="Mirrored"):
+            strategy.reduce(op, mirrored, axis=0)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    ("value", "axis", "kind"),
+    [
+        (np.ones((2, 3)), 2, InvalidArgumentError),
+        (np.ones((2, 3)), -3, InvalidArgumentError),
+        (1.0, 0, InvalidArgumentError),
+        (np.ones(2, bool), 0, InvalidArgumentError),
+        (np.array(["a"]), 0, InvalidArgumentError),
+        (np.ones(2), "0", TypeError),
+        (np.ones(2), True, TypeError),
+        (np.ones(2), [0], TypeError),
+        (np.ones(2), (True,), TypeError),
+        (np.ones(2), 0.0, TypeError),
+        (np.ones(2), object(), TypeError),
+        (np.ones((2, 2)), (0, 2), InvalidArgumentError),
+        (np.ones((2, 2)), (0, 0), InvalidArgumentError),
+        (np.ones((2, 2)), (1, -1), InvalidArgumentError),
+        (object(), 0, TypeError),
+    ],
+)
+def test_axis_or_value_that_cannot_be_is_refused(
+    strategy: Strategy, op: str, value: Any, axis: Any, kind: type[Exception]
+) -> None:
+    """Reference 1.4.4; X7. The text names no address, so that all ranks have the same one."""
+    with raises_everywhere(WORLD, kind):
+        strategy.reduce(op, value, axis=axis)
+    assert strategy.reduce("SUM", 1) == SIZE
+
+
+@only_several
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        ((np.ones((3, 3)), 0), (np.ones((3, 3)), 1), "axis"),
+        ((np.ones((3, 3)), 0), (np.ones((3, 2)), 0), "rank 0"),
+        ((np.ones(3), 0), (np.ones(3, np.float32), 0), "rank 0"),
+        (([np.ones(3)], 0), ({"a": np.ones(3)}, 0), "form of the nest"),
+        ((np.ones(3), None), (np.ones(3), 0), "reduce"),
+        ((np.ones(3), 5), (np.ones(3), 0), "axis 5"),
+        ((np.ones((3, 3)), (0, 1)), (np.ones((3, 3)), (1, 0)), r"axes \(0, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_difference_between_ranks_is_an_error_on_all(
+    strategy: Strategy, op: str, mine: tuple[Any, Any], theirs: tuple[Any, Any], text: str
+) -> None:
+    value, axis = mine if RANK == 0 else theirs
+    with pytest.raises(InvalidArgumentError, match=text):
+        strategy.reduce(op, value, axis=axis)
+    assert strategy.reduce("SUM", 1) == SIZE
+
+
+@only_several
+def test_sum_on_one_rank_and_mean_on_others_is_an_error_on_all(strategy: Strategy) -> None:
+    with pytest.raises(InvalidArgumentError):
+        strategy.reduce("SUM" if RANK == 0 else "MEAN", np.ones(3), axis=0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+def test_means_of_small_integers_do_not_wrap_however_long_the_axis(strategy: Strategy, dtype: Any) -> None:
+    largest = np.iinfo(dtype).max
+    value = np.broadcast_to(np.array(largest, dtype), (2**31 // int(largest) + 10,))
+    assert strategy.reduce("MEAN", value, axis=0) == largest

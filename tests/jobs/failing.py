@@ -1,0 +1,78 @@
+"""Jobs of real ranks that an error ends: what they wrote, and with which exit status."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mpi_session import clean_environment
+from mpi_session.launch import Launcher
+
+import mpidist
+
+PROJECT = str(Path(mpidist.__file__).parents[1])
+HERE = socket.gethostname()
+SOON_SECONDS = 15  # far more than a job needs to end, also on a busy machine
+LONG_SECONDS = 60  # of work that must not be waited for
+HEAD = """
+import os, signal, sys, threading, time
+import mpidist
+strategy = mpidist.MultiWorkerMirroredStrategy()
+rank = strategy.topology.rank
+def reduce_for_ever():
+    while True:
+        strategy.reduce("SUM", 1.0)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has come to its end soon."""
+
+    status: int
+    out: str
+    err: str
+
+    def lines_of(self, rank: int) -> list[str]:
+        """Return what a rank wrote with its name in front, as `mpidist` does for an uncaught error."""
+        prefix = f"[rank {rank} on {HERE}] "
+        return [line.partition(prefix)[2] for line in self.err.splitlines() if prefix in line]
+
+
+Job = Callable[..., Ended]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Run a program on 3 ranks of the MPI library that these tests run with."""
+
+    def run(body: str, ranks: int = 3, head: str = HEAD, **variables: str) -> Ended:
+        script = tmp_path / "program.py"
+        script.write_text(head + body)
+        command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(script)]
+        return end_of(command, **variables)
+
+    return run
+
+
+def end_of(command: list[str], **variables: str) -> Ended:
+    environment = {
+        **clean_environment(),
+        "PYTHONPATH": PROJECT,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
+        **variables,
+    }
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SOON_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"the job did not end within {SOON_SECONDS} s; it wrote {error.stdout!r} and {error.stderr!r}")
+    return Ended(done.returncode, done.stdout, done.stderr)

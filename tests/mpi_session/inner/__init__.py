@@ -1,0 +1,1 @@
+"""The session of one rank: it runs the tests in step with the other ranks."""

@@ -1,0 +1,464 @@
+"""The rules of the architecture, read from the source: who imports whom, and how large things grow."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import mpidist
+
+pytestmark = pytest.mark.no_mpi
+
+PACKAGE = Path(mpidist.__file__).parent
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 40
+MAX_MODULES = 13  # in a folder, besides its `__init__`
+GUARDED = ("mpi4py", "cupy", "ml_dtypes")  # may be imported inside functions: they start MPI or CUDA, or take long
+WHERE_GUARDED = {
+    "mpi4py": (
+        "mpidist.transport.mpi.library",
+        "mpidist.transport.mpi.communicator",
+        "mpidist.cluster_resolver.",
+    ),
+    "cupy": ("mpidist.transport.cuda",),
+    "ml_dtypes": ("mpidist.transport.half",),
+}
+EXCEPTIONS = ("Exception", "Error", "Warning")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module.
+
+    Attributes:
+        target: The module.
+        source: Where its name is taken from: the module itself, or the folder whose `__init__` has the name.
+        line: Where the import is.
+        in_function: Whether a function imports.
+        only_typing: Whether the import is there for types alone.
+    """
+
+    target: str
+    source: str
+    line: int
+    in_function: bool
+    only_typing: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def folder(self) -> str:
+        """The package that the file lies in: of an `__init__`, the package that it makes."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+    def at(self, line: int) -> str:
+        return f"{self.path.relative_to(PACKAGE.parent)}:{line}"
+
+    def imports(self) -> Iterator[Import]:
+        yield from _imports(self.tree, in_function=False, only_typing=False)
+
+    def own_imports(self) -> Iterator[Import]:
+        return (found for found in self.imports() if found.target.split(".")[0] == "mpidist")
+
+
+def _modules() -> dict[str, Module]:
+    modules = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(name, path, ast.parse(path.read_text()))
+    return modules
+
+
+def _imports(node: ast.AST, in_function: bool, only_typing: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, alias.name, child.lineno, in_function, only_typing)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            for alias in child.names:
+                source, inner = str(child.module), f"{child.module}.{alias.name}"
+                target = inner if inner in NAMES else source
+                yield Import(target, source, child.lineno, in_function, only_typing)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for part in child.body:
+                yield from _imports(ast.Module([part], []), in_function, True)
+            for part in child.orelse:
+                yield from _imports(ast.Module([part], []), in_function, only_typing)
+        else:
+            yield from _imports(child, in_function or isinstance(child, (Function, ast.Lambda)), only_typing)
+
+
+NAMES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+}
+MODULES = _modules()
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def test_package_was_found() -> None:
+    """Else every rule below would hold."""
+    assert len(MODULES) > 40
+    assert sum(1 for module in MODULES.values() for _ in module.own_imports()) > 200
+    edges = {found.target for found in MODULES["mpidist.strategies.mirrored"].own_imports()}
+    assert {"mpidist.strategy", "mpidist.transport", "mpidist.cross_device_ops"} <= edges
+
+
+def test_transport_knows_only_itself_and_errors() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if is_in(module.name, "mpidist.transport")
+        for found in module.own_imports()
+        if not is_in(found.target, "mpidist.transport") and found.target != "mpidist.errors"
+    ]
+    assert wrong == []
+
+
+def test_strategies_are_imported_by_the_tables_of_contents_alone() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if not is_in(module.name, "mpidist.strategies") and module.name not in ("mpidist", "mpidist.experimental")
+        for found in module.own_imports()
+        if is_in(found.target, "mpidist.strategies")
+    ]
+    assert wrong == []
+
+
+def test_no_strategy_knows_another() -> None:
+    """A strategy is a composition, never an override of another one."""
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        if is_in(module.name, "mpidist.strategies") and not module.is_package
+        for found in module.own_imports()
+        if is_in(found.target, "mpidist.strategies")
+    ]
+    assert wrong == []
+
+
+def require_no_cycle(graph: Mapping[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these import each other: {' <- '.join(error.args[1])}")
+
+
+def test_imports_make_no_cycle() -> None:
+    """Of imports for types, too: who names another's class knows of it."""
+    require_no_cycle({module.name: {found.target for found in module.own_imports()} for module in MODULES.values()})
+
+
+def unit(name: str) -> str:
+    """A module's folder; a module at the top is one by itself."""
+    folder = MODULES[name].folder
+    return name if folder == PACKAGE.name else folder
+
+
+def test_folders_make_no_cycle() -> None:
+    """Of imports for types, too. An `__init__` may name what is in folders within its own."""
+    graph: dict[str, set[str]] = {}
+    for module in MODULES.values():
+        for found in module.own_imports():
+            one, other = unit(module.name), unit(found.target)
+            is_seam = module.is_package and is_in(other, module.name)
+            if one != other and not is_seam:
+                graph.setdefault(one, set()).add(other)
+    assert len(graph) > 15
+    require_no_cycle(graph)
+
+
+def test_folders_stay_small() -> None:
+    counts = Counter(module.folder for module in MODULES.values() if not module.is_package)
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_folders_are_entered_by_their_init_alone() -> None:
+    """What others may use of a folder, its `__init__` names. The top folder has no such rule: its modules are few."""
+    wrong = [
+        f"{module.at(found.line)} imports {found.source}, which is within a folder"
+        for module in MODULES.values()
+        for found in module.own_imports()
+        if not MODULES[found.source].is_package
+        and MODULES[found.source].folder != PACKAGE.name
+        and not is_in(module.name, MODULES[found.source].folder)
+    ]
+    assert wrong == []
+
+
+def test_inits_list_what_others_import() -> None:
+    """Else a module of a folder could be taken for a name of its `__init__`."""
+    wrong = [
+        f"{module.at(node.lineno)} imports {alias.name}, which {node.module} does not list"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES and node.module != PACKAGE.name
+        if MODULES[node.module].is_package and not is_in(module.name, node.module)
+        for alias in node.names
+        if alias.name not in listed_names(MODULES[node.module])
+    ]
+    assert wrong == []
+
+
+def listed_names(module: Module) -> list[str]:
+    """What a module's `__all__` has; none if there is none."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def test_functions_import_the_guarded_libraries_alone() -> None:
+    wrong = [
+        f"{module.at(found.line)} imports {found.target}"
+        for module in MODULES.values()
+        for found in module.imports()
+        if found.in_function and found.target.split(".")[0] not in GUARDED
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", GUARDED)
+def test_guarded_libraries_have_few_doors(library: str) -> None:
+    found = [
+        (module, found)
+        for module in MODULES.values()
+        for found in module.imports()
+        if found.target.split(".")[0] == library
+    ]
+    assert found
+    for module, its in found:
+        allowed = any((module.name + ".").startswith(door.rstrip(".") + ".") for door in WHERE_GUARDED[library])
+        assert allowed, f"{module.at(its.line)} imports {library}"
+        assert its.in_function or its.only_typing, f"{module.at(its.line)} imports {library} when it is loaded"
+
+
+def test_modules_stay_small() -> None:
+    lengths = {module.at(1): len(module.path.read_text().splitlines()) for module in MODULES.values()}
+    assert {name: length for name, length in lengths.items() if length > MAX_MODULE_LINES} == {}
+
+
+def body_lines(function: Function) -> int:
+    """Count a function's lines without its signature and docstring."""
+    body = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        body = body[1:]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_stay_small() -> None:
+    lengths = {
+        f"{module.at(node.lineno)} {node.name}": body_lines(node)
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, Function)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def is_documented_only(module: Module) -> bool:
+    return all(isinstance(node, ast.Expr) for node in module.tree.body)
+
+
+def test_public_names_are_listed() -> None:
+    wrong = []
+    for module in MODULES.values():
+        listed = [
+            ast.literal_eval(node.value)
+            for node in module.tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        if not listed:
+            wrong += [] if is_documented_only(module) else [f"{module.at(1)} has no __all__"]
+            continue
+        defined = {
+            node.name
+            for node in module.tree.body
+            if isinstance(node, (Function, ast.ClassDef)) and not node.name.startswith("_")
+        }
+        wrong += [f"{module.at(1)} does not list {name}" for name in sorted(defined - set(listed[0]))]
+        wrong += [f"{module.at(1)} lists a name twice"] * (len(set(listed[0])) < len(listed[0]))
+    assert wrong == []
+
+
+def test_private_names_stay_in_their_files() -> None:
+    wrong = [
+        f"{module.at(node.lineno)} imports {alias.name}"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mpidist")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert wrong == []
+
+
+def test_modules_say_what_they_are_for() -> None:
+    for module in MODULES.values():
+        first = (ast.get_docstring(module.tree) or "").splitlines()[:1]
+        assert first, f"{module.at(1)} has no docstring"
+        assert first[0].endswith((".", "?", "`")), f"{module.at(1)}: the first line is no sentence: {first[0]!r}"
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def decorators(node: ast.ClassDef | Function) -> set[str]:
+    return {ast.unparse(decorator).split("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
+
+
+def is_abstract(node: ast.ClassDef) -> bool:
+    methods = [part for part in node.body if isinstance(part, Function)]
+    has_members = any(isinstance(part, (ast.Assign, ast.AnnAssign)) for part in node.body)
+    return (
+        "ABC" in bases(node)
+        or "Protocol" in bases(node)
+        or any("abstractmethod" in decorators(method) for method in methods)
+        or ("Enum" in bases(node) and not has_members)
+    )
+
+
+def test_classes_are_abstract_or_final() -> None:
+    """Style guide, 6. Kinds of error are neither: programs may refine them."""
+    nodes = ((module, node) for module in MODULES.values() for node in ast.walk(module.tree))
+    classes = [(module, node) for module, node in nodes if isinstance(node, ast.ClassDef)]
+    final = {node.name for _, node in classes if "final" in decorators(node)}
+    for module, node in classes:
+        where = f"{module.at(node.lineno)} {node.name}"
+        assert not set(bases(node)) & final, f"{where} subclasses a final class"
+        if node.name.endswith(EXCEPTIONS) or "NamedTuple" in bases(node):
+            continue
+        assert (node.name in final) != is_abstract(node), f"{where} is neither abstract nor final, or both"
+
+
+# The tests. A folder of tests has the rights of the folder of mpidist of the same name: it may use what is inside.
+
+TESTS = Path(__file__).parents[1]
+# Tests that look into another folder, and what for: a part that has no other door, and is no user's business.
+LOOK_INTO = {
+    "cli/test_flight_command.py": {
+        "mpidist.transport.failures.flight_files",
+        "mpidist.transport.failures.flight_recorder",
+    },
+    "collectives/test_compression.py": {"mpidist.transport.reduction"},
+    "collectives/test_device_chunks.py": {"mpidist.transport.group.levels"},
+    "collectives/test_plan.py": {"mpidist.transport.communicator"},
+    "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
+    "standin/kernels.py": {"mpidist.transport.gpu.copy_table"},
+    "strategies/test_refused_strategies.py": {
+        "mpidist.cluster_resolver.addresses",
+        "mpidist.cluster_resolver.resolver",
+    },
+    "support/any_message.py": {
+        "mpidist.transport.failures.failure_notes",
+        "mpidist.transport.failures.status_board",
+        "mpidist.transport.waiting",
+    },
+    "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
+    "transport/device_over_mpi/test_device_mpi.py": {
+        "mpidist.cli.cuda_aware_mpi",
+        "mpidist.transport.group.device_levels",
+    },
+    "transport/device_over_mpi/test_host_staging.py": {
+        "mpidist.cli.cuda_aware_mpi",
+        "mpidist.transport.shared_memory.window",
+    },
+    "transport/failures/test_deadlines.py": {"mpidist.transport.agreement.comparison_rounds"},
+    "transport/test_communicator.py": {"mpidist.transport.shared_memory.window"},
+}
+
+
+def modules_of_tests() -> Iterator[tuple[str, str, ast.Module]]:
+    """Yield (path, name, tree) of all modules of tests, each with the name it would have inside mpidist."""
+    for path in sorted(TESTS.rglob("*.py")):
+        inner = path.relative_to(TESTS)
+        yield str(inner), ".".join((PACKAGE.name, *inner.with_suffix("").parts)), ast.parse(path.read_text())
+
+
+def test_tests_enter_folders_by_their_init() -> None:
+    looked_into: dict[str, set[str]] = {}
+    for path, name, tree in modules_of_tests():
+        for found in _imports(tree, in_function=False, only_typing=False):
+            for target in {found.source, found.target} & set(MODULES):
+                module = MODULES[target]
+                is_inside = module.is_package or module.folder == PACKAGE.name or is_in(name, module.folder)
+                seam = MODULES[module.folder]
+                is_listed = found.source == seam.name and target.rpartition(".")[2] in listed_names(seam)
+                if not is_inside and not is_listed:
+                    looked_into.setdefault(path, set()).add(target)
+    assert looked_into == LOOK_INTO
+
+
+def test_folders_of_tests_mirror_those_of_the_package() -> None:
+    own = {"fixtures", "jobs", "mpi_session", "project", "standin", "support"}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
+    mirrors = {folder for folder in folders if not own & {*folder.parts}}
+    assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()
+    counts = Counter(str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("*.py") if path.name != "__init__.py")
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+# Tests that touch what is private to another file: nothing public shows it, or makes it happen.
+TOUCH_PRIVATES = {
+    "collectives/test_broken_off.py": {"_new_results"},
+    "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
+    "collectives/test_device_overlap.py": {"_flying"},
+    "transport/failures/test_watch.py": {"_notes", "_watchdog"},
+    "transport/nccl/test_nccl.py": {"_run"},
+    "transport/shared_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
+    "transport/test_half.py": {"_narrow"},
+    "variables/test_per_node_variables.py": {"_value"},
+}
+
+
+def privates_of(tree: ast.Module) -> set[str]:
+    """Return the private names that a module asks other objects for, or puts something else in place of."""
+    own = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, (Function, ast.ClassDef))}
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    replaced = {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr") and len(node.args) == 3
+        if isinstance(node.args[1], ast.Constant)
+    }
+    return {name for name in (asked - own) | replaced if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tests_touch_few_privates() -> None:
+    of_others = {"_asdict", "_exit", "_fields", "_replace"}  # of Python's own
+    found = {
+        path: privates_of(tree) - of_others
+        for path, _, tree in modules_of_tests()
+        if path.rpartition("/")[2].startswith("test_") and not path.startswith("mpi_session/")
+    }
+    assert {path: names for path, names in found.items() if names} == TOUCH_PRIVATES

@@ -1,0 +1,239 @@
+"""The benchmarks: they run, they notice wrong results, and they leave out what they cannot measure."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi_session import clean_environment
+from mpi_session.launch import Launcher
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from contest.benchmarks import BENCHMARKS as NAMES  # noqa: E402
+from contest.benchmarks import works_of  # noqa: E402
+from contest.bounds import Link, traffic_bytes  # noqa: E402
+from contest.environments import MEMORY, PEERS  # noqa: E402
+from contest.group import Group, GroupError  # noqa: E402
+from contest.measuring import Timing  # noqa: E402
+from contest.tables import lines_of, row_of  # noqa: E402
+from ranks import work  # noqa: E402
+from ranks.meeting import Meeting  # noqa: E402
+from ranks.way import Way, runs  # noqa: E402
+
+pytestmark = pytest.mark.no_mpi
+
+
+SMALL = {
+    "algorithms": ("--sizes", "4K", "--lists", ""),
+    "calls": ("--sizes", "4"),
+    "reductions": ("--sizes", "64K"),
+    "overlap": ("--sizes", "", "--lists", "2x1K"),
+}
+WAY = Way([], lambda at: None)
+
+
+def measured(folder: Path, *options: str) -> str:
+    """Run a benchmark with the library of this environment, and return what it prints."""
+    command = [sys.executable, str(BENCHMARKS), *options, "--env", f"mpich={sys.executable}", "--out", str(folder)]
+    done = subprocess.run(
+        command, env=clean_environment(), cwd=folder, capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def rows_in(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, str]], Path]:
+    """Measure the library of this environment, and one that is not there."""
+    folder = tmp_path_factory.mktemp("results")
+    said = measured(folder, "all_reduce", "--quick", "--peers", "mpich,gloo", f"--env=gloo={folder / 'python'}")
+    return said, rows_in(folder / "all_reduce-2-ranks.csv"), folder
+
+
+def test_quick_run_has_a_row_for_each_work_and_way(quick: Any) -> None:
+    found = {(row["work"], row["way"]) for row in quick[1]}
+    ways = {"raw", "raw in place", "mpidist", "mpidist in place", "mpidist per node", "mpidist symmetric"}
+    assert {(name, way) for name in ("4", "64K", "1M", "20x1K") for way in ways} <= found
+
+
+def test_quick_run_records_medians_within_their_spread(quick: Any) -> None:
+    for row in quick[1]:
+        assert 0 < float(row["us_low"]) <= float(row["us"]) <= float(row["us_high"])
+        assert len(row["us_rounds"].split()) == int(row["rounds"])
+
+
+def test_quick_run_prints_each_way_beside_its_baseline(quick: Any) -> None:
+    lines = [line for line in quick[0].splitlines() if line.startswith("mpidist in place (mpich)")]
+    assert len(lines) == 4
+    assert all(line.split("|")[2].rstrip().endswith(", raw in place (mpich)") for line in lines)
+
+
+def test_library_that_is_missing_is_named_and_skipped(quick: Any) -> None:
+    assert "gloo: not installed: no environment" in quick[0]
+
+
+def test_record_names_no_machine_and_no_path(quick: Any) -> None:
+    text = (quick[2] / "all_reduce-2-ranks.csv").read_text()
+    assert os.uname().nodename not in text
+    assert str(BENCHMARKS.parent) not in text
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+def test_ranks_are_asleep_between_turns() -> None:
+    group = Group(MEMORY, Path(sys.executable), 2)
+    try:
+        group.join()
+        states = [_state(pid) for pid in group.pids]
+        group.ask("prepare", kind="size", name="4", shapes=[[1]])
+        assert states == [_state(pid) for pid in group.pids] == ["T", "T"]
+    finally:
+        group.close()
+
+
+def test_group_that_fails_says_why_and_ends() -> None:
+    group = Group(MEMORY, Path(sys.executable), 2)
+    try:
+        group.join()
+        with pytest.raises(GroupError, match="KeyError: 'nonsense'"):
+            group.ask("first", way="nonsense")
+    finally:
+        group.close()
+    assert not [pid for pid in group.pids if Path(f"/proc/{pid}").exists()]
+
+
+def _state(pid: int) -> str:
+    for _ in range(1000):  # a signal is on its way for a moment
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "T":
+            break
+    return state
+
+
+@pytest.mark.parametrize("part", [None, slice(900, 1900)])
+def test_wrong_sum_in_the_middle_of_an_array_is_noticed(part: slice | None) -> None:
+    arrays, way = [np.empty((700, 3), np.float32)], Way([], lambda at: None, part=part)
+    work.write_pattern(arrays, 1)
+    total = 2 * arrays[0] - 1  # ranks 0 and 1
+    got = total if part is None else total.reshape(-1)[part]
+    work.check([got], way, [(700, 3)], 2, None)
+    got.reshape(-1)[450] += 1
+    with pytest.raises(ArithmeticError, match="1 of"):
+        work.check([got], way, [(700, 3)], 2, None)
+
+
+@pytest.mark.parametrize("sums", [[[5.0, 4.0]], [[5.0, 5.0, 5.0]], []])
+def test_wrong_ends_and_shapes_are_noticed(sums: list[list[float]]) -> None:
+    work.check([np.array([5.0, 5.0])], WAY, [(2,)], 2, 2)
+    with pytest.raises(ArithmeticError):
+        work.check([np.array(one) for one in sums], WAY, [(2,)], 2, 2)
+
+
+def test_lists_are_read_by_name_and_by_number() -> None:
+    sizes, lists = works_of("all_reduce", "64K,1M", ""), works_of("all_reduce", "", "3x1K,resnet50")
+    assert [(one.nbytes, one.calls) for one in sizes] == [(64 << 10, 1), (1 << 20, 1)]
+    assert [(len(one.shapes), one.nbytes > 3000) for one in lists] == [(3, True), (161, True)]
+    with pytest.raises(argparse.ArgumentTypeError, match="reductions reduces single arrays"):
+        list(works_of("reductions", "", "resnet50"))
+
+
+def test_buckets_hold_at_most_their_bytes_and_keep_the_order() -> None:
+    sizes = [3, 4, 11, 1, 9, 1]
+    assert [sizes[group] for group in runs(sizes, 10)] == [[3, 4], [11], [1, 9], [1]]
+
+
+def test_barrier_ends_when_a_rank_does_not_come(tmp_path: Path) -> None:
+    Meeting(tmp_path / "alone", 0, 1).wait()
+    with pytest.raises(TimeoutError):
+        Meeting(tmp_path / "two", 0, 2).wait(timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("way", "passes"),
+    [("mpidist symmetric", 2), ("mpidist symmetric per node", 1.25), ("mpidist", 5), ("raw", None)],
+)
+def test_traffic_of_four_ranks(way: str, passes: float | None) -> None:
+    assert traffic_bytes(way, 1000, 4) == (passes and 1000 * passes)
+
+
+def timing(peer: str, way: str, baseline: str, seconds: list[float], sent: tuple[float, ...] = ()) -> Timing:
+    one = work.Work("size", "1K", ((256,),), benchmark="network")
+    return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent)
+
+
+def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
+    raw = [timing("mpich", "raw in place", "", [3.0, 3.0]), timing("openmpi", "raw in place", "", [2.0, 4.0, 2.0])]
+    ours, gloo = (
+        timing("mpich", "mpidist", "raw in place", [1.0, 2.0]),
+        timing("gloo", "gloo", "raw in place", [4.0] * 3),
+    )
+    old = timing("mpich@abc", "mpidist", "raw in place", [2.0, 6.0])
+    rows = [row_of(one, [*raw, ours, gloo, old], None) for one in (raw[0], ours, gloo)]
+    assert [row.get("baseline") for row in rows] == [None, "raw in place (mpich)", "raw in place (openmpi)"]
+    assert [rows[1][name] for name in ("ratio", "ratio_low", "ratio_high")] == ["2.250", "1.500", "3.000"]
+    assert [rows[1][name] for name in ("old_by_new", "old_by_new_low")] == ["2.500", "2.000"]
+    assert rows[2]["ratio"] == "0.500"
+    assert lines_of(rows)[-1].split("|")[2].strip() == "0.50 (0.50 to 1.00), raw in place (openmpi)"
+
+
+def test_what_hosts_send_is_held_against_the_least() -> None:
+    link = Link(hosts=2, bits_per_second=8192.0)
+    row = row_of(timing("mpich", "mpidist", "", [2.0], (1024 + 660.0, 10.0)), [], link)
+    assert (row["bound_us"], row["share_of_bound"], row["net_sent_to_least"]) == ("1000000.00", "0.500", "1.0000")
+
+
+def test_every_library_has_a_place_to_be_looked_for() -> None:
+    assert all(peer.folder.startswith(".venv") for peer in PEERS)
+
+
+def test_every_benchmark_has_ways_over_mpi() -> None:
+    assert sorted(NAMES) == sorted(path.stem for path in (BENCHMARKS / "mpi_ways").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("name", ["algorithms", "calls", "reductions", "overlap"])
+def test_benchmark_runs_and_its_results_are_right(tmp_path: Path, name: str) -> None:
+    measured(tmp_path, name, "--peers", "mpich", "--rounds", "1", "--seconds", "0.01", *SMALL[name])
+    found = rows_in(tmp_path / f"{name}-2-ranks.csv")
+    assert len(found) == len({row["way"] for row in found}) >= 3
+
+
+def test_watching_is_measured(tmp_path: Path) -> None:
+    measured(tmp_path, "watching", "--peers", "mpich", "--sizes", "4", "--rounds", "2", "--seconds", "0.02")
+    found = {row["way"]: float(row["us"]) for row in rows_in(tmp_path / "watching-2-ranks.csv")}
+    assert {"no check", "check", "check, deadline", "polled"} <= set(found)
+    assert 0 < found["1000 calls in the flight recorder"] < 50_000
+    assert 200_000 <= found["a rank misses a deadline of 0.2 s"] < 700_000
+
+
+def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
+    """The commit of now: an older one may not be in a shallow copy of the repository."""
+    if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("there is no history of git here")
+    options = ["--peers", "mpich", "--sizes", "4", "--lists", "", "--rounds", "1", "--seconds", "0.01"]
+    said = measured(tmp_path, "all_reduce", *options, "--beside", "HEAD")
+    found = rows_in(tmp_path / "all_reduce-2-ranks-beside-HEAD.csv")
+    assert {row["peer"] for row in found} == {"mpich", "mpich@HEAD"}
+    assert all(row["old_by_new"] for row in found if row["peer"] == "mpich")
+    assert "old / new" in said
+
+
+def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
+    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS), "all_reduce", "--in-job"]
+    command += ["--sizes", "4", "--lists", "2x1K", "--rounds", "1", "--seconds", "0.01", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {row["peer"] for row in rows_in(tmp_path / "all_reduce-2-ranks.csv")} == {"job"}

@@ -1,0 +1,239 @@
+"""The pages: programs run and print what the pages show, links lead somewhere, and the reference names everything."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from jobs.faults import environment
+from mpi_session.launch import Launcher
+from support.pages import BLOCK, Block, Command, blocks_of, difference
+
+import mpidist
+
+pytestmark = pytest.mark.no_mpi
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if "_build" not in page.parts)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+AT_ONCE = 3  # jobs that run at the same time: each waits now and then
+LIMIT_SECONDS = 60.0  # of a command, on a busy machine
+# What the pages say of blocks that are not run, and how many there are of each.
+NOT_RUN = {
+    "a part of a program": 6,
+    "changes the library": 14,
+    "for any program": 4,
+    "installs packages": 4,
+    "measures the machine": 1,
+    "needs a GPU": 2,
+    "needs a running job": 3,
+    "needs Slurm": 2,
+    "needs TensorFlow": 1,
+    "needs torch": 4,
+    "takes minutes": 7,
+}
+
+
+class Ran(NamedTuple):
+    """A command that came to its end."""
+
+    command: Command
+    status: int
+    printed: str
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def place(block: Block) -> str:
+    return f"{named(block.page)}:{block.number}"
+
+
+def is_run(block: Block) -> bool:
+    return block.mark != "not run" and (not block.needs or find_spec(block.needs) is not None)
+
+
+def commands_of(block: Block) -> list[Command]:
+    """Return what to do with a block. A program is run alone at least."""
+    return block.commands if block.kind == "console" else [Command(f"python {block.word}")]
+
+
+def is_done_elsewhere(block: Block) -> bool:
+    """Whether another block of the page has a program run alone."""
+    others = [other for other in CODE if other.page == block.page and other.kind == "console" and is_run(other)]
+    return block.kind == "python" and any(commands_of(block)[0].line == c.line for o in others for c in o.commands)
+
+
+CODE = [block for page in PAGES for block in blocks_of(page) if block.kind in ("python", "console")]
+RUN = [block for block in CODE if is_run(block) and not is_done_elsewhere(block)]
+
+
+def programs_of(page: Path) -> list[Block]:
+    return [block for block in CODE if block.page == page and block.kind == "python" and is_run(block)]
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a person who reads the pages: `python` and `mpiexec` are those of these tests."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, command in {"python": (sys.executable,), "mpiexec": Launcher.find(None).command}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
+        (folder / name).chmod(0o755)
+    own = {name: value for name, value in environment().items() if not name.startswith(("MPIDIST_", "PYTHONUN"))}
+    return {**own, "PATH": f"{folder}:{own['PATH']}", "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    request: pytest.FixtureRequest, environ: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Block, Future[list[Ran]]]]:
+    """What the chosen tests will ask for, begun in advance, some at a time."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    blocks = [each.params["block"] for each in chosen if each is not None and "block" in each.params]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {block: pool.submit(run, block, tmp_path_factory.mktemp("page"), environ) for block in blocks}
+        pool.shutdown(cancel_futures=True)
+
+
+def run(block: Block, folder: Path, environ: Mapping[str, str]) -> list[Ran]:
+    """Run a block's commands one after the other, in a folder with the programs of its page."""
+    assert commands_of(block), f"{place(block)} has no command; make it a block of text"
+    for command in commands_of(block):
+        assert command.is_safe, f"{place(block)} would run `{command.line}`; mark it `<!-- not run: why -->`"
+    for program in programs_of(block.page):
+        (folder / program.word).write_text(program.text)
+    return [end_of(command, folder, environ) for command in commands_of(block)]
+
+
+def end_of(command: Command, folder: Path, environ: Mapping[str, str]) -> Ran:
+    with (folder / "printed").open("w+") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", command.line],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(LIMIT_SECONDS)
+        finally:
+            process.kill()
+        file.seek(0)
+        return Ran(command, status, file.read())
+
+
+def problem_of(block: Block, ended: list[Ran]) -> str:
+    """Return what is not as the block shows it; nothing, if nothing."""
+    for command, status, printed in ended:
+        told = f"`{command.line}` at {place(block)} ended with exit status {status}, and printed\n{printed}"
+        if not command.ends_with(status):
+            return told
+        if block.kind == "console" and difference(command, printed):
+            return f"{difference(command, printed)}\n{told}"
+    return ""
+
+
+@pytest.mark.timeout(8 * LIMIT_SECONDS)
+@pytest.mark.parametrize("block", RUN, ids=place)
+def test_block_does_what_it_shows(
+    block: Block, jobs: Mapping[Block, Future[list[Ran]]], tmp_path: Path, environ: Mapping[str, str]
+) -> None:
+    problem = problem_of(block, jobs[block].result())
+    if problem and any(command.shows_failure for command in block.commands):
+        # On a busy machine the rank that failed may end others before they have had their say.
+        problem = problem_of(block, run(block, tmp_path, environ))
+    assert problem == "", problem
+
+
+ALONE, MANY = "python a.py", "mpiexec -n 2 python a.py"
+ERROR = '[rank 1 on node1]   File "/tmp/a.py", line 3, in step\n[rank 1 on node1] KeyError: 7'
+OWN_FRAME = f'[rank 1 on node1]   File "{mpidist.__file__}", line 9, in run\n[rank 1 on node1]     fn()\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "printed", "is_same"),
+    [
+        (ALONE, "one\ntwo", "one\ntwo\n", True),
+        (ALONE, "one\ntwo", "two\none\n", False),
+        (MANY, "one\ntwo", "two\none\n", True),
+        (MANY, "one\none", "one\n", False),
+        (MANY, "one", "one\none\n", False),
+        (MANY, "one", "", False),
+        (ALONE, "took 2.5 s at 0x7f0102030405 on laptop", "took 12 s at 0x7f9102030405 on node1", True),
+        (ALONE, "loss 0.5", "loss 0.6", False),
+        (ALONE, "a line that\n  is broken", "a line that is broken", True),
+        (ALONE, "one ...\nthree", "one two\nthree", True),
+        (ALONE, "one\n...\nfour", "one\ntwo\nthree\nfour", True),
+        (ALONE, "one\n...\nfour", "one\ntwo\nthree", False),
+        (MANY, ERROR, ERROR.replace("/tmp/", "/home/you/"), True),
+        (MANY, ERROR, OWN_FRAME + ERROR, True),
+        (MANY, ERROR, "\n".join(reversed(ERROR.splitlines())), False),
+        (MANY, ERROR, ERROR.replace("line 3", "line 4"), False),
+        (MANY, ERROR, ERROR.replace("rank 1", "rank 0"), False),
+    ],
+)
+def test_difference_is_seen(line: str, shown: str, printed: str, is_same: bool) -> None:
+    assert (difference(Command(line, tuple(shown.splitlines())), printed) == "") == is_same
+
+
+def test_commands_that_could_do_harm_are_not_run(tmp_path: Path) -> None:
+    for line in ("pip install x", "python a.py; rm -r .", "kill 1", "python a.py > b", "sbatch a.py", "python -m pip"):
+        assert not Command(line).is_safe
+    block = Block(DOCS / "index.md", 1, "console", "", "", "", "$ touch it\n")
+    with pytest.raises(AssertionError, match="would run `touch it`"):
+        run(block, tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reasons_of_blocks_that_are_not_run() -> None:
+    """Nothing is left out in silence: what is left out, here or where a module is missing, stands above."""
+    needed = Counter(f"needs {block.needs}" for block in CODE if block.needs)
+    assert needed + Counter(block.word for block in CODE if block.mark == "not run") == NOT_RUN
+
+
+def test_code_is_marked_and_found() -> None:
+    """A mark that the pattern does not fit would be a program that nobody runs, and so would a name used twice."""
+    for page in PAGES:
+        text, blocks = page.read_text(), [block for block in CODE if block.page == page]
+        marked = [block for block in blocks if block.mark]
+        assert len(re.findall(r"^\s*<!-- (?:not )?run", text, re.MULTILINE)) == len(marked), named(page)
+        assert len(re.findall(r"^\s*```(?:python|console)", text, re.MULTILINE)) == len(blocks), named(page)
+        assert [place(block) for block in blocks if block.kind == "python" and not block.mark] == []
+        names = Counter(program.word for program in programs_of(page))
+        assert set(names.values()) <= {1}, f"{named(page)}: {names}"
+    assert len(RUN) > 50
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what GitHub and MyST make of the headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files(page: Path) -> None:
+    for match in LINK.finditer(BLOCK.sub("", page.read_text())):
+        target, _, anchor = match["target"].partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{named(page)} links to {match['target']}, which is not there"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{named(page)} links to {match['target']}, which has no such heading"
+
+
+def test_reference_names_everything_public() -> None:
+    documented = set(re.findall(r"\w+", "".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))))
+    public = [*mpidist.__all__, *mpidist.cluster_resolver.__all__, *mpidist.experimental.__all__]
+    assert not [name for name in public if name not in documented]

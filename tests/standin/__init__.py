@@ -1,0 +1,1 @@
+"""CuPy, NCCL and GPUs without a GPU: the stand-in, and what its tests share."""

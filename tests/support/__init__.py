@@ -1,0 +1,1 @@
+"""What tests of several modules share: values, placements, and what must be the same on all ranks."""

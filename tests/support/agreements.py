@@ -1,0 +1,27 @@
+"""Agreements over messages, outside of a strategy."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.failures import CallWatchdog, StatusBoard
+
+if TYPE_CHECKING:
+    import pytest
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["make_agreement", "warnings_of"]
+
+
+def make_agreement(comm: Intracomm, timeout_seconds: float | None = None) -> MpiAgreement:
+    """Make an agreement of a communicator's ranks, which are on one node. Collective; free it."""
+    own = comm.Dup()
+    board = StatusBoard(comm if comm.size > 1 else None, range(comm.size))
+    return MpiAgreement(own, CallWatchdog(own, board, ("here",) * comm.size), timeout_seconds=timeout_seconds)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what this rank was warned of."""
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

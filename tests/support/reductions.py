@@ -1,0 +1,55 @@
+"""An all-reduce inside a replica, and what to reduce: numbers of each rank, in arrays of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+
+F32 = np.dtype(np.float32)
+DTYPES = [F32, np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.complex128)]
+LARGE = (200, 120)  # is sent by itself on one node; 4 x 6 goes through a pack
+
+
+def all_reduce(strategy: Strategy, op: str, value: Any, **more: Any) -> Any:
+    return strategy.run(lambda: mpidist.get_replica_context().all_reduce(op, value, **more))  # type: ignore[union-attr]
+
+
+def numbers(strategy: Strategy, shape: tuple[int, ...], dtype: Any = F32) -> Any:
+    """Give every rank other numbers."""
+    return ((np.arange(np.prod(shape, dtype=int)) + strategy.topology.rank) % 5).astype(dtype).reshape(shape)
+
+
+def total(strategy: Strategy, shape: tuple[int, ...], dtype: Any = F32) -> Any:
+    """Add up what all ranks have from `numbers`."""
+    where = np.arange(np.prod(shape, dtype=int))
+    return sum((where + rank) % 5 for rank in range(strategy.topology.size)).astype(dtype).reshape(shape)  # type: ignore
+
+
+def within(shape: tuple[int, ...], dtype: Any, where: Any = ..., order: Any = "C") -> Any:
+    """Make an array inside a larger one that is full of 9."""
+    around = np.full(shape, 9, dtype, order)
+    return around[where]
+
+
+def unaligned(shape: tuple[int, ...], dtype: Any) -> Any:
+    count = int(np.prod(shape))
+    return np.zeros(count * dtype.itemsize + 1, np.uint8)[1:].view(dtype).reshape(shape)
+
+
+# Name -> an array of a shape [m, n] and dtype, laid out in memory so that it can be written.
+LAYOUTS: dict[str, Callable[[tuple[int, ...], Any], Any]] = {
+    "C": lambda shape, dtype: np.zeros(shape, dtype),
+    "Fortran": lambda shape, dtype: np.zeros(shape, dtype, "F"),
+    "transposed": lambda shape, dtype: np.zeros(shape[::-1], dtype).T,
+    "negative strides": lambda shape, dtype: within(shape, dtype, np.s_[::-1, ::-1]),
+    "every second column": lambda shape, dtype: within((shape[0], 2 * shape[1]), dtype, np.s_[:, ::2]),
+    "inner block": lambda shape, dtype: within((shape[0] + 2, shape[1] + 2), dtype, np.s_[1:-1, 1:-1]),
+    "big-endian": lambda shape, dtype: np.zeros(shape, dtype if dtype.kind == "V" else dtype.newbyteorder(">")),
+    "unaligned": unaligned,
+}

@@ -1,0 +1,73 @@
+"""How ranks reach each other in a test: the transport, and sizes that the cost model would not choose."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpidist.transport.costs import CostModel
+from mpidist.transport.shared_memory import schedule
+
+__all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]
+
+TRANSPORTS = ["mpi", "shared_memory"]
+
+# All of these modules' tests insist on shared memory, and at 3 ranks are run over messages as well.
+_ON_EVERY_TRANSPORT = (
+    "test_algorithms",
+    "test_gather",
+    "test_out",
+    "test_results",
+    "test_run_and_reduce",
+    "test_variables",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".")[2] not in _ON_EVERY_TRANSPORT:
+        return
+    if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return
+    if metafunc.definition.get_closest_marker("no_mpi") is None:
+        if "transport" not in metafunc.fixturenames:
+            metafunc.fixturenames.insert(0, "transport")  # before the strategy is made
+        metafunc.parametrize(
+            "transport", ["shared_memory", pytest.param("mpi", marks=pytest.mark.ranks(3))], indirect=True
+        )
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Set the transport of strategies that the test builds: that of its parameter, if it has one."""
+    name: str = getattr(request, "param", "auto")
+    monkeypatch.setenv("MPIDIST_TRANSPORT", name)
+    return name
+
+
+def set_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_bytes: int | None = None,
+    least_bytes: int | None = None,
+    one_round_bytes: int | None = None,
+    depth: int | None = None,
+    fine_count: int | None = None,
+) -> None:
+    """Let the cost model choose these sizes, for strategies that the test builds.
+
+    Args:
+        monkeypatch: Puts everything back.
+        chunk_bytes: Size of a chunk of fused arrays.
+        least_bytes: Size from which on arrays are fused across nodes.
+        one_round_bytes: Size up to which all ranks of one node add everything themselves.
+        depth: Number of shards under way between nodes.
+        fine_count: Number of elements of an average piece from which on pieces are added where they lie.
+    """
+    if fine_count is not None:
+        monkeypatch.setattr(schedule, "FINE_COUNT", fine_count)
+    for name, value in (("chunk_bytes", chunk_bytes), ("one_round_bytes", one_round_bytes)):
+        if value is not None:
+            monkeypatch.setattr(CostModel, name, lambda self, placement, value=value: value)
+    for name, value in (("least_bytes", least_bytes), ("depth", depth)):
+        if value is not None:  # one node has none
+            monkeypatch.setattr(
+                CostModel, name, lambda self, placement, value=value: value if len(placement) > 1 else 0
+            )

@@ -1,0 +1,293 @@
+"""All ranks make the same call, or all learn why not."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.agreements import make_agreement
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, ReductionToOneDevice
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
+from mpidist.transport.agreement import Call, SoloAgreement
+from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.fingerprint import fingerprint_of
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+Caller = Callable[[Strategy, Any], Any]
+
+
+@pytest.fixture
+def strategy(comm: Intracomm) -> Iterator[Strategy]:
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+@pytest.fixture
+def agreement(comm: Intracomm) -> Iterator[MpiAgreement]:
+    made = make_agreement(comm)
+    yield made
+    made.free()
+
+
+def inside(strategy: Strategy, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the replica context."""
+    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args, **kwargs))
+
+
+def options(**fields: Any) -> CommunicationOptions:
+    return CommunicationOptions(**fields)
+
+
+def scoped(strategy: Strategy, ops: Any) -> Any:
+    """Use an algorithm that the strategy knows nothing of."""
+    with strategy.scope():
+        return ops.reduce("SUM", np.ones(4), "all")
+
+
+def lookup(key: str) -> Iterator[Any]:
+    yield {"y": 1.0}[key], "all"
+
+
+class Lazy:
+    """An array that cannot be read after all."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise OSError("no file")
+
+
+def lazy(fails: bool) -> Any:
+    return Lazy() if fails else np.ones(1)
+
+
+# Name -> a call, what the last rank passes and what the others pass; what differs, and how the error shows both.
+DIFFERENCES: dict[str, tuple[Caller, Any, Any, str, str, str]] = {
+    "reduction": (lambda s, x: s.reduce(x, 1.0), "SUM", "MEAN", "op", "SUM", "MEAN"),
+    "length": (lambda s, x: s.reduce("SUM", np.ones(x)), 2, 3, "array 0", "f64[2]", "f64[3]"),  # X9
+    "dimensions": (lambda s, x: s.reduce("SUM", np.ones(x)), (), 2, "array 0", "f64[]", "f64[2]"),  # X9
+    "dtype": (lambda s, x: s.reduce("SUM", np.ones(2, x)), "f4", "f8", "array 0", "f32[2]", "f64[2]"),
+    "kind of number": (lambda s, x: s.reduce("SUM", x), 1, 1.0, "array 0", "i64[]", "f64[]"),
+    "batch": (  # X11
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(1.0, 0)] * x), 2, 3, "number of arrays", "2", "3",
+    ),
+    "destinations": (lambda s, x: s.extended.reduce_to("SUM", 1.0, x), 0, 1, "destinations", "rank 0", "rank 1"),
+    "packs": (lambda s, x: s.reduce("SUM", 1.0, options=options(bytes_per_pack=x)), 1, 4, "bytes_per_pack", "1", "4"),
+    "implementation": (
+        lambda s, x: s.reduce("SUM", 1.0, options=options(implementation=x)), "RING", "AUTO", "implementation", "RING",
+        "AUTO",
+    ),
+    "rank order": (
+        lambda s, x: s.reduce("SUM", 1.0, options=options(reproducible=x)), True, False, "reproducible", "True", "F",
+    ),
+    "deadline": (
+        lambda s, x: s.reduce("SUM", 1.0, options=options(timeout_seconds=x)), 9, 0, "timeout", "set", "none",
+    ),
+    "kind of nest": (lambda s, x: inside(s, "all_reduce", "SUM", x), [1.0], (1.0,), "form", "[*]", "(*)"),
+    "keys": (lambda s, x: inside(s, "all_reduce", "SUM", {x: 1.0}), "w", "b", "array ['w']", "f64[]", "-"),
+    "length in a nest": (
+        lambda s, x: s.reduce("SUM", [{"a": 1.0, "b": np.ones(x)}]), 2, 3, "array [0]['b']", "f64[2]", "f64[3]",
+    ),
+    "length in a pair": (
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(1.0, 0), ([np.ones(x)], 0)]), 2, 3, "pair 1, array [0]",
+        "f64[2]", "f64[3]",
+    ),
+    "emptiness": (lambda s, x: inside(s, "all_reduce", "SUM", x), [], [1.0], "number of arrays", "0", "1"),
+    "mirrored": (lambda s, x: s.reduce("MEAN", x), Mirrored((1.0,)), 1.0, "mirrored", "array 0", "none"),
+    "axis": (lambda s, x: s.reduce("SUM", np.ones((3, 3)), axis=x), 0, 1, "call", "reduce along axis 0", "reduce a"),
+    "axis or none": (lambda s, x: s.reduce("SUM", np.ones(3), axis=x), 0, None, "call", "reduce along axis", "reduce"),
+    "axis to gather": (lambda s, x: s.gather(np.ones((3, 3)), x), 0, 1, "axis", "0", "1"),
+    "off the axis": (
+        lambda s, x: s.gather(np.ones((1, x)), 0), 2, 3, r"array 0 (Shape mismatch off the axis)", "float64[*,2]",
+        "float64[*,3]",
+    ),
+    "call": (
+        lambda s, x: s.reduce("SUM", np.ones(1)) if x else s.gather(np.ones(1), 0), True, False, "call", "reduce",
+        "gather",
+    ),
+    "name of the call": (
+        lambda s, x: s.extended.cross_device_ops.all_reduce("SUM", 1.0, call=x), "assignment to 'a'",
+        "assignment to 'b'", "call", "assignment to 'a'", "assignment to 'b'",
+    ),
+    "broadcast": (lambda s, x: s.extended.broadcast_to(np.ones(x), 0), 2, 3, "array 0", "f64[2]", "f64[3]"),
+    "merge function": (lambda s, x: inside(s, "merge_call", x), len, print, "function", "len", "print"),
+    "allocation": (lambda s, x: s.symmetric_empty(x, "f4"), 3, 2, "array 0", "<f4[3]", "<f4[2]"),
+    "algorithm": (scoped, ReductionToOneDevice(), HierarchicalCopyAllReduce(), "cross_device_ops", "('R", "('H"),
+    "num_packs": (
+        lambda s, x: scoped(s, HierarchicalCopyAllReduce(x)), 0, 3, "cross", "('HierarchicalCopyAllReduce', 0",
+        "('HierarchicalCopyAllReduce', 3",
+    ),
+    # One rank's own mistake: the others passed nothing wrong.
+    "bool": (lambda s, x: s.reduce("SUM", x), True, 1.0, "error", "InvalidArgumentError: SUM needs numbers", "-"),
+    "None": (lambda s, x: s.reduce("SUM", x), None, 1.0, "error", "TypeError: cannot take None, which", "-"),
+    "None in a nest": (
+        lambda s, x: inside(s, "all_reduce", "SUM", [1.0, {"bias": x}]), None, 1.0, "error",
+        "TypeError: [1]['bias'] is None, which is neither", "-",
+    ),
+    "no leaf": (lambda s, x: s.reduce("SUM", [1, x]), "a", 1, "error", "TypeError: [1]: cannot take a value of", "-"),
+    "no leaf to gather": (lambda s, x: s.gather([x], 0), "a", np.ones(1), "error", "TypeError: [0]: cannot take", "-"),
+    "no leaf to broadcast": (
+        lambda s, x: s.extended.broadcast_to({"a": x}, 0), "a", 1, "error", "TypeError: ['a']: cannot take", "-",
+    ),
+    "no leaf to scatter": (
+        lambda s, x: inside(s, "reduce_scatter", "SUM", (x,)), "a", np.ones(3), "error", "TypeError: [0]: cannot", "-",
+    ),
+    "no leaf along an axis": (
+        lambda s, x: s.reduce("SUM", [x], axis=0), "a", np.ones(1), "error", "TypeError: [0]: cannot take", "-",
+    ),
+    "no reduction": (lambda s, x: s.reduce(x, 1.0), "bogus", "SUM", "error", "ValueError: 'bogus' is not a valid", "-"),
+    "no destination": (lambda s, x: s.extended.broadcast_to(1.0, x), -1, 0, "error", "ValueError: destination ra", "-"),
+    "no pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", x), 5, [], "error", "TypeError: 'int' object", "-"),
+    "no axis": (lambda s, x: s.reduce("SUM", np.ones(2), axis=x), 1, 0, "error", "InvalidArgumentError: cannot r", "-"),
+    "scalar": (lambda s, x: s.gather(x, 0), 1.0, np.ones(1), "error", "InvalidArgumentError: cannot concatenate", "-"),
+    "failing pairs": (lambda s, x: s.extended.batch_reduce_to("SUM", lookup(x)), "n", "y", "error", "KeyError", "-"),
+    "failing array": (lambda s, x: s.reduce("SUM", lazy(x)), True, False, "error", "OSError: no file", "-"),
+    "failing broadcast": (lambda s, x: s.extended.broadcast_to(lazy(x), 0), True, False, "error", "OSError: no f", "-"),
+    "failing gather": (lambda s, x: s.gather(lazy(x), 0), True, False, "error", "OSError: no file", "-"),
+    "failing axis": (lambda s, x: s.reduce("SUM", lazy(x), axis=0), True, False, "error", "OSError: no file", "-"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_every_ranks_error(comm: Intracomm, name: str) -> None:
+    """X9, X11: at once, on all ranks, with both sides; and the next call works.
+
+    The deadline is for the day on which one of them hangs instead.
+    """
+    call, odd, usual, field, odd_text, usual_text = DIFFERENCES[name]
+    last = comm.size - 1
+    others = "rank 0" if last == 1 else f"ranks 0-{last - 1}"
+    pattern = rf"\n  {re.escape(field)}.*: {others}: {re.escape(usual_text)}.*; rank {last}: {re.escape(odd_text)}"
+    with Strategy(None, None if name == "deadline" else options(timeout_seconds=2), comm=comm) as strategy:
+        for _ in range(2):
+            with raises_everywhere(comm, InvalidArgumentError, pattern):
+                call(strategy, odd if comm.rank == last else usual)
+            assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_may_differ_in_what_is_their_own_affair(strategy: Strategy, comm: Intracomm) -> None:
+    """Byte order, memory layout, order and class of dicts, kinds of number, and how long they would wait."""
+    odd, size = comm.rank == 0, comm.size
+    matrix = np.ones((2, 3))
+    pairs: list[tuple[Any, Any]] = [
+        (matrix.astype(">f8"), matrix),
+        (np.asfortranarray(matrix), matrix),
+        ({"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}),
+        (OrderedDict(a=1.0), {"a": 1.0}),
+        (1, np.int64(1)),
+        (1.0, np.ones(())),
+    ]
+    for one, other in pairs:
+        leaves, _ = mpidist.nest.flatten(strategy.reduce("SUM", one if odd else other))
+        assert all((np.asarray(leaf) == size).all() for leaf in leaves)
+    assert strategy.reduce("SUM", 1.0, options=options(timeout_seconds=5 + comm.rank)) == size
+
+
+@pytest.mark.ranks(min=3)
+def test_the_table_groups_ranks_that_agree(agreement: MpiAgreement, comm: Intracomm) -> None:
+    odd = comm.rank == 1
+    fields = {"op": "MEAN" if odd else "SUM", "array 0": "f32[2]"} | ({"axis": "1"} if odd else {})
+    others = "ranks 0, 2" if comm.size == 3 else f"ranks 0, 2-{comm.size - 1}"
+    text = (
+        "reduce (call 2): the ranks did not pass the same arguments, so nothing was sent\n"
+        f"  op: {others}: SUM; rank 1: MEAN\n"
+        f"  axis: {others}: -; rank 1: 1"
+    )
+    agreement.join(Call("reduce", 5, dict))
+    with pytest.raises(InvalidArgumentError) as caught:
+        agreement.join(Call("reduce", int(odd), lambda: fields))
+    assert str(caught.value) == text
+    assert caught.value.raised_on_all_ranks
+
+
+@pytest.mark.ranks(min=2)
+def test_a_long_table_is_cut(agreement: MpiAgreement, comm: Intracomm) -> None:
+    with raises_everywhere(comm, InvalidArgumentError, r"array 6: .*\n  \.\.\. and more$"):
+        agreement.join(Call("reduce", comm.rank, lambda: {f"array {index}": str(comm.rank) for index in range(50)}))
+
+
+def test_an_error_of_all_ranks_stays_what_it_is(agreement: MpiAgreement) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        agreement.join(Call("reduce", 0, dict, error=KeyError("mine")))
+    agreement.join(Call("reduce", 0, dict))
+
+
+def test_fingerprints_are_the_same_on_all_ranks(comm: Intracomm) -> None:
+    signature = ("all_reduce", mpidist.ReduceOp.SUM, {"a": (1, 2.5)}, CommunicationOptions(3))
+    prints = comm.allgather(fingerprint_of(signature))
+    assert len(set(prints)) == 1
+    assert 0 <= prints[0] < 2**63
+    assert fingerprint_of((*signature, 0)) != prints[0]
+
+
+def test_flags_are_united_and_items_are_shown(agreement: MpiAgreement, comm: Intracomm) -> None:
+    agreement.join(Call("flags", 0, dict))
+    assert agreement.all_reduce_or(1 << comm.rank) == 2**comm.size - 1
+    items = agreement.all_gather_object({"rank": comm.rank, "text": "x" * 1000 * comm.rank})
+    assert [(item["rank"], len(item["text"])) for item in items] == [(r, 1000 * r) for r in range(comm.size)]
+
+
+@pytest.mark.no_mpi
+def test_one_rank_agrees_with_itself() -> None:
+    alone = SoloAgreement()
+    alone.join(Call("reduce", 0, dict))
+    with pytest.raises(KeyError):
+        alone.join(Call("reduce", 0, dict, error=KeyError()))
+    assert (alone.all_reduce_or(5), alone.all_gather_object("item"), alone.broken) == (5, ["item"], None)
+
+
+@pytest.mark.ranks(min=2)
+def test_without_checks_ranks_of_one_node_still_see_that_calls_differ(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`MPIDIST_CHECK=0`: the barrier of a node shows it for nothing."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    with Strategy(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "op: rank 0: MEAN; rank"):
+            strategy.reduce("SUM" if comm.rank else "MEAN", np.float32(2))
+        assert strategy.reduce("MAX", comm.rank) == comm.size - 1
+
+
+@pytest.mark.ranks(min=2)
+def test_without_checks_a_refused_argument_is_an_error_and_no_wrong_number(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one rank alone: its next call must not be taken for this one."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    with Strategy(comm=comm) as strategy:
+        strategy.reduce("SUM", np.ones(3))
+        refused = comm.rank == comm.size - 1
+        with pytest.raises((InvalidArgumentError, PeerFailedError), match="got dtype bool"):
+            strategy.reduce("SUM", np.ones(3, bool) if refused else np.ones(3))
+        comm.Barrier()
+        if len(set(placement)) > 1:  # there a note had to tell it, in the middle of a call
+            strategy.reset()
+        assert strategy.reduce("SUM", 1) == comm.size
+
+
+def test_errors_of_one_kind_in_each_ranks_own_words_are_raised_as_they_are(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        with pytest.raises(ValueError, match=f"error {comm.rank}"):
+            strategy.extended.agree("call", {}, ValueError(f"error {comm.rank}"))
+        assert strategy.reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["MPIDIST_CHECK", "MPIDIST_TIMEOUT_SECONDS"])
+def test_variables_must_agree(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if comm.rank == 0:
+        monkeypatch.setenv(name, "1")
+    with raises_everywhere(comm, TopologyError, f"{name} must be the same on all ranks: rank 0: 1; rank"):
+        Strategy(comm=comm)

@@ -1,0 +1,203 @@
+"""Whether MPI may have device memory: what MPI says, what a child process proves, and what the user's word does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.gpus import down, standin, up
+from standin.nccl import StandIn
+from support.contributions import contribution, reduction_of
+from support.everywhere import raises_everywhere
+
+from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove
+from mpidist.cross_device_ops import HierarchicalCopyAllReduce
+from mpidist.errors import UnavailableError
+from mpidist.transport import cuda
+from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator, takes_device_memory
+from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.group import SyncGroup, device_levels
+from mpidist.transport.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["standin"]  # a fixture
+
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+def outcome_of(code: str, seconds: float = 20) -> Answer:
+    return prove([sys.executable, "-c", code], seconds)
+
+
+def test_the_mpis_of_the_wheels_say_no(comm: Intracomm) -> None:
+    answer = hint()
+    assert answer.works is False
+    assert "this MPI library is not built for CUDA: MPIX_Query_cuda_support says no, and " in answer.reason
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (CRASH, "a child process was ended by SIGSEGV"),
+        ("import time; time.sleep(60)", "a child process did not end within 0.5 s"),
+        ("print('wrong')", "a child process got wrong numbers; it said wrong"),
+        ("pass", "a child process got wrong numbers; it said nothing"),
+        ("print('right'); raise SystemExit(3)", "a child process failed with exit status 3: right"),
+        ("raise RuntimeError('no GPU')", "a child process failed with exit status 1: RuntimeError: no GPU"),
+        ("print('x' * 1000000); print('right')", ""),
+    ],
+)
+def test_whatever_becomes_of_a_child_is_an_answer(code: str, reason: str) -> None:
+    answer = outcome_of(code, 0.5 if "sleep" in code else 20)
+    assert answer.works == (not reason)
+    assert not reason or answer.reason == reason
+
+
+def test_a_child_starts_mpi_alone(comm: Intracomm) -> None:
+    """Under mpiexec, too."""
+    code = "from mpi4py import MPI; print('right' if MPI.COMM_WORLD.Get_size() == 1 else 'wrong')"
+    assert outcome_of(code).works
+
+
+@pytest.mark.no_mpi
+def test_a_child_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {tmp_path}/pid; sleep 60'])"
+    assert not outcome_of(code, 1.0).works
+    pid = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 5
+    while time.monotonic() < until and Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.no_mpi
+def test_launchers_are_left_out_of_its_environment_and_settings_are_kept() -> None:
+    given = {
+        "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_JOB_ID": "1", "PRTE_LAUNCHED": "1",
+        "OMPI_MCA_pml": "ucx", "MPIR_CVAR_ENABLE_GPU": "1", "MPICH_GPU_SUPPORT_ENABLED": "1", "PATH": "/bin",
+        "UCX_TLS": "all", "MPI4PY_LIBMPI": "x",
+    }  # fmt: skip
+    assert set(child_environment(given)) == {
+        "OMPI_MCA_pml", "MPIR_CVAR_ENABLE_GPU", "MPICH_GPU_SUPPORT_ENABLED", "PATH", "UCX_TLS", "MPI4PY_LIBMPI",
+        "PYTHONPATH",
+    }  # fmt: skip
+
+
+@pytest.mark.no_mpi
+def test_a_child_that_cannot_start_is_an_answer() -> None:
+    assert prove(["/nowhere/python"]) == Answer(
+        False, "a child process could not be started: No such file or directory"
+    )
+
+
+@pytest.mark.no_mpi
+def test_the_setting_is_read() -> None:
+    read = [Settings.from_environment({"MPIDIST_DEVICE_MPI": text}).device_mpi for text in ("", "1", "0")]
+    assert read == [False, True, False]
+    with pytest.raises(ValueError, match="MPIDIST_DEVICE_MPI='auto' is not understood; it is one of 1, 0"):
+        Settings.from_environment({"MPIDIST_DEVICE_MPI": "auto"})
+
+
+# All ranks together, on the stand-in, whose device memory any MPI can read.
+
+
+@pytest.fixture
+def _two_nodes(monkeypatch: pytest.MonkeyPatch, comm: Intracomm) -> None:
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(2 * rank // comm.size) for rank in range(comm.size)))
+
+
+on_two_nodes = pytest.mark.usefixtures("_two_nodes")
+
+
+def reduced(group: SyncGroup, comm: Intracomm, count: int = 100_001) -> None:
+    ops = HierarchicalCopyAllReduce().bound_to(group)
+    for dtype in (np.dtype(np.int32), np.dtype(np.float16), np.dtype(np.float64)):
+        result = ops.all_reduce("SUM", up(contribution("sum", comm.rank, count, dtype)))
+        assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all()
+
+
+@on_two_nodes
+@pytest.mark.ranks(min=2)
+def test_where_the_user_says_so_mpi_reads_device_memory(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_DEVICE_MPI", "1")
+    group = SyncGroup.from_mpi(comm)
+    reduced(group, comm)
+    assert isinstance(group.levels_of(True).world, DeviceMpiCommunicator)
+    group.close()
+    assert standin.staging.order == [], "no copy between device and host"
+    assert standin.staging.num_pinned == 0, "no slots, and no counter: the program's own float16 may overflow"
+
+
+@on_two_nodes
+@pytest.mark.ranks(min=2)
+def test_without_a_word_of_the_user_it_goes_through_the_host(standin: StandIn, comm: Intracomm) -> None:
+    group = SyncGroup.from_mpi(comm)
+    reduced(group, comm)
+    assert isinstance(group.levels_of(True).world, HostStagedCommunicator)
+    group.close()
+
+
+@on_two_nodes
+@pytest.mark.ranks(min=2)
+def test_wrong_numbers_on_one_rank_are_every_ranks_error(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a user's word is wrong, and MPI does not crash of it."""
+    monkeypatch.setenv("MPIDIST_DEVICE_MPI", "1")
+    monkeypatch.setattr(device_levels, "takes_device_memory", lambda cupy: comm.rank != 1)
+    group = SyncGroup.from_mpi(comm)
+    text = "MPI cannot take device memory, which MPIDIST_DEVICE_MPI=1 says that MPI can: rank 1: .*unset it"
+    with raises_everywhere(comm, UnavailableError, text):
+        reduced(group, comm)
+    group.close()
+
+
+def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
+    """On host memory in the place of device memory; wrong numbers are seen."""
+
+    class Array(np.ndarray[Any, Any]):
+        @property
+        def data(self) -> Any:  # type: ignore[override]
+            return type("Pointer", (), {"ptr": self.__array_interface__["data"][0]})
+
+    class Elsewhere(Array):
+        """Memory that MPI writes to another place of."""
+
+        hidden = np.zeros(4 << 20, np.uint8)
+
+        @property
+        def data(self) -> Any:  # type: ignore[override]
+            return type("Pointer", (), {"ptr": self.hidden.__array_interface__["data"][0]})
+
+    class Numbers:
+        cuda = type("Cuda", (), {"get_current_stream": lambda: type("Stream", (), {"synchronize": lambda: None})})
+        asnumpy = staticmethod(np.asarray)
+
+        def __init__(self, kind: type[Any]) -> None:
+            self.kind = kind
+
+        def asarray(self, numbers: Any) -> Any:
+            return numbers.copy().view(Array if numbers.any() else self.kind)
+
+    assert takes_device_memory(Numbers(Array))
+    assert not takes_device_memory(Numbers(Elsewhere))
+
+
+@pytest.mark.gpu
+def test_a_real_child_says_what_the_library_is(comm: Intracomm) -> None:
+    reasons = comm.allgather(cuda.current().support.reason)
+    if any(reasons):
+        pytest.skip(f"needs a GPU: {next(filter(None, reasons))}")
+    answer = prove(child_command(0))
+    assert answer.works == hint().works, answer.reason

@@ -1,0 +1,505 @@
+"""Device memory through the host: on a stand-in everywhere, and on real GPUs where there are some."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.device_checks import check_gathers, check_reductions, check_uneven_shards
+from standin.gpus import down, gpus, standin, up
+from standin.nccl import StandIn
+from support.contributions import DTYPES, HALVES, contribution, in_rank_order, reduction_of
+from support.everywhere import raises_everywhere
+
+from mpidist.cli.cuda_aware_mpi import hint
+from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
+from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
+from mpidist.options import CommunicationOptions
+from mpidist.transport import cuda
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.device_over_mpi.buffers import cut_evenly, cut_shards
+from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
+from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.group import SyncGroup
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, Settings
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
+from mpidist.transport.shared_memory.window import LINE_BYTES
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus", "standin"]  # fixtures
+
+CHUNK = 192  # bytes; the parts of 1 to 4 ranks are whole numbers
+ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
+A_FEW = [np.dtype(np.int16), np.dtype(np.float64), *HALVES]
+OPS = ["sum", "prod", "min", "max"]
+KINDS = ["GPUs add", "MPI adds", "shared memory adds"]
+DIRECT = "MPI takes device memory"
+NO_JOIN = 1 << 60
+
+
+class Rig:
+    """A staged communicator, with what it is made of."""
+
+    def __init__(self, provider: cuda.Cuda, comm: Intracomm, kind: str, sizes: StagingSizes | None = None) -> None:
+        self.mpi = MpiCommunicator(comm.Dup(), "all")
+        self.host: Any = self.mpi
+        if kind == "shared memory adds":
+            slots = Slots(comm, LINE_BYTES)
+            self.host = SharedMemoryCommunicator(self.mpi, FusedReducer(slots, comm.size, 64, self.mpi.traffic))
+        join = 1 if kind == "GPUs add" else NO_JOIN
+        self.staging = Staging(provider, StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes)
+        self.its: Any = HostStagedCommunicator(self.host, self.staging)
+        if kind == DIRECT:
+            self.its = DeviceMpiCommunicator(self.mpi, self.staging)
+
+    def free(self) -> None:
+        self.staging.free()
+        self.host.free()
+
+
+@pytest.fixture(params=[*KINDS, DIRECT])
+def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Iterator[Rig]:
+    if request.param == DIRECT and "standin" not in request.fixturenames and not hint().works:
+        pytest.skip("needs a GPU, and MPI that takes its memory")
+    made = Rig(gpus, comm, request.param)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def log(standin: StandIn) -> Any:
+    return standin.staging
+
+
+def can(op: str, dtype: Any) -> bool:
+    return dtype.kind != "c" or op in ("sum", "prod")
+
+
+def counts_of(dtype: Any, size: int) -> list[int]:
+    """Numbers of elements round the limits of chunks, and some that leave ranks without a piece."""
+    chunk = CHUNK // dtype.itemsize
+    return sorted({0, 1, size, size + 1, chunk - 1, chunk, chunk + 1, 4 * chunk + 3, 7 * chunk})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reductions_are_exact_for_every_dtype(rig: Rig, op: str) -> None:
+    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
+    check_reductions(rig.its, op, dtypes, lambda dtype: (0, 1, 3 * rig.its.size + 1, 5 * CHUNK // dtype.itemsize + 1))
+
+
+def test_lengths_round_the_limits_of_chunks(rig: Rig) -> None:
+    its = rig.its
+    for dtype in A_FEW:
+        for count in counts_of(dtype, its.size):
+            expected = reduction_of("sum", its.size, count, dtype)
+            for reduction in (Reduction(), Reduction(in_rank_order=True)):
+                buffer = up(contribution("sum", its.rank, count, dtype))
+                its.all_reduce(buffer, reduction)
+                assert (down(buffer) == expected).all(), (dtype, count)
+            for root in range(its.size):
+                buffer = up(contribution("sum", its.rank, count, dtype))
+                its.reduce(buffer, Reduction(), root)
+                assert its.rank != root or (down(buffer) == expected).all(), (dtype, count, root)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_uneven_shards(rig: Rig, in_order: bool) -> None:
+    check_uneven_shards(rig.its, in_order, A_FEW, (0, 1, 40))
+
+
+def test_all_gather_broadcast_and_gather(rig: Rig) -> None:
+    check_gathers(rig.its, A_FEW, lambda dtype: counts_of(dtype, rig.its.size))
+
+
+def test_exchange_passes_arrays_of_any_length_round(rig: Rig) -> None:
+    its, size, rank = rig.its, rig.its.size, rig.its.rank
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for dtype in A_FEW:
+        for times in (0, 1, 50):
+            outgoing = up(contribution("sum", rank, times * (rank + 1), dtype))
+            incoming = up(np.zeros(times * (source + 1), dtype))
+            its.send_receive(outgoing, to, incoming, source)
+            assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
+
+
+def test_halves_are_joined_in_float32_in_rank_order(rig: Rig) -> None:
+    rows = np.random.default_rng(7).standard_normal((rig.its.size, 3 * CHUNK))
+    for dtype in HALVES:
+        parts = [row.astype(dtype) for row in rows]
+        buffer = up(parts[rig.its.rank])
+        rig.its.all_reduce(buffer, Reduction("sum", divisor=3))
+        assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
+
+
+def test_neighbours_of_a_slice_are_untouched(rig: Rig) -> None:
+    for dtype in A_FEW:
+        around = up(np.full(3 * CHUNK + 12, 99, dtype))
+        buffer = around[5:-5]
+        for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
+            buffer[...] = 1
+            rig.its.all_reduce(buffer, reduction)
+            rig.its.reduce_scatter(buffer, reduction)
+        rig.its.all_gather(buffer)
+        rig.its.broadcast(buffer, 0)
+        assert (down(around)[:5] == 99).all()
+        assert (down(around)[-5:] == 99).all()
+
+
+def test_work_follows_the_current_stream(rig: Rig) -> None:
+    """What is put on a stream of the caller's just before, and nothing waits for but events."""
+    cupy = cuda.current().cupy
+    for _ in range(5):
+        with cupy.cuda.Stream(non_blocking=True):
+            buffer = cupy.empty(4 * CHUNK, np.float32)
+            buffer[...] = 1
+            rig.its.all_reduce(buffer, Reduction())
+            buffer /= 2
+            assert (down(buffer) == rig.its.size / 2).all()
+
+
+def test_a_copy_that_the_caller_began_is_waited_for(rig: Rig) -> None:
+    """MPI that reads device memory knows no streams."""
+    cupy, nbytes = cuda.current().cupy, 10 * CHUNK
+    pinned = np.ndarray(nbytes, np.uint8, buffer=cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0))
+    numbers = pinned.view(np.float32)
+    numbers[:] = contribution("sum", rig.its.rank, numbers.size, np.dtype(np.float32))
+    expected = reduction_of("sum", rig.its.size, numbers.size, np.dtype(np.float32))
+    runtime = cupy.cuda.runtime
+    for _ in range(5):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            buffer = cupy.empty(numbers.size, np.float32)
+            address = pinned.__array_interface__["data"][0]
+            runtime.memcpyAsync(int(buffer.data.ptr), address, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            rig.its.all_reduce(buffer, Reduction())
+            assert (down(buffer) == expected).all()
+
+
+def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm) -> None:
+    rig = Rig(gpus, comm, "GPUs add")
+    its, size, count = rig.its, comm.size, 12 * comm.size * CHUNK
+    nbytes = 4 * count
+    buffer = up(np.ones(count, np.float32))
+    its.all_reduce(buffer, Reduction())
+    its.reduce(buffer, Reduction(), 0)
+    its.reduce_scatter(buffer, Reduction())
+    its.all_gather(buffer)
+    its.broadcast(buffer, 0)
+    its.gather(buffer, 0)
+    its.send_receive(buffer, (comm.rank + 1) % size, up(np.ones(count, np.float32)), (comm.rank - 1) % size)
+    share = nbytes * (size - 1) // size
+    assert its.traffic is rig.mpi.traffic
+    assert dict(its.traffic.calls) == dict.fromkeys(its.traffic.nbytes, 1)
+    assert dict(its.traffic.nbytes) == {
+        "all_reduce": 2 * share,
+        "reduce": nbytes,
+        "reduce_scatter": share,
+        "all_gather": share,
+        "broadcast": nbytes,
+        "gather": nbytes * (size - 1 if comm.rank == 0 else 1),
+        "exchange": nbytes,
+    }
+    rig.free()
+
+
+def test_as_many_bytes_are_sent_as_are_counted(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    transfer = MpiCommunicator.transfer
+
+    def count(its: Any, sends: Any, receives: Any) -> None:
+        sent.extend(part.nbytes for part, _ in sends)
+        transfer(its, sends, receives)
+
+    monkeypatch.setattr(MpiCommunicator, "transfer", count)
+    rig = Rig(standin.cuda, comm, "GPUs add")
+    size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
+    chunks = nbytes // CHUNK
+    buffer = up(np.ones(nbytes // 4, np.float32))
+    for call, num_sent, times in (
+        (lambda: rig.its.all_reduce(buffer, Reduction()), 2 * nbytes * (size - 1) // size, 2),
+        (lambda: rig.its.reduce_scatter(buffer, Reduction()), nbytes * (size - 1) // size, 1),
+        (lambda: rig.its.all_gather(buffer), nbytes * (size - 1) // size, 1),
+    ):
+        sent.clear()
+        call()
+        assert sum(sent) == num_sent
+        assert len(sent) == times * chunks * (size - 1)
+    rig.free()
+
+
+def test_copies_down_and_up_move_what_they_must(standin: StandIn, log: Any, comm: Intracomm) -> None:
+    """And no more: a rank's own part of a sum stays where it is until it is whole."""
+    size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
+    others, own = nbytes * (size - 1) // size, nbytes // size
+    for kind, lowered, raised in (
+        ("GPUs add", others + own, (size - 1) * own + others),
+        ("shared memory adds", nbytes, nbytes),
+    ):
+        rig = Rig(standin.cuda, comm, kind)
+        buffer = up(np.ones(nbytes // 4, np.float32))
+        log.order.clear()
+        rig.its.all_reduce(buffer, Reduction())
+        assert sum(its for way, its in log.order if way == "down") == lowered
+        assert sum(its for way, its in log.order if way == "up") == raised
+        rig.free()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_chunk_is_on_its_way_while_one_is_moved(
+    standin: StandIn, log: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Copies of the chunks to come are begun before a chunk is moved, and none waits for the last one to be up."""
+    rig = Rig(standin.cuda, comm, kind)
+    depth, chunks = rig.staging.sizes.depth, 8
+    moves = itertools.count()
+    name = "transfer" if kind == "GPUs add" else "all_reduce"
+    do = getattr(type(rig.host), name)
+
+    def note(*arguments: Any) -> None:
+        log.order.append(("move", next(moves)))
+        do(*arguments)
+
+    monkeypatch.setattr(type(rig.host), name, note)
+    buffer = up(np.ones(chunks * CHUNK // 4, np.float32))
+    log.order.clear()
+    rig.its.all_reduce(buffer, Reduction())
+    down_before, lowered = [], 0
+    for way, number in log.order:
+        lowered += number if way == "down" else 0
+        if way == "move":
+            down_before.append(lowered)
+    if kind == "GPUs add":  # first and second phases in turn: 0, 1, 0, 2, 1, ...
+        first_phase = CHUNK * (comm.size - 1) // comm.size
+        assert down_before[0] == depth * first_phase
+        assert len(down_before) == 2 * chunks
+        assert down_before[1] >= min(chunks, depth) * first_phase
+    else:
+        assert down_before == [min(chunks, depth + at) * CHUNK for at in range(chunks)]
+    rig.free()
+
+
+def test_slots_are_few_and_made_once(standin: StandIn, log: Any, comm: Intracomm) -> None:
+    rig = Rig(standin.cuda, comm, "GPUs add")
+    buffer = up(np.ones(10 * CHUNK, np.float32))
+    for _ in range(3):
+        rig.its.all_reduce(buffer, Reduction())
+        rig.its.reduce_scatter(buffer, Reduction())
+        rig.its.broadcast(buffer, 0)
+    assert log.num_pinned == 1
+    assert sum(log.pinned_bytes) <= rig.staging.sizes.depth * 2 * 1024
+    gc.collect()
+    before = len(standin.allocations), len(standin.events), len(standin.streams)
+    for _ in range(10):
+        rig.its.all_reduce(buffer, Reduction())
+    gc.collect()
+    assert (len(standin.allocations), len(standin.events), len(standin.streams)) == before
+    rig.free()
+    gc.collect()
+    assert log.pinned_bytes == []
+
+
+def test_memory_grows_when_it_must(standin: StandIn, log: Any, comm: Intracomm) -> None:
+    rig = Rig(standin.cuda, comm, "GPUs add", StagingSizes(join_bytes=1))
+    for count in (10, 1000, 100, 70_000, 60_000, 2_000_000, 300):
+        buffer = up(np.ones(count, np.float32))
+        rig.its.all_reduce(buffer, Reduction())
+        assert (down(buffer) == comm.size).all()
+    gc.collect()
+    assert log.num_pinned <= 5
+    assert len(log.pinned_bytes) == 1
+    rig.free()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_pinned_memory_does_with_pageable(
+    standin: StandIn, log: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    log.has_no_memory = comm.rank == 0
+    rig = Rig(standin.cuda, comm, kind)
+    for count in (50, 5000):
+        buffer = up(contribution("sum", comm.rank, count, A_FEW[1]))
+        rig.its.all_reduce(buffer, Reduction())
+        assert (down(buffer) == reduction_of("sum", comm.size, count, A_FEW[1])).all()
+    assert caplog.text.count("of pinned memory (cudaErrorMemoryAllocation: out of memory)") == (comm.rank == 0)
+    assert log.num_pinned == 0 or comm.rank
+    rig.free()
+
+
+# Sizes.
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("nbytes", "speed", "chunks"),
+    [
+        (0, 1e9, 0),
+        (1, 1e9, 1),
+        ((1 << 20) - 1, 1e9, 1),
+        (1 << 20, 1e9, 4),
+        (100_000_000, 1.25e9, math.ceil(1e8 / math.sqrt(1e8 * 20e-6 * 1.25e9 / 2))),
+        (1 << 30, 1e6, (1 << 30) // LEAST_CHUNK_BYTES),
+        (1 << 40, 1e12, (1 << 40) // MOST_CHUNK_BYTES),
+        (4 << 20, 1e12, 4),
+    ],
+)
+def test_number_of_chunks(nbytes: int, speed: float, chunks: int) -> None:
+    assert StagingSizes(bytes_per_second=speed).num_chunks(nbytes) == chunks
+
+
+@pytest.mark.no_mpi
+def test_number_of_chunks_of_a_size_that_was_set() -> None:
+    assert [StagingSizes(100).num_chunks(nbytes) for nbytes in (0, 1, 100, 101, 1000)] == [0, 1, 1, 2, 10]
+
+
+@pytest.mark.no_mpi
+def test_chunks_cover_all_and_no_element_twice() -> None:
+    for count, size, chunks in itertools.product((1, 5, 64, 1001), (1, 2, 3, 4), (1, 3, 7)):
+        bounds = shard_bounds(count, size)
+        for cut in (cut_evenly(count, size, chunks), cut_shards(bounds, chunks)):
+            assert sorted(at for chunk in cut for piece in chunk for at in range(*piece)) == list(range(count))
+            assert {len(chunk) for chunk in cut} == {size}
+    assert cut_evenly(0, 3, 0) == cut_shards([0, 0, 0], 0) == []
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("text", ["1", "262143", "8388609", "1e6", "-5", "2MiB"])
+def test_sizes_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"MPIDIST_STAGING_BYTES='{text}'.*bytes, 262144 to 8388608"):
+        Settings.from_environment({"MPIDIST_STAGING_BYTES": text})
+    assert Settings.from_environment({"MPIDIST_STAGING_BYTES": "262144"}).staging_bytes == 262144
+
+
+@pytest.mark.ranks(min=2)
+def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "524288")
+    with raises_everywhere(comm, TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"):
+        SyncGroup.from_mpi(comm)
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "0")
+    with raises_everywhere(comm, ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"):
+        SyncGroup.from_mpi(comm)
+
+
+@pytest.mark.ranks(min=2)
+def test_the_size_that_was_set_is_used(
+    standin: StandIn, log: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
+    monkeypatch.setenv("MPIDIST_NCCL", "0")
+    group = SyncGroup.from_mpi(comm)
+    result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8)))
+    assert (down(result) == comm.size).all()
+    assert [its for its in log.order if its[0] == "down"] == [("down", LEAST_CHUNK_BYTES)] * 4
+    group.close()
+
+
+# Everything together, and what goes wrong.
+
+
+@pytest.mark.parametrize("nccl", ["1", "0"])
+def test_large_arrays_on_every_placement(
+    gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, nccl: str
+) -> None:
+    monkeypatch.setenv("MPIDIST_NCCL", nccl)
+    group = SyncGroup.from_mpi(comm)
+    for its in (CollectiveAllReduce(), HierarchicalCopyAllReduce()):
+        ops = its.bound_to(group, CommunicationOptions())
+        for dtype, count in ((A_FEW[1], 200_001), (HALVES[0], 600_000)):
+            result = ops.all_reduce("SUM", up(contribution("sum", comm.rank, count, dtype)))
+            assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all()
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
+    standin: StandIn, log: Any, comm: Intracomm, kind: str
+) -> None:
+    rig = Rig(standin.cuda, comm, kind)
+    buffer = up(np.ones(20 * CHUNK, np.float32))
+    rig.its.all_reduce(buffer, Reduction())
+    start = time.monotonic()
+
+    def check_peers() -> None:
+        if time.monotonic() - start > 0.3:
+            raise DeadlineExceededError("rank 1 did not come")
+
+    rig.host.set_wait_hook(check_peers)
+    rig.its.set_wait_hook(check_peers)
+    if comm.rank != 1:
+        with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
+            rig.its.all_reduce(buffer, Reduction())
+        assert time.monotonic() - start < 0.8
+        with pytest.raises(RuntimeError, match=r"an earlier call failed .*rank 1 did not come.*reset"):
+            rig.its.all_reduce(buffer, Reduction())
+        rig.staging.free()
+        del rig.its, rig.staging, buffer
+        gc.collect()
+        assert len(log.pinned_bytes) == 1, "MPI may still write it"
+    comm.Barrier()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_failed_copy_breaks_the_staging_alone(standin: StandIn, log: Any, comm: Intracomm) -> None:
+    rig = Rig(standin.cuda, comm, "GPUs add")
+    buffer = up(np.ones(20 * CHUNK, np.float32))
+    log.fails_at = log.num_copies  # before any message
+    with raises_everywhere(comm, RuntimeError, "cudaErrorIllegalAddress"):
+        rig.its.reduce_scatter(buffer, Reduction())
+    with raises_everywhere(comm, RuntimeError, "an earlier call failed .*IllegalAddress.*reset"):
+        rig.its.reduce_scatter(buffer, Reduction())
+    rig.mpi.free()
+
+
+def test_an_error_of_cuda_is_told_from_work_that_is_not_done(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(standin.cuda, comm, "GPUs add")
+    monkeypatch.setattr(standin.module.cuda.runtime, "eventQuery", lambda ptr: 700)
+    with raises_everywhere(
+        comm, RuntimeError, "all_reduce of device memory through the host failed: CUDA's status 700"
+    ):
+        rig.its.all_reduce(up(np.ones(20 * CHUNK, np.float32)), Reduction())
+    rig.mpi.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_an_interrupt_in_the_middle_and_a_reset(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a call: the others are told, and after a reset there are new slots."""
+    monkeypatch.setenv("MPIDIST_NCCL", "0")
+    monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
+    group = SyncGroup.from_mpi(comm)
+    ops = CollectiveAllReduce().bound_to(group)
+    values = up(np.ones(LEAST_CHUNK_BYTES, np.float64))
+    for _ in range(2):
+        assert (down(ops.all_reduce("SUM", values)) == comm.size).all()
+        with monkeypatch.context() as patch:
+            if comm.rank == 0:
+                calls, transfer = itertools.count(), MpiCommunicator.transfer
+
+                def interrupted(*arguments: Any, calls: Any = calls, transfer: Any = transfer) -> None:
+                    if next(calls) == 3:
+                        raise KeyboardInterrupt
+                    transfer(*arguments)
+
+                patch.setattr(MpiCommunicator, "transfer", interrupted)
+            with pytest.raises(KeyboardInterrupt if comm.rank == 0 else PeerFailedError):
+                ops.all_reduce("SUM", values, CommunicationOptions(timeout_seconds=5))
+        group.reset()
+    assert (down(ops.all_reduce("SUM", values)) == comm.size).all()
+    group.close()

@@ -1,0 +1,295 @@
+"""Nobody waits for ever for a rank that does not come."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.agreements import make_agreement
+from support.alarms import RangError, alarm
+from support.deadlines import options, taking
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.agreement import Call
+from mpidist.transport.agreement.comparison_rounds import MpiRounds
+from mpidist.transport.text import name_ranks
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def inside(strategy: Strategy, method: str, *args: Any) -> Any:
+    """Call a method of the replica context."""
+    return strategy.run(lambda: getattr(mpidist.get_replica_context(), method)(*args))
+
+
+def late(*ranks: int, size: int) -> str:
+    """Return how an error speaks of ranks of one node that do not come, as a pattern."""
+    return rf"{name_ranks(ranks)} of {size} ranks did not join it"
+
+
+@pytest.mark.ranks(min=2)
+def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> None:
+    """T41, X25: and the strategy is broken until all reset it."""
+    strategy = Strategy(comm=comm)
+    deadline = options(1)
+    assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+    if comm.rank == 0:
+        others = late(*range(1, comm.size), size=comm.size)
+        pattern = rf"^reduce \(call 3\) on rank 0 waited 1 s, and {others}\. Every rank must make"
+        with taking(at_least=1), pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reduce("SUM", 1.0, options=deadline)
+        for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
+            with (
+                taking(0, 0.9),
+                pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"),
+            ):
+                later()
+    comm.Barrier()
+    if comm.rank:  # too late, and it says so
+        with taking(0, 0.9), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
+            strategy.reduce("SUM", 1.0, options=deadline)
+    comm.Barrier()
+    strategy.reset()
+    for _ in range(2):
+        assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+        assert strategy.gather(np.ones(1), 0).size == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("number", [1, -1])
+def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int) -> None:
+    """And no other, wherever its lateness is found out first."""
+    strategy = Strategy(None, options(0.3), comm=comm)
+    odd = number % comm.size
+    if comm.rank == odd:
+        comm.Barrier()
+    with pytest.raises(DeadlineExceededError) as caught:
+        strategy.reduce("SUM", 1.0)
+    if comm.rank != odd:
+        comm.Barrier()
+    waited = rf"on rank {comm.rank} waited 0\.3 s, and {late(odd, size=comm.size)}"
+    told = rf"on rank {comm.rank} cannot complete: .* had given up waiting"
+    assert re.search(told if comm.rank == odd else f"{waited}|{told}", str(caught.value))
+    assert any(comm.allgather(" waited 0.3 s" in str(caught.value)))
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("variable", ["MPIDIST_PRETEND_NODES", "MPIDIST_TRANSPORT"])
+def test_late_ranks_are_named_across_nodes_and_over_messages(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Nobody answers for a node whose ranks are all late, and that takes a moment to find out."""
+    from mpi4py import MPI
+
+    nodes = ",".join(map(str, range(MPI.COMM_WORLD.Get_size())))
+    monkeypatch.setenv(variable, "mpi" if variable == "MPIDIST_TRANSPORT" else nodes)
+    strategy = Strategy(None, options(0.2), comm=comm)
+    if comm.rank == 0:
+        others = name_ranks(range(1, comm.size))
+        unheard = variable == "MPIDIST_PRETEND_NODES"
+        last = (
+            rf"{others}: nothing was heard from host" if unheard else r"rank 1: finished \w+ \(call 1\) 0\.[2-6] s ago"
+        )
+        pattern = rf"(?s)waited 0\.2 s, and {others} of {comm.size} ranks did not join it\. .*\n  {last}"
+        with taking(0.2, 0.9), pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm) -> None:
+    """The others gave up, and will not say how their call differed."""
+    strategy = Strategy(None, options(0.4), comm=comm)
+    if comm.rank:
+        comm.Barrier()
+    with taking(0), pytest.raises(DeadlineExceededError):
+        strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
+    if comm.rank == 0:
+        comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+WAITS: dict[str, Callable[[Strategy], Any]] = {
+    "reduce": lambda s: s.reduce("SUM", 1.0),
+    "reduce along an axis": lambda s: s.reduce("SUM", np.ones(2), axis=0),
+    "reduce_to": lambda s: s.extended.reduce_to("SUM", 1.0, 0),
+    "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", []),
+    "broadcast_to": lambda s: s.extended.broadcast_to(1.0, 0),
+    "gather": lambda s: s.gather(np.ones(1), 0),
+    "all_reduce": lambda s: inside(s, "all_reduce", "SUM", 1.0),
+    "all_gather": lambda s: inside(s, "all_gather", np.ones(1), 0),
+    "merge_call": lambda s: inside(s, "merge_call", str),
+    "symmetric_empty": lambda s: s.symmetric_empty(3, "f4"),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.timeout(15)
+def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm) -> None:
+    strategy = Strategy(None, options(0.2), comm=comm)
+    pattern = rf"\(call \d+\) on rank 0 waited 0\.2 s, and {late(*range(1, comm.size), size=comm.size)}"
+    for name, call in WAITS.items():
+        if comm.rank == 0:
+            with taking(0.2), pytest.raises(DeadlineExceededError, match=pattern):
+                call(strategy)
+        comm.Barrier()
+        strategy.reset()
+        assert strategy.reduce("SUM", 1.0) == comm.size, name
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("given", [None, 0, 60])
+def test_a_call_waits_for_a_slow_rank(comm: Intracomm, given: float | None) -> None:
+    """X26: 0 and None are no deadline; 0 switches off the strategy's own."""
+    with Strategy(None, options(0.2) if given is not None else None, comm=comm) as strategy:
+        if comm.rank == comm.size - 1:
+            time.sleep(0.5)
+        assert strategy.reduce("SUM", 1.0, options=options(given)) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("num_leaving", [1, 2])
+def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leaving: int) -> None:
+    """X27: it closes its strategy while the others call; nobody hangs, and all may close."""
+    num_leaving = min(num_leaving, comm.size - 1)
+    strategy = Strategy(comm=comm)
+    if comm.rank >= num_leaving:
+        leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
+        with pytest.raises(PeerFailedError, match=rf"{leavers} closed the strategy .* called reduce \(call 2\)"):
+            strategy.reduce("SUM", 1.0)
+        with taking(0, 0.9), pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
+            strategy.reduce("SUM", 1.0)
+    strategy.close()
+    strategy.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.reduce("SUM", 1.0)
+
+
+@pytest.mark.ranks(min=2)
+def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm) -> None:
+    """Ctrl-C is one; afterwards the strategy says what happened."""
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(RangError), alarm(0.3):
+            strategy.reduce("SUM", 1.0)
+        with pytest.raises(RuntimeError, match=r"reduce \(call 2\) was interrupted by RangError"):
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    strategy.reset()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
+    """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
+    for ends in (Strategy.close, lambda strategy: strategy.extended.group.end_with_program()):
+        strategy = Strategy(comm=comm)
+        if comm.rank == 0:
+            with pytest.raises(DeadlineExceededError):
+                strategy.reduce("SUM", 1.0, options=options(0.2))
+        comm.Barrier()
+        learns = ends is Strategy.close and comm.rank > 0
+        text = r"close\(\) \(call 2\) .* rank 0 had given up waiting"
+        with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
+            ends(strategy)
+        strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
+    """At once, and by name."""
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.reduce("SUM", 1.0, options=options(0.2))
+    comm.Barrier()
+    if comm.rank:
+        with (
+            alarm(2),
+            taking(0, 0.9),
+            pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"),
+        ):
+            strategy.gather(np.ones(1), 0)
+    strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_end_of_the_program_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than any deadline: they may have work of their own left. Then all free together."""
+    from mpi4py import MPI
+
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.1")
+    strategy = Strategy(comm=comm)
+    world = strategy.extended.group.levels.world
+    if comm.rank:
+        time.sleep(0.4)
+    with taking(0 if comm.rank else 0.3):
+        strategy.extended.group.end_with_program()
+    assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(min=2)
+def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MPIDIST_CHECK=0`: a call with a deadline still waits for all ranks, and closing hangs on nobody."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    strategy = Strategy(comm=comm)
+    strategy.symmetric_empty(3, np.float32)  # in a window, which ranks can only free together
+    assert strategy.reduce("SUM", 1.0, options=options(5)) == comm.size
+    if comm.rank == 0:
+        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+            strategy.reduce("SUM", 1.0, options=options(0.2))
+    comm.Barrier()
+    with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
+        strategy.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None:
+    """Requests of mpi4py do not hold the buffers of an all-reduce; a late rank's message lies in them."""
+    agreement = make_agreement(comm, 0.2)
+    rounds = vars(agreement)["_rounds"]
+    assert isinstance(rounds, MpiRounds)
+    memory = [weakref.ref(value) for value in vars(rounds).values() if isinstance(value, np.ndarray)]
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            agreement.join(Call("reduce", 0, dict))
+    comm.Barrier()
+    del agreement, rounds
+    gc.collect()
+    assert memory
+    assert all((array() is not None) == (comm.rank == 0) for array in memory)

@@ -1,0 +1,238 @@
+"""Faults after which a program may go on: the rank is named, in time, and the next call works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from jobs.faults import (
+    AT_ONCE_SECONDS,
+    BLOCKS,
+    CYCLIC,
+    FOUR,
+    THREE,
+    TWO,
+    TWO_APART,
+    UNEVEN,
+    Job,
+    Placement,
+    Sessions,
+    again_if_slow,
+    job,
+    late,
+    of_others,
+    on,
+    require_deadline,
+    require_right,
+    soon,
+)
+
+from mpidist.transport.text import name_ranks
+
+__all__ = ["job"]
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+
+SESSION = """
+def go_on(what):
+    strategy.reset()
+    attempt(what + ", after", reduce)
+
+if is_faulty:
+    time.sleep(1.6)
+attempt("late rank", lambda: reduce(DEADLINE))
+go_on("late rank")
+
+if is_faulty:
+    time.sleep(1.6)  # and makes another call only when the others have given up
+else:
+    attempt("missing call", lambda: reduce(DEADLINE))
+go_on("missing call")
+
+if not is_faulty:
+    attempt("early reset", lambda: reduce(DEADLINE))
+go_on("early reset")
+
+attempt("other call", lambda: strategy.gather(np.ones(1), 0) if is_faulty else reduce())
+attempt("other call, after", reduce)
+attempt("other shape", lambda: strategy.reduce("SUM", np.ones(3 if is_faulty else 2)))
+attempt("other shape, after", reduce)
+
+def read():
+    with strategy.raise_together("reading"):
+        if is_faulty:
+            raise FileNotFoundError("no shard 7")
+attempt("exception", read)
+attempt("exception, after", reduce)
+
+value = np.ones(3_000_000)
+def all_reduce():
+    return strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", value)).sum()
+if is_faulty:
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 20), resource.RLIM_INFINITY))
+attempt("no memory", all_reduce)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+strategy.reset()
+attempt("no memory, after", all_reduce)
+"""
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    return Sessions(tmp_path_factory.mktemp("sessions"), SESSION)
+
+
+in_session = on(TWO, TWO_APART, UNEVEN, BLOCKS, CYCLIC)
+
+
+@in_session
+@again_if_slow
+def test_late_rank_is_named_by_all_that_waited_and_learns_it(sessions: Sessions, placement: Placement) -> None:
+    ended = sessions.run(placement)
+    named = late(placement.faulty, size=placement.size)
+    require_deadline(of_others(ended, "late rank", placement), rf"^reduce \(call \d\) on rank \d .*(: |, and ){named}")
+    last = ended.of("late rank")[placement.faulty]
+    assert last.kind == "DeadlineExceededError"
+    assert re.search(rf"on rank {placement.faulty} cannot complete: ranks? .* had given up waiting", last.text)
+    soon(last.seconds, AT_ONCE_SECONDS)
+    require_right(ended, "late rank", placement)
+
+
+@in_session
+@again_if_slow
+def test_rank_that_leaves_a_call_out_is_named(sessions: Sessions, placement: Placement) -> None:
+    ended = sessions.run(placement)
+    named = late(placement.faulty, size=placement.size)
+    others = of_others(ended, "missing call", placement)
+    require_deadline(others, rf"^reduce \(call \d\) on rank \d .*(: |, and ){named}")
+    require_right(ended, "missing call", placement)
+
+
+@in_session
+def test_rank_that_resets_too_early_is_named_at_once(sessions: Sessions, placement: Placement) -> None:
+    """It waits for the others, and they would wait for it: nobody has to wait for a deadline."""
+    ended, rank = sessions.run(placement), placement.faulty
+    instead = rf"rank {rank} called reset\(\) instead, after call \d"
+    for note in of_others(ended, "early reset", placement):
+        assert note.kind == "PeerFailedError", note
+        assert re.search(rf"{instead}|rank {rank} of \d ranks did not join it, and .* had given up", note.text), note
+        soon(note.seconds, AT_ONCE_SECONDS)
+    require_right(ended, "early reset", placement)
+
+
+DIFFERENCES = {
+    "other call": (r"^call \d+: the ranks did not pass the same", "call: {others}: reduce; rank {faulty}: gather"),
+    "other shape": (
+        r"^reduce \(call \d+\): the ranks did not pass the same",
+        "array 0: {others}: f64[2]; rank {faulty}: f64[3]",
+    ),
+}
+
+
+@in_session
+@again_if_slow
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_rank_that_calls_otherwise_is_named_on_all_ranks(sessions: Sessions, placement: Placement, what: str) -> None:
+    ended = sessions.run(placement)
+    head, line = DIFFERENCES[what]
+    parts = line.format(others=name_ranks(placement.others), faulty=placement.faulty).partition(": ")
+    texts = {note.text for note in ended.of(what).values() if note.kind == "InvalidArgumentError"}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert re.search(head, text)
+    assert sorted(text.splitlines()[1].partition(": ")[2].split("; ")) == sorted(parts[2].split("; "))
+    assert {*ended.of(what)} == {*range(placement.size)}
+    for note in ended.of(what).values():
+        soon(note.seconds, AT_ONCE_SECONDS)
+    require_right(ended, what, placement)
+
+
+@in_session
+@again_if_slow
+def test_exception_of_one_rank_is_that_of_all(sessions: Sessions, placement: Placement) -> None:
+    ended = sessions.run(placement)
+    notes = ended.of("exception")
+    assert {*notes} == {*range(placement.size)}
+    for note in notes.values():
+        assert (note.kind, note.text) == ("FileNotFoundError", "no shard 7")
+        soon(note.seconds, AT_ONCE_SECONDS)
+    require_right(ended, "exception", placement)
+
+
+@in_session
+@again_if_slow
+def test_rank_that_has_no_memory_is_named_and_all_may_go_on(sessions: Sessions, placement: Placement) -> None:
+    """The real thing: a limit of the kernel."""
+    ended = sessions.run(placement)
+    assert "MemoryError" in ended.of("no memory")[placement.faulty].kind
+    reason = rf"rank {placement.faulty} broke off in the middle of a call, with an error: .*MemoryError"
+    for note in of_others(ended, "no memory", placement):
+        assert note.kind == "PeerFailedError"
+        assert re.search(rf"^all_reduce \(call \d+\) on rank {note.rank} cannot complete: {reason}", note.text)
+        soon(note.seconds, AT_ONCE_SECONDS)
+    sums = [note.text for note in ended.of("no memory, after").values()]
+    assert sums == [f"np.float64({3_000_000.0 * placement.size})"] * placement.size
+
+
+STALLS = """
+if is_faulty:
+    time.sleep(1.5)
+attempt("stall", reduce)
+"""
+
+
+@on(TWO, UNEVEN, BLOCKS)
+def test_late_rank_is_named_in_a_warning_where_there_is_no_deadline(job: Job, placement: Placement) -> None:
+    """Once on each node where ranks wait; and the call works."""
+    ended = job(STALLS, placement, MPIDIST_STALL_SECONDS="0.5")
+    assert (ended.status, ended.out) == (0, "")
+    waiting = {placement.nodes[rank] for rank in placement.others}
+    named = late(placement.faulty, size=placement.size)
+    lines = ended.err.splitlines()
+    assert len(lines) == len(waiting), ended.err
+    assert all(re.search(rf"reduce \(call \d\) on rank \d has waited for \d s, and {named}", line) for line in lines)
+    assert [note.text for note in ended.of("stall").values()] == [f"{placement.size:.1f}"] * placement.size
+
+
+NO_SPACE = """
+attempt("sum", lambda: strategy.reduce("SUM", np.full(300_000, rank + 1.0)).sum())
+"""
+# Enough for MPICH to start the ranks, too little for the slots of mpidist.
+SMALL = {2: "3800k", 3: "4600k", 4: "5400k"}
+
+
+def where_memory_is_small(ranks: int) -> list[str]:
+    """Return the words before a command that give it a /dev/shm of its own with little space."""
+    unshare = [shutil.which("unshare") or "unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size={SMALL[ranks]} tmpfs /dev/shm"
+    try:
+        subprocess.run([*unshare, mount], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a mount namespace, and cannot have one: {error}")
+    return [*unshare, f'{mount} && exec "$@"', "sh"]
+
+
+@on(TWO, UNEVEN, FOUR)
+def test_no_space_in_shared_memory_is_told_once_and_ranks_send_messages(job: Job, placement: Placement) -> None:
+    ended = job(NO_SPACE, placement, before=where_memory_is_small(placement.size))
+    assert (ended.status, ended.out) == (0, "")
+    total = placement.size * (placement.size + 1) / 2
+    texts = [note.text for note in ended.of("sum").values()]
+    assert texts == [f"np.float64({300_000 * total})"] * placement.size
+    reason = r"ranks of a node send messages .* KiB cannot be had in /dev/shm \(No space left on device\); give"
+    assert len([line for line in ended.err.splitlines() if re.search(reason, line)]) == 1  # MPI may add its own
+
+
+@on(THREE, BLOCKS)
+def test_no_space_in_shared_memory_is_an_error_of_all_ranks_that_want_it(job: Job, placement: Placement) -> None:
+    before = where_memory_is_small(placement.size)
+    ended = job(NO_SPACE, placement, before=before, MPIDIST_TRANSPORT="shared_memory")
+    assert ended.status == 1
+    assert ended.err.count("Traceback (most recent call last):") == 1
+    assert re.search(r"UnavailableError: MPIDIST_TRANSPORT=shared_memory cannot be followed: rank \d: ", ended.err)
+    assert "No space left on device" in ended.err

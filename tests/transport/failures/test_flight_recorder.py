@@ -1,0 +1,160 @@
+"""The flight recorder: what a rank called last, for its neighbours, for files, and for `python -m mpidist flight`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from jobs.failing import Job, job
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
+from mpidist.transport.failures.status_board import StatusBoard
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["job"]
+
+TEXTS = 256  # that a recorder keeps
+
+
+@pytest.mark.no_mpi
+def test_a_call_goes_through_its_states() -> None:
+    memory = np.zeros(FLIGHT_BYTES, np.uint8)
+    recorder = FlightRecorder(memory)
+    assert entries_in(memory) == []
+    assert recorder.last() is None
+    before = time.monotonic_ns()
+    recorder.begin(7, "all_reduce", "SUM of 3 x float32")
+    states = []
+    for step in (lambda: None, recorder.agree, recorder.end):
+        step()
+        entry = recorder.last()
+        assert entry is not None
+        states.append(entry.state)
+    assert states == ["waiting", "moving", "done"]
+    assert entry[:3] == (7, "all_reduce", "SUM of 3 x float32")
+    assert before <= entry.begun <= entry.agreed <= entry.ended <= time.monotonic_ns()
+    recorder.fail()  # an error after its end is another one's
+    assert recorder.last() == entry
+    recorder.begin(8, "gather")
+    recorder.fail()
+    assert [its.state for its in entries_in(memory)] == ["done", "failed"]
+
+
+@pytest.mark.no_mpi
+def test_the_newest_calls_are_kept_and_the_texts_of_the_newest() -> None:
+    memory = np.zeros(FLIGHT_BYTES, np.uint8)
+    recorder = FlightRecorder(memory)
+    for number in range(1, MAX_CALLS + 51):
+        recorder.begin(number, f"call{number}" if number % 2 else "often", "x" * 500)
+        recorder.end()
+    entries = entries_in(memory)
+    assert [its.sequence for its in entries] == list(range(51, MAX_CALLS + 51))
+    names = [its.call for its in entries]
+    assert names[-1] == "often"
+    assert names[-2] == f"call{MAX_CALLS + 49}"
+    assert names[0] in ("a call", "call51")
+    assert entries[-1].details == "x" * len(entries[-1].details)  # cut, not garbled
+    assert sum(name.startswith("call") for name in names) <= TEXTS
+
+
+@pytest.mark.ranks(min=2)
+def test_neighbours_read_it(comm: Intracomm) -> None:
+    board = StatusBoard(comm, range(comm.size))
+    board.recorder.begin(comm.rank + 1, "reduce")
+    comm.Barrier()
+    for rank, status in board.statuses().items():
+        assert status.last is not None
+        assert (status.rank, status.last.sequence, status.process) == (rank, rank + 1, "running")
+        assert str(status).startswith(f"waits in reduce (call {rank + 1}), for ")
+    assert board.gone() == ()
+    comm.Barrier()
+    board.free()
+
+
+def test_a_strategy_records_what_it_calls(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        strategy.reduce("SUM", [np.ones(1000, np.float32), np.ones(3, np.float32)])
+        strategy.gather(np.ones(3), 0)
+        (flight,) = strategy.extended.group.flights().values() if comm.size > 1 else (None,)
+        if flight is not None:
+            calls = [(its.call, its.details, its.state) for its in flight.entries]
+            assert calls[0][0] == "MultiWorkerMirroredStrategy"
+            assert calls[1][0] == "reduce"
+            assert calls[1][1].startswith("SUM of 2 x float32, 3.918 KiB, ")
+            assert calls[2][:2] == ("gather", "1 x float64, 24 B")
+            assert {state for _, _, state in calls} == {"done"}
+            assert [its.sequence for its in flight.entries] == [1, 2, 3]
+
+
+LATE = """
+if rank == 1:
+    time.sleep(3)
+try:
+    strategy.reduce("SUM", 1.0)
+except mpidist.errors.DeadlineExceededError as error:
+    print(f"rank {rank}:", error, flush=True)
+strategy.close()
+"""
+
+
+def flight(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command that merges the files."""
+    command = [sys.executable, "-m", "mpidist", "flight", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
+def test_a_deadline_leaves_a_file_of_every_rank(job: Job, tmp_path: Path) -> None:
+    """Also of the one that is busy elsewhere; and the command names it."""
+    ended = job(LATE, MPIDIST_FLIGHT_DIR=str(tmp_path), MPIDIST_TIMEOUT_SECONDS="0.5")
+    assert ended.status == 0, ended.err
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert sorted(path.name for path in folder.iterdir()) == [f"rank-{rank}.json" for rank in range(3)]
+    told = json.loads((folder / "rank-0.json").read_text())
+    assert told["reason"].startswith("reduce (call 2) on rank 0 ")
+    status, said = flight(folder)
+    assert status == 1
+    assert "rank 1" in said
+
+
+@pytest.mark.no_mpi
+def test_a_signal_asks_for_the_files(job: Job, tmp_path: Path) -> None:
+    program = """
+for _ in range(3):
+    strategy.reduce("SUM", 1.0)
+if rank == 0:
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    time.sleep(0.5)
+strategy.reduce("SUM", 1.0)
+"""
+    ended = job(program, MPIDIST_FLIGHT_DIR=str(tmp_path))
+    assert ended.status == 0, ended.err
+    assert "what the ranks called last: python -m mpidist flight" in ended.lines_of(0)[0]
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    told = json.loads((folder / "rank-0.json").read_text())
+    assert told["reason"] == "SIGUSR1"
+    (group,) = told["groups"]
+    assert [call[:4] for call in group["calls"]][-1][:2] == [4, "reduce"]
+
+
+@pytest.mark.no_mpi
+def test_no_files_where_none_are_wanted_and_no_new_error_where_they_cannot_be(job: Job, tmp_path: Path) -> None:
+    ended = job(LATE.replace("sleep(3)", "sleep(1)"), MPIDIST_FLIGHT_DIR="off", MPIDIST_TIMEOUT_SECONDS="0.5")
+    assert (ended.status, "flight" in ended.out) == (0, False)
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    ended = job(LATE.replace("sleep(3)", "sleep(1)"), MPIDIST_FLIGHT_DIR=str(nowhere), MPIDIST_TIMEOUT_SECONDS="0.5")
+    assert ended.status == 0, ended.err
+    assert "the last calls could not be written to" in ended.out

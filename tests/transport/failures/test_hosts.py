@@ -1,0 +1,213 @@
+"""Hosts out of namespaces: they are apart but for their network, it can be cut, and nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs.hosts import BENCHMARKS, HEAD, Hosts, HostsError, bits_per_second, need_hosts
+from mpi_session import clean_environment
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.long]
+
+REACH = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), 1)
+except OSError as error:
+    print(type(error).__name__)
+"""
+KILLED = """
+import subprocess, time
+from hosts import HEAD, Hosts
+with Hosts(number=1) as hosts:
+    said = lambda *argv: subprocess.run(argv, capture_output=True, text=True).stdout.strip()
+    namespaces = [said(*hosts.command(name, ["readlink", "/proc/self/ns/pid"])) for name in (HEAD, "h1")]
+    folder = said(*hosts.command(HEAD, ["sh", "-c", "dirname $TMPDIR"]))
+    print(folder, *namespaces, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    need_hosts()
+    with Hosts() as built:
+        yield built
+
+
+def said(hosts: Hosts, host: str, *argv: str) -> str:
+    """Run a command on a host, and return what it prints."""
+    done = subprocess.run(hosts.command(host, argv), capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def reach(hosts: Hosts, host: str, other: int) -> str:
+    """Return what becomes of a connection to a port of another host where nobody listens."""
+    return said(hosts, host, sys.executable, "-c", REACH, hosts.addresses[other])
+
+
+def comes(hosts: Hosts, host: str, other: int) -> bool:
+    """Wait until a host answers; the kernel may need a second to ask for its address again."""
+    limit = time.monotonic() + 10
+    while reach(hosts, host, other) != "ConnectionRefusedError":
+        if time.monotonic() > limit:
+            return False
+    return True
+
+
+def traces(hosts: Hosts) -> tuple[set[str], Path]:
+    """Return the PID namespaces of all hosts, and the folder where their files are."""
+    names = (HEAD, *hosts.names)
+    found = {said(hosts, name, "readlink", "/proc/self/ns/pid") for name in names}
+    assert len(found) == len(names)
+    return found, Path(said(hosts, HEAD, "sh", "-c", "echo $TMPDIR")).parent
+
+
+def still_used(namespaces: set[str]) -> set[str]:
+    """Return those of these PID namespaces that any process is in."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/pid"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.add(os.readlink(link))
+    return found & namespaces
+
+
+def test_hosts_reach_each_other_and_are_apart(hosts: Hosts) -> None:
+    assert reach(hosts, "h1", 1) == reach(hosts, "h2", 0) == reach(hosts, HEAD, 0) == "ConnectionRefusedError"
+    look = "ls /dev/shm; name=$(cat /proc/sys/kernel/hostname); touch /dev/shm/$name; echo $name $(basename $TMPDIR)"
+    assert [said(hosts, name, "sh", "-c", look) for name in hosts.names] == ["h1 h1", "h2 h2"]  # no file of the other
+    sleeper = subprocess.Popen(hosts.command("h1", ["sleep", "50"]))
+    assert "sleep" not in said(hosts, "h2", "sh", "-c", "cat /proc/[0-9]*/comm")
+    sleeper.kill()
+    sleeper.wait()
+
+
+def test_command_starts_where_it_is_called_and_ends_when_it_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    command = hosts.command("h1", ["sh", "-c", "pwd; sleep 50"])
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline().strip() == str(tmp_path.resolve())
+        started.kill()
+    hosts.clear()  # of what the command started itself
+    assert "sleep" not in said(hosts, "h1", "sh", "-c", "cat /proc/[0-9]*/comm")
+
+
+def test_cut_host_is_silent_until_it_joins(hosts: Hosts) -> None:
+    hosts.cut("h2")
+    assert reach(hosts, "h1", 1) == reach(hosts, "h2", 0) == "TimeoutError"
+    hosts.join("h2")
+    assert comes(hosts, "h1", 1)
+    assert comes(hosts, "h2", 0)
+
+
+def test_killed_host_loses_its_processes_and_no_other_does(hosts: Hosts) -> None:
+    sleepers = [subprocess.Popen(hosts.command(name, ["sleep", "50"])) for name in hosts.names]
+    hosts.kill("h2")
+    assert sleepers[1].wait(timeout=5) != 0
+    assert sleepers[0].poll() is None
+    limit = time.monotonic() + 10  # the kernel takes the network of a dead host down when it finds the time
+    while (end := reach(hosts, "h1", 1)) == "ConnectionRefusedError" and time.monotonic() < limit:
+        pass
+    assert end in ("TimeoutError", "OSError")
+    with pytest.raises(HostsError, match="host h2 is dead"):
+        hosts.command("h2", ["true"])
+    sleepers[0].kill()
+    sleepers[0].wait()
+
+
+def test_ranks_run_on_all_hosts(hosts: Hosts) -> None:
+    program = "import sys; from mpi4py.MPI import *; sys.stdout.write(f'{Get_processor_name()} {COMM_WORLD.size}\\n')"
+    command = [*hosts.mpiexec(Path(sys.executable), 3), sys.executable, "-c", program]
+    done = subprocess.run(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
+    with pytest.raises(HostsError, match="5 ranks cannot run on 2 hosts with 2 slots each"):
+        hosts.mpiexec(Path(sys.executable), 5)
+
+
+def test_nothing_is_left_of_two_sets_of_hosts_that_run_something() -> None:
+    need_hosts()
+    started, left = [], []
+
+    def interrupted() -> None:
+        with Hosts() as some, Hosts() as others:
+            for hosts in (some, others):
+                started.append(subprocess.Popen(hosts.command("h1", ["sleep", "50"])))
+                left.append(traces(hosts))
+            assert comes(some, "h1", 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [one.wait(timeout=5) != 0 for one in started] == [True, True]
+    assert not left[0][0] & left[1][0]
+    for namespaces, folder in left:
+        assert not still_used(namespaces)
+        assert not folder.exists()
+
+
+def test_hosts_die_with_the_program_that_made_them() -> None:
+    need_hosts()
+    with subprocess.Popen([sys.executable, "-c", KILLED], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        folder, *namespaces = started.stdout.readline().split()
+        assert still_used(set(namespaces)) == set(namespaces)
+        started.kill()
+    limit = time.monotonic() + 10
+    while still_used(set(namespaces)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not still_used(set(namespaces))
+    shutil.rmtree(folder)  # nobody was left to do it
+
+
+def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -> None:
+    need_hosts()
+    command = [sys.executable, str(BENCHMARKS), "network", "--sizes", "1M", "--rounds", "1", "--seconds", "0.1"]
+    command += [f"--env={name}={tmp_path / 'none'}" for name in ("openmpi", "gloo")]
+    done = subprocess.run(
+        [*command, "--env", f"mpich={sys.executable}", "--out", str(tmp_path)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo: not installed: no environment" in done.stdout
+    assert "sent / least" in done.stdout
+    with (tmp_path / "network-4-ranks-2-hosts-200mbit.csv").open(newline="") as file:
+        rows = {row["way"]: row for row in csv.DictReader(file)}
+    ours = [f"mpidist {name}" for name in ("in place", "reproducible", "bf16", "fp16")]
+    assert list(rows) == ["raw in place", *ours], done.stderr
+    for way, row in rows.items():
+        share = 0.5 if way.endswith("16") else 1.0
+        assert float(row["us"]) >= 0.9 * share * float(row["bound_us"])  # the links let no more through
+        assert 0.99 * share <= float(row["net_sent_to_least"]) < 2 * share
+
+
+def test_what_cannot_be_built_is_said() -> None:
+    for wrong in ("200", "mbit", "-1mbit", "fast"):
+        with pytest.raises(ValueError, match="is no rate"):
+            Hosts(rate=wrong)
+    with pytest.raises(ValueError, match="0 hosts"):
+        Hosts(number=0)
+    with pytest.raises(HostsError, match="there is no host 'h1': there are none, outside of `with`"):
+        Hosts().command("h1", ["true"])
+    assert bits_per_second("1.5gbit") == 1.5e9

@@ -1,0 +1,104 @@
+"""Jobs that fail where saying so is hard: each ends soon, with a code that is not 0, and says what it can."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from jobs.failing import HEAD, Job, job
+
+__all__ = ["job"]
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+IMPORTS = HEAD.partition("strategy =")[0]
+DEADLINE = {"MPIDIST_TIMEOUT_SECONDS": "0.5"}
+
+
+def test_an_exception_that_cannot_say_what_it_is(job: Job) -> None:
+    ended = job("""
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+if rank == 1:
+    raise Mute
+reduce_for_ever()
+""")
+    assert ended.status != 0
+    assert ended.lines_of(1)[-1] == "Mute: <exception str() failed>"
+    assert "Error in sys.excepthook" not in ended.err
+
+
+def test_a_deleted_folder_is_no_other_error(job: Job, tmp_path: object) -> None:
+    program = (
+        IMPORTS
+        + """
+import tempfile
+from mpi4py import MPI
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+strategy = mpidist.MultiWorkerMirroredStrategy()
+rank = strategy.topology.rank
+os.rmdir(folder)
+if rank == 1:
+    time.sleep(1)
+try:
+    strategy.reduce("SUM", 1.0)
+except mpidist.errors.DeadlineExceededError as error:
+    sys.stdout.write(f"rank {rank} is told\\n")
+raise KeyError("mine")
+"""
+    )
+    ended = job(program, head="", MPIDIST_FLIGHT_DIR="", **DEADLINE)
+    assert ended.status != 0
+    assert "rank 0 is told" in ended.out
+    assert "FileNotFoundError" not in ended.err
+    assert "KeyError: 'mine'" in ended.err
+
+
+def test_many_signals_at_once_are_one(job: Job, tmp_path: object) -> None:
+    program = """
+def storm():
+    for _ in range(200):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.002)
+threading.Thread(target=storm, daemon=True).start()
+end = time.monotonic() + 0.8
+while strategy.reduce("MIN", end - time.monotonic()) > 0:
+    pass
+strategy.close()
+"""
+    ended = job(program, MPIDIST_FLIGHT_DIR=str(tmp_path))
+    assert ended.status == 0, ended.err
+
+
+BUILD = """
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+if rank == 1:
+    time.sleep(2)
+for _ in range({times}):
+    try:
+        strategy = mpidist.MultiWorkerMirroredStrategy()
+    except (mpidist.errors.DeadlineExceededError, mpidist.errors.UnavailableError) as error:
+        sys.stdout.write(f"rank {{rank}}: {{type(error).__name__}} {{error}}\\n")
+        sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_strategy_that_not_all_build_ends_the_job(job: Job, times: int) -> None:
+    """Also one that is tried again, and for the rank that comes too late."""
+    start = time.monotonic()
+    ended = job(IMPORTS + BUILD.format(times=times), head="", **DEADLINE)
+    assert ended.status != 0
+    assert time.monotonic() - start < 10
+    for rank in (0, 2):
+        assert f"rank {rank}: DeadlineExceededError building a strategy on rank {rank} has waited" in ended.out
+        assert f"rank {rank}: UnavailableError not all ranks came to build a strategy before" in ended.out or times == 1
+
+
+def test_a_strategy_that_one_rank_never_builds_ends_the_job(job: Job) -> None:
+    ended = job(IMPORTS + BUILD.format(times=1).replace("sleep(2)", "sleep(60)"), head="", **DEADLINE)
+    assert ended.status != 0
+    assert "this job ends with exit code 75: not all ranks came to build a strategy" in ended.err

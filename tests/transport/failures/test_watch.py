@@ -1,0 +1,293 @@
+"""What ranks notice while they wait: long waits, calls that do not get on, resets that not all make."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.agreements import warnings_of
+from support.deadlines import options, taking
+from support.reductions import all_reduce
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport.agreement import MpiAgreement
+from mpidist.transport.failures.call_watchdog import CallWatchdog
+from mpidist.transport.failures.failure_notes import GAVE_UP
+from mpidist.transport.failures.status_board import StatusBoard
+from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.shared_memory import NodeBarrier
+from mpidist.transport.text import name_ranks
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+
+
+@several
+def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
+    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """X: the missing ranks are named with what they did last, on all nodes where ranks wait."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    topology, last = strategy.topology, comm.size - 1
+    comm.Barrier()
+    if comm.rank == last:
+        time.sleep(1.2)
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    told = warnings_of(caplog)
+    speakers = {ranks[0] for ranks in topology.nodes if ranks != (last,)}
+    assert len(told) == (comm.rank in speakers)
+    known = "finished" if any(last in ranks and len(ranks) > 1 for ranks in topology.nodes) else "nothing was heard"
+    for line in told:
+        start = rf"mpidist: reduce \(call 2\) on rank {comm.rank} has waited for [01] s, and rank {last} of "
+        assert re.match(rf"{start}{comm.size} ranks did not join it; rank {last}: {known}", line)
+        assert "\n" not in line
+    caplog.clear()
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    assert warnings_of(caplog) == []
+    strategy.close()
+
+
+@several
+def test_second_long_wait_is_told_also_in_a_started_call(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    with Strategy(comm=comm) as strategy:
+
+        def step(late: int) -> None:
+            if comm.rank == late:
+                time.sleep(1.0)
+            handle = mpidist.get_replica_context().start_all_reduce("sum", np.ones(1000, np.float32))
+            assert handle.wait()[0] == comm.size
+
+        strategy.reduce("sum", 1.0)
+        if comm.rank == comm.size - 1:
+            time.sleep(1.0)
+        strategy.reduce("sum", 1.0)
+        strategy.run(step, args=(comm.size - 1,))
+    told = [line.split(" on rank")[0] for line in warnings_of(caplog)]
+    calls = ["mpidist: reduce (call 3)", "mpidist: start_all_reduce (call 4)"]
+    assert told == (calls if comm.rank == 0 else [])
+
+
+@several
+def test_no_warning_is_given_where_none_is_wanted(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0")
+    with Strategy(comm=comm) as strategy:
+        if comm.rank == 0:
+            time.sleep(0.5)
+        strategy.reduce("SUM", 1.0)
+    assert warnings_of(caplog) == []
+
+
+@several
+def test_building_a_strategy_waits_for_all_but_not_in_silence(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    if comm.rank:
+        time.sleep(0.6)
+    Strategy(comm=comm).close()
+    told = [
+        line for line in warnings_of(caplog) if line.startswith("mpidist: building a strategy on rank 0 has waited 0 s")
+    ]
+    assert len(told) == (comm.rank == 0)
+
+
+def slow_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank fall asleep before it sends its part."""
+    really = MpiCommunicator.all_reduce
+
+    def all_reduce(self: MpiCommunicator, *args: Any) -> None:
+        time.sleep(1)
+        really(self, *args)
+
+    monkeypatch.setattr(MpiCommunicator, "all_reduce", all_reduce)
+
+
+def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this rank fall asleep before a barrier of shared memory."""
+    really = NodeBarrier.post
+
+    def post(barrier: NodeBarrier) -> None:
+        time.sleep(1)
+        really(barrier)
+
+    monkeypatch.setattr(NodeBarrier, "post", post)
+
+
+@several
+@pytest.mark.parametrize(("transport", "slow"), [("mpi", slow_messages), ("shared_memory", slow_memory)])
+def test_a_deadline_holds_while_data_move(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, slow: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """All ranks have come, and one of them stops in the middle."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
+    strategy = Strategy(None, options(0.3), comm=comm)
+    value = np.ones(1_000_000)
+    all_reduce(strategy, "SUM", value)
+    comm.Barrier()
+    pattern = (
+        rf"(waited 0\.3 s, and all {comm.size} ranks joined it, but its data did not come in time|had given up waiting)"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            slow(patch)
+
+            def twice() -> None:  # the first one raises, if the others' parts have not all come before
+                for _ in range(2):
+                    all_reduce(strategy, "SUM", value)
+
+            with pytest.raises(DeadlineExceededError, match="had given up waiting"):
+                twice()
+        else:
+            with taking(0.25, 0.8), pytest.raises(DeadlineExceededError, match=pattern):
+                all_reduce(strategy, "SUM", value)
+    comm.Barrier()
+    strategy.reset()
+    assert (all_reduce(strategy, "SUM", value) == comm.size).all()
+    strategy.close()
+
+
+@several
+def test_calls_keep_their_numbers_over_a_reset(comm: Intracomm) -> None:
+    """Logs of before and after do not mix."""
+    strategy = Strategy(comm=comm)
+    with pytest.raises(ValueError, match=r"reduce \(call 2\)"):
+        strategy.reduce("SUM", np.ones(1 + (comm.rank == 0)))
+    strategy.reset()
+    with pytest.raises(ValueError, match=r"reduce \(call 3\)"):
+        strategy.reduce("SUM", np.ones(1 + (comm.rank == 0)))
+    strategy.close()
+
+
+@several
+def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        pattern = rf"^reset\(\) on rank 0 waited 0\.2 s, and {name_ranks(range(1, comm.size))} of .* did not join it"
+        with taking(0.2, 0.7), pytest.raises(DeadlineExceededError, match=pattern):
+            strategy.reset()
+    comm.Barrier()
+    if comm.rank:
+        with taking(0, 0.5), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
+            strategy.reset()
+    comm.Barrier()
+    for _ in range(2):  # what was sent for the first one may still be under way
+        with (
+            taking(0, 0.2),
+            pytest.raises(DeadlineExceededError, match=r"an earlier reset\(\) failed.* start it again"),
+        ):
+            strategy.reset()
+    comm.Barrier()
+
+
+@several
+def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -> None:
+    """A rank may be at the end of a call still, when the others wait in the next one in vain."""
+    own = comm.Dup()
+    watch = CallWatchdog(own, StatusBoard(comm, range(comm.size)), ("here",) * comm.size)
+    if comm.rank:
+        watch.begin(2, "reduce", "", 0.1)
+        watch.watchdog.tell(GAVE_UP, "")
+    comm.Barrier()
+    if comm.rank == 0:
+        watch.begin(1, "reduce", "", None)
+        for _ in range(50):
+            watch.check_peers()
+        watch.begin(2, "reduce", "", None)
+        with pytest.raises(DeadlineExceededError, match=r"reduce \(call 2\) on rank 0 cannot complete: .* given up"):
+            watch.check_peers()
+    comm.Barrier()
+
+
+@several
+def test_a_reset_with_calls_under_way_is_told(comm: Intracomm) -> None:
+    """Others may wait for this rank's part of a call that was started."""
+    strategy = Strategy(comm=comm)
+    value = np.ones(500_000)
+
+    def step() -> None:
+        handle = mpidist.get_replica_context().start_all_reduce("SUM", value)
+        if comm.rank:
+            handle.wait()
+
+    if comm.rank:
+        time.sleep(0.2)  # else rank 0 may do its part while it starts the call
+        with taking(0, 5), pytest.raises(PeerFailedError, match=r"rank 0 (broke off|called reset)"):
+            strategy.run(step)
+    else:
+        strategy.run(step)
+    strategy.reset()
+    assert (all_reduce(strategy, "SUM", value) == comm.size).all()
+    strategy.close()
+
+
+@several
+def test_a_strategy_with_late_notes_closes_and_resets(
+    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI frees no communicator with messages left in it: those of long waits that ended well are taken before."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
+    strategy = Strategy(comm=comm)
+    for number in range(6):
+        if comm.rank == number % comm.size:
+            time.sleep(0.06)
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        if number == 3:
+            strategy.reset()
+    strategy.close()
+
+
+@several
+@pytest.mark.parametrize("end", [Strategy.reset, Strategy.close])
+def test_who_wonders_while_notes_are_counted_writes_none(
+    comm: Intracomm, placement: object, end: Callable[[Strategy], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would not know of it, and wait for the wrong number, all of them, for ever."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.05")
+    strategy = Strategy(comm=comm)
+    if comm.rank == 0:
+        really = MpiAgreement.all_gather_object
+
+        def late(agreement: MpiAgreement, item: object) -> list[object]:
+            time.sleep(0.3)
+            return really(agreement, item)
+
+        monkeypatch.setattr(MpiAgreement, "all_gather_object", late)
+        time.sleep(0.2)
+    assert strategy.reduce("SUM", 1.0) == comm.size
+    end(strategy)
+    comm.Barrier()
+    strategy.close()
+
+
+@pytest.mark.ranks(4)
+def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of each node tells the other nodes: of pairs of ranks there are too many in a large job."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,0,1")
+    strategy = Strategy(comm=comm)
+    comm.Barrier()
+    if comm.rank == 3:
+        time.sleep(0.6)
+    with pytest.raises(DeadlineExceededError, match=r"rank 3 of 4 ranks did not join it|had given up"):
+        strategy.reduce("SUM", 1.0, options=options(0.2))
+    watchdog: Any = strategy.extended.group._watchdog
+    sent = comm.allgather(watchdog._notes.sent)
+    assert sum(sent[0]) > 0
+    assert [row[3] for row in sent[1:3]] == [0, 0]
+    strategy.close()

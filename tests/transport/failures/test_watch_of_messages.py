@@ -1,0 +1,140 @@
+"""A watchdog without lock step: a rank waits for any message, and the rank that should send it is late, or gone."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from jobs.faults import AT_ONCE_SECONDS, BLOCKS, TWO, Job, Placement, again_if_slow, job, of_others, on, soon
+from support.agreements import warnings_of
+from support.any_message import Mailbox
+from support.deadlines import taking
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+
+
+def mailbox_of(comm: Intracomm, *ranks: int, timeout: float | None = None, stall_seconds: float = 0.0) -> Mailbox:
+    return Mailbox(comm, [0] * comm.size, ranks, timeout, stall_seconds)
+
+
+@several
+def test_messages_of_any_number_come_in_any_order(comm: Intracomm) -> None:
+    """Nobody counts them: one rank sends many, another one none."""
+    mailbox = mailbox_of(comm, *range(1, comm.size), timeout=5.0)
+    if comm.rank == 0:
+        received = [mailbox.receive() for _ in range(3 * (comm.size - 1))]
+        assert sorted(received) == sorted((rank, number) for rank in range(1, comm.size) for number in range(3))
+    else:
+        for number in range(3):
+            time.sleep(0.01)
+            mailbox.send((comm.rank, number), 0)
+
+
+@several
+def test_silent_rank_ends_the_wait_at_the_deadline(comm: Intracomm) -> None:
+    mailbox = mailbox_of(comm, comm.size - 1, timeout=0.2)
+    if comm.rank == 0:
+        last = comm.size - 1
+        late = (
+            rf"rank {last} of {comm.size} ranks has sent nothing\. Start the job again\n  rank {last}: has made no call"
+        )
+        with (
+            taking(0.2, 0.7),
+            pytest.raises(DeadlineExceededError, match=rf"^receive\(\) on rank 0 waited 0.2 s, and {late}"),
+        ):
+            mailbox.receive()
+        assert isinstance(mailbox.watchdog.broken, DeadlineExceededError)
+    comm.Barrier()
+
+
+@several
+def test_every_wait_has_its_own_deadline(comm: Intracomm) -> None:
+    mailbox = mailbox_of(comm, comm.size - 1, timeout=0.3)
+    if comm.rank == 0:
+        assert [mailbox.receive() for _ in range(3)] == [0, 1, 2]
+    elif comm.rank == comm.size - 1:
+        for number in range(3):
+            time.sleep(0.2)
+            mailbox.send(number, 0)
+
+
+@several
+def test_long_wait_is_told_once(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    last = comm.size - 1
+    mailbox = mailbox_of(comm, last, stall_seconds=0.1)
+    if comm.rank == 0:
+        assert mailbox.receive() == "late"
+        (line,) = warnings_of(caplog)
+        assert line.startswith("mpidist: receive() on rank 0 has waited for 0 s, and ")
+        assert f"rank {last} of {comm.size} ranks has sent nothing; rank {last}: has made no call yet" in line
+    elif comm.rank == last:
+        time.sleep(0.8)
+        mailbox.send("late", 0)
+        assert warnings_of(caplog) == []
+
+
+@several
+def test_failed_program_of_an_awaited_rank_ends_the_wait(comm: Intracomm) -> None:
+    mailbox = mailbox_of(comm, comm.size - 1)
+    if comm.rank == comm.size - 1:
+        mailbox.watchdog.tell_end("KeyError: 'mine'")
+    elif comm.rank == 0:
+        reason = rf"receive\(\) on rank 0 cannot complete: rank {comm.size - 1} ended: KeyError: 'mine'"
+        with pytest.raises(PeerFailedError, match=reason):
+            mailbox.receive()
+    comm.Barrier()
+
+
+@pytest.mark.ranks(min=3)
+def test_failed_program_of_another_rank_does_not(comm: Intracomm) -> None:
+    mailbox = mailbox_of(comm, comm.size - 1, timeout=5.0)
+    if comm.rank == 1:
+        mailbox.watchdog.tell_end("KeyError: 'mine'")
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+        mailbox.send("here", 0)
+    elif comm.rank == 0:
+        assert mailbox.receive() == "here"
+    comm.Barrier()
+
+
+WAITS = """
+sys.path.insert(0, os.environ["TESTS"])
+from mpi4py import MPI
+from support.any_message import Mailbox
+faulty = int(os.environ["FAULT_RANK"])
+mailbox = Mailbox(MPI.COMM_WORLD, json.loads(os.environ["NODES"]), [faulty], {timeout})
+if is_faulty:
+    time.sleep(0.3)
+    note("fault")
+    os.kill(os.getpid(), signal.{signal})
+attempt("receive", mailbox.receive)
+"""
+
+
+@pytest.mark.no_mpi
+@on(TWO, BLOCKS)
+@again_if_slow
+def test_killed_rank_ends_the_wait_at_once_without_a_deadline(job: Job, placement: Placement) -> None:
+    """On other nodes, too: ranks of the node of the killed one tell them."""
+    nodes, tests = str([*placement.nodes]), str(Path(__file__).parents[2])
+    ended = job(WAITS.format(timeout=None, signal="SIGKILL"), placement, is_blind=True, NODES=nodes, TESTS=tests)
+    died = ended.of("fault")[placement.faulty].at
+    gone = rf"the process of rank {placement.faulty} of {placement.size} ranks is gone"
+    for note in of_others(ended, "receive", placement):
+        assert note.kind == "PeerFailedError", note
+        assert re.search(rf"^receive\(\) on rank {note.rank} cannot complete: .*{gone}", note.text), note
+        soon(note.at - died, AT_ONCE_SECONDS)

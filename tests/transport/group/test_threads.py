@@ -1,0 +1,177 @@
+"""Threads: a strategy for each works, one strategy for two is refused, and MPI may allow less than any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from jobs.failing import Job, job
+from support.reductions import all_reduce
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+
+
+def in_thread(body: Callable[[], Any], name: str = "worker") -> Any:
+    """Run something in a thread of its own; return what it returns, or raise what it raises."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(body())
+        except Exception as error:  # raised below, in the thread that waits
+            ended.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    return ended[0]
+
+
+def test_two_threads_with_a_strategy_each(comm: Intracomm, placement: object) -> None:
+    """They run at once, in any order on any rank; built in one order on all."""
+    strategies = [Strategy(comm=comm) for _ in range(2)]
+    wrong: list[Any] = []
+
+    def train(number: int) -> None:
+        for step in range(60):
+            value = np.full(3 + 5000 * (step % 7 == 0), float(number + step))
+            total = all_reduce(strategies[number], "SUM", value)
+            if not (total == comm.size * (number + step)).all():
+                wrong.append((number, step))
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    for strategy in strategies:
+        strategy.close()
+
+
+@several
+def test_a_second_thread_is_refused_while_the_first_lives(comm: Intracomm) -> None:
+    """The builder may hand it on, once."""
+    with Strategy(comm=comm) as strategy:
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        reached, done = threading.Event(), threading.Event()
+
+        def work() -> float:
+            total = float(strategy.reduce("SUM", 1.0))
+            reached.set()
+            done.wait(20)
+            return total + float(strategy.reduce("SUM", 1.0))
+
+        result: list[float] = []
+        thread = threading.Thread(target=lambda: result.append(work()), name="trainer")
+        thread.start()
+        reached.wait(20)
+        pattern = "reduce in thread 'MainThread', but thread 'trainer' makes this strategy's calls: .* one strategy for"
+        with pytest.raises(RuntimeError, match=pattern):
+            strategy.reduce("SUM", 1.0)
+        for call in (strategy.reset, lambda: strategy.gather(np.ones(1), 0), lambda: all_reduce(strategy, "SUM", 1.0)):
+            with pytest.raises(RuntimeError, match="'trainer' makes this strategy's calls"):
+                call()
+        done.set()
+        thread.join()
+        assert result == [2.0 * comm.size]
+        assert strategy.reduce("SUM", 1.0) == comm.size  # it has ended
+        assert in_thread(lambda: strategy.reduce("SUM", 1.0)) == comm.size
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+LEVELS = r"""
+import mpi4py
+mpi4py.rc.thread_level = "{level}"
+import threading
+import mpidist
+from mpi4py import MPI
+names = dict(zip((MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED), ("SINGLE", "FUNNELED", "SERIALIZED")))
+strategy = mpidist.MultiWorkerMirroredStrategy()
+another = mpidist.MultiWorkerMirroredStrategy()
+print(f"level {{names[MPI.Query_thread()]}}\n", end="", flush=True)
+def step():
+    return mpidist.get_replica_context().start_all_reduce("SUM", [1.0] * 3).wait()[2]
+assert strategy.run(step) == another.run(step) == another.reduce("SUM", 1.0) == 3
+def work():
+    try:
+        print(f"total {{strategy.reduce('SUM', 1.0)}}\n", end="", flush=True)
+    except RuntimeError as error:
+        print(f"refused: {{error}}\n", end="", flush=True)
+threads = [threading.Thread(target=work, name="other") for _ in range(1)]
+for thread in threads:
+    thread.start()
+    thread.join()
+strategy.close()
+another.close()
+"""
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
+@pytest.mark.parametrize("nodes", ["0,0,0", "0,1,1"])
+def test_less_than_thread_multiple_will_do(job: Job, level: str, nodes: str) -> None:
+    """One thread makes all calls then; another one may only where MPI allows it."""
+    ended = job_of(job, LEVELS.format(level=level), nodes)
+    if "level" not in ended.out:  # MPI may give more than was asked for
+        pytest.fail(ended.err)
+    if "level SERIALIZED" in ended.out:
+        assert ended.out.count("total 3.0") == 3
+    else:
+        assert ended.out.count("refused: reduce in thread 'other': MPI was started with THREAD_") == 3
+    assert ended.status == 0, ended.err
+
+
+def job_of(job: Job, program: str, nodes: str) -> Any:
+    """Run a program that starts MPI itself."""
+    return job(program, head="", MPIDIST_PRETEND_NODES=nodes)
+
+
+FAILING_THREAD = """
+strategy.reduce("SUM", 1.0)
+def train():
+    strategy.reduce("SUM", 1.0)
+    if rank == 1:
+        {}["mine"]
+    reduce_for_ever()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+time.sleep(60)
+"""
+
+
+@pytest.mark.no_mpi
+def test_an_exception_in_the_thread_that_makes_the_calls_ends_the_job(job: Job) -> None:
+    ended = job(FAILING_THREAD)
+    assert ended.status != 0
+    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
+    assert ended.err.count("Traceback") == 1
+
+
+@pytest.mark.no_mpi
+def test_an_exception_in_another_thread_is_that_threads_own(job: Job) -> None:
+    program = """
+thread = threading.Thread(target=lambda: {}["mine"])
+thread.start()
+thread.join()
+print(f"{strategy.reduce('SUM', 1.0)}\\n", end="", flush=True)
+strategy.close()
+"""
+    ended = job(program)
+    assert ended.status == 0
+    assert ended.out.split() == ["3.0"] * 3

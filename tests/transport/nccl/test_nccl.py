@@ -1,0 +1,504 @@
+"""The NCCL transport: on a stand-in everywhere, and on real GPUs where there are some."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.device_checks import check_gathers, check_reductions, check_uneven_shards
+from standin.gpus import down, gpus, standin, up
+from standin.nccl import StandIn
+from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, contribution, in_rank_order, reduction_of
+from support.everywhere import raises_everywhere
+
+from mpidist.collectives import all_gather, reduce_scatter
+from mpidist.cross_device_ops import (
+    CollectiveAllReduce,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
+from mpidist.options import CommunicationOptions
+from mpidist.transport import cuda
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.group import NcclReach, SyncGroup
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.reduction import Reduction
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus", "standin"]  # fixtures
+
+HOSTNAME = socket.gethostname()
+ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
+A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
+OPS = ["sum", "prod", "min", "max"]
+
+
+def can_meet(found: cuda.Cuda, comm: Intracomm) -> bool:
+    """Whether NCCL takes these ranks together, and is to."""
+    if os.environ.get("MPIDIST_NCCL") == "0":
+        return False
+    facts = comm.allgather(GpuFacts.here(found, os.environ, HOSTNAME))
+    return not reason_against_nccl(facts, [range(comm.size)], [HOSTNAME] * comm.size)
+
+
+@pytest.fixture
+def provider(gpus: cuda.Cuda, comm: Intracomm) -> cuda.Cuda:
+    """The same, where every rank has a GPU of its own."""
+    if not can_meet(gpus, comm):
+        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
+    return gpus
+
+
+@pytest.fixture
+def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunicator]:
+    made = connect(provider, comm)
+    yield made
+    made.free()
+
+
+def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
+    device = int(provider.cupy.cuda.runtime.getDevice())
+    handle = Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
+    return NcclCommunicator(handle, name, comm.rank, comm.size)
+
+
+def can(op: str, dtype: Any) -> bool:
+    return dtype.kind != "c" or op in ("sum", "prod")
+
+
+def mine(its: NcclCommunicator, op: str, count: int, dtype: Any) -> Any:
+    return up(contribution(op, its.rank, count, dtype))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reductions_are_exact_for_every_dtype(communicator: NcclCommunicator, op: str) -> None:
+    size = communicator.size
+    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
+    check_reductions(communicator, op, dtypes, lambda dtype: (0, 1, size, 3 * size, 3 * size + 1))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_uneven_shards(communicator: NcclCommunicator, in_order: bool) -> None:
+    check_uneven_shards(communicator, in_order, A_FEW, [1])
+
+
+def test_all_gather_broadcast_and_gather(communicator: NcclCommunicator) -> None:
+    size = communicator.size
+    check_gathers(communicator, ON_DEVICE, lambda dtype: (0, 1, 2 * size, 2 * size + 1))
+
+
+def test_exchange_passes_arrays_of_any_length_round(communicator: NcclCommunicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for dtype in A_FEW:
+        for times in (0, 1, 9):
+            outgoing = up(contribution("sum", rank, times * (rank + 1), dtype))
+            incoming = up(np.zeros(times * (source + 1), dtype))
+            communicator.send_receive(outgoing, to, incoming, source)
+            assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
+
+
+def test_half_precision_is_joined_in_float32_in_rank_order(communicator: NcclCommunicator) -> None:
+    rows = np.random.default_rng(7).standard_normal((communicator.size, 2 * communicator.size + 5))
+    for dtype in HALVES:
+        parts = [row.astype(dtype) for row in rows]
+        buffer = up(parts[communicator.rank])
+        communicator.all_reduce(buffer, Reduction("sum", divisor=3))
+        assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None:
+    for dtype in [*A_FEW[2:], *COMPLEX[:2]]:
+        for owner in range(communicator.size if can(op, dtype) else 0):
+            numbers = np.ones(3, dtype)
+            numbers[1] = np.nan if owner == communicator.rank else 1
+            buffer = up(numbers)
+            communicator.all_reduce(buffer, Reduction(op))
+            assert np.isnan(down(buffer)).tolist() == [False, True, False], (dtype, owner)
+
+
+def test_neighbours_of_a_slice_are_untouched(communicator: NcclCommunicator) -> None:
+    for dtype in (INTEGERS[0], *A_FEW):
+        around = up(np.full(3 * communicator.size + 12, 99, dtype))
+        buffer = around[5:-5]
+        for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
+            buffer[...] = 1
+            communicator.all_reduce(buffer, reduction)
+            communicator.reduce_scatter(buffer, reduction)
+        communicator.all_gather(buffer)
+        assert (down(around)[:5] == 99).all()
+        assert (down(around)[-5:] == 99).all()
+
+
+def test_work_follows_the_current_stream_and_is_done_on_return(standin: StandIn, comm: Intracomm) -> None:
+    """The stand-in notes races: here nothing of the caller's waits for a stream but by events."""
+    its = connect(standin.cuda, comm)
+    for _ in range(3):
+        buffer = standin.empty(10, np.float32)
+        buffer[...] = 1
+        its.all_reduce(buffer, Reduction())
+        assert (down(buffer) == comm.size).all()
+        del buffer
+    its.free()
+
+
+def test_many_calls_leave_nothing_behind(standin: StandIn, comm: Intracomm) -> None:
+    its = connect(standin.cuda, comm)
+    buffers = [up(contribution("sum", comm.rank, 9, dtype)) for dtype in (A_FEW[0], A_FEW[1])]
+
+    def call() -> None:
+        for buffer in buffers:
+            its.all_reduce(buffer, Reduction())
+
+    for _ in range(5):
+        call()
+    gc.collect()
+    before = len(standin.allocations), len(standin.events), len(standin.streams)
+    for _ in range(500):
+        call()
+    gc.collect()
+    assert (len(standin.allocations), len(standin.events), len(standin.streams)) == before
+    its.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm: Intracomm) -> None:
+    """All communicators of the process go together, and the error comes in time."""
+    first, second = connect(standin.cuda, comm), connect(standin.cuda, comm, "second")
+    start = time.monotonic()
+
+    def check_peers() -> None:
+        if time.monotonic() - start > 0.4:
+            raise DeadlineExceededError("rank 1 did not come")
+
+    first.set_wait_hook(check_peers)
+    if comm.rank != 1:
+        with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
+            first.all_reduce(up(np.ones(5)), Reduction())
+        assert time.monotonic() - start < 0.9
+        assert standin.log == [("abort", 2)]
+        for its in (first, second):
+            with pytest.raises(
+                (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
+            ):
+                its.all_reduce(up(np.ones(5)), Reduction())
+    else:
+        nccl_handles.abort_all("the others gave up")
+    nccl_handles.wait_for_endings()
+    first.free()  # what is gone need not be destroyed
+    second.free()
+    assert standin.log == [("abort", 2)]
+
+
+@pytest.mark.ranks(2)
+def test_an_abort_that_hangs_holds_nobody_up(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 0.5)
+    its = connect(standin.cuda, comm)
+    standin.hangs.add("abort")
+    start = time.monotonic()
+    nccl_handles.abort_all("of a test")
+    assert time.monotonic() - start < 0.45
+    nccl_handles.wait_for_endings()
+    assert 0.4 < time.monotonic() - start < 1.5
+    assert "did not end within" in caplog.text
+    its.free()
+    assert time.monotonic() - start < 1.6
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2, PeerFailedError), (6, PeerFailedError), (3, UnavailableError)])
+@pytest.mark.ranks(min=2)
+def test_errors_of_nccl_become_ours(standin: StandIn, comm: Intracomm, status: int, kind: Any) -> None:
+    its = connect(standin.cuda, comm)
+    if comm.rank == 0:
+        standin.inject(status)
+        with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
+            its.all_reduce(up(np.ones(5)), Reduction())
+    nccl_handles.abort_all("of a test")
+    nccl_handles.wait_for_endings()
+    assert standin.log == [("abort", 1)]
+
+
+def test_statuses_that_cupy_has_no_word_for(standin: StandIn, comm: Intracomm) -> None:
+    for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
+        its = connect(standin.cuda, comm)
+        its.set_wait_hook(lambda: None)
+        standin.nccl.groupEnd, kept = (
+            lambda status=status: (_ for _ in ()).throw(KeyError(status)),
+            standin.nccl.groupEnd,
+        )
+        with pytest.raises(kind, match=f"NCCL's status {status}; unset NCCL_COMM_BLOCKING"):
+            its.all_reduce(up(np.ones(5)), Reduction())
+        standin.nccl.groupEnd = kept
+        standin.local.depth = 0
+        comm.Barrier()
+    nccl_handles.wait_for_endings()
+
+
+# All together.
+
+
+@pytest.fixture
+def group(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
+    made = SyncGroup.from_mpi(comm)
+    yield made
+    made.close()
+
+
+def all_ops() -> list[CrossDeviceOps]:
+    return [
+        NcclAllReduce(), NcclAllReduce(2), HierarchicalCopyAllReduce(), CollectiveAllReduce(), ReductionToOneDevice(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "NCCL", "RING"])
+def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, implementation: str) -> None:
+    if implementation == "NCCL" and not can_meet(cuda.current(), comm):
+        pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
+    options = CommunicationOptions(implementation=implementation)
+    for ops in [its.bound_to(group, options) for its in all_ops()]:
+        for dtype in A_FEW:
+            numbers = [contribution("sum", comm.rank, count, dtype) for count in (1, 0, 40, 9000)]
+            results = ops.all_reduce("SUM", [*map(up, numbers), numbers[2]])
+            for count, result in zip((1, 0, 40, 9000), results, strict=False):
+                assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all(), (ops, dtype, count)
+            assert isinstance(results[4], np.ndarray)
+            assert (results[4] == reduction_of("sum", comm.size, 40, dtype)).all()
+            mean = ops.all_reduce("MEAN", up(numbers[2]))
+            sums = reduction_of("sum", comm.size, 40, np.dtype(np.float64))
+            assert np.allclose(down(mean).astype(np.float64), sums / comm.size, rtol=1e-2)
+        large = np.full(9000, 2**63, np.uint64)
+        assert (down(ops.all_reduce("MEAN", up(large))) == 2.0**63).all()
+        flags = np.arange(9000) % comm.size == comm.rank
+        assert down(ops.all_reduce("MAX", up(flags))).all()
+        assert (down(ops.all_reduce("MIN", up(flags))) == (comm.size == 1)).all()
+    if implementation == "RING" or not can_meet(cuda.current(), comm):
+        return
+    reach = group.levels_of(True).nccl
+    one_node = len(set(group.topology.node_of_rank)) == 1
+    assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
+
+
+def test_a_call_that_was_started_is_done_in_the_callers_thread(group: SyncGroup, comm: Intracomm) -> None:
+    """Where the current stream and device are."""
+    ops = HierarchicalCopyAllReduce().bound_to(group)
+    started = [ops.start_all_reduce("SUM", up(contribution("sum", comm.rank, 40, dtype))) for dtype in A_FEW]
+    time.sleep(0.05)
+    for call, dtype in zip(started, A_FEW, strict=True):
+        assert (down(call.wait()) == reduction_of("sum", comm.size, 40, dtype)).all()
+
+
+def test_gather_and_reduce_scatter_go_by_levels(group: SyncGroup, comm: Intracomm) -> None:
+    size, rank = comm.size, comm.rank
+    for dtype in A_FEW:
+        for count in (size, 3 * size + 1):
+            numbers = np.stack([contribution("sum", rank, count, dtype)] * 2, axis=1)
+            whole = np.stack([reduction_of("sum", size, count, dtype)] * 2, axis=1)
+            start, stop = shard_bounds(count, size)[rank:][:2]
+            part = reduce_scatter(group, "reduce_scatter", "SUM", up(numbers), 0, CommunicationOptions())
+            assert (down(part) == whole[start:stop]).all(), (dtype, count)
+            mean = reduce_scatter(group, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
+            assert np.allclose(down(mean).astype(float), whole[start:stop].astype(float) / size, rtol=1e-2)
+            everything = all_gather(group, "all_gather", part, 0, CommunicationOptions())
+            assert (down(everything) == whole).all(), (dtype, count)
+
+
+def test_reduce_and_broadcast_reach_their_destinations(group: SyncGroup, comm: Intracomm) -> None:
+    for ops in [its.bound_to(group) for its in all_ops()]:
+        last = comm.size - 1
+        result = ops.reduce("SUM", up(contribution("sum", comm.rank, 40, A_FEW[1])), last)
+        assert (result is None) == (comm.rank != last)
+        assert result is None or (down(result) == reduction_of("sum", comm.size, 40, A_FEW[1])).all()
+        sent = ops.broadcast(up(contribution("sum", comm.rank, 40, A_FEW[0])), "all")
+        assert (down(sent) == contribution("sum", 0, 40, A_FEW[0])).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_host_staging_moves_no_byte_by_nccl(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_NCCL", "0")
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    for _ in range(2):
+        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    assert standin.num_issued == 0
+    assert caplog.text.count("goes from rank to rank through the host") == (comm.rank == 0)
+    assert "MPIDIST_NCCL=0" in caplog.text or comm.rank
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_more_ranks_than_gpus_are_staged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    world = StandIn(comm, device=0)
+    with cuda.provided_by(world.cuda):
+        group = SyncGroup.from_mpi(comm)
+        assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+        assert "share GPU 0000:00:00.0 of" in caplog.text or comm.rank
+        with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
+            NcclAllReduce().bound_to(group).all_reduce(
+                "SUM", up(np.ones(5)), CommunicationOptions(implementation="NCCL")
+            )
+        group.close()
+    world.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_other_versions_are_refused_with_a_table(comm: Intracomm) -> None:
+    world = StandIn(comm, nccl_version=22809 if comm.rank else 23004)
+    with cuda.provided_by(world.cuda):
+        group = SyncGroup.from_mpi(comm)
+        with raises_everywhere(comm, TopologyError, r"one version of NCCL.*\n  2.30.4: rank 0 .*\n  2.28.9: rank"):
+            NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))
+        assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
+        group.close()
+    world.close()
+
+
+def test_non_blocking_communicators_are_refused(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.size == 1:
+        return
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    group = SyncGroup.from_mpi(comm)
+    with raises_everywhere(comm, UnavailableError, "NCCL_COMM_BLOCKING=0 is set on ranks 0.*unset it"):
+        NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("what", ["unique_id", "constructor"])
+def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
+    standin: StandIn, comm: Intracomm, what: str
+) -> None:
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    failing = 0 if what == "unique_id" else comm.size - 1
+    if comm.rank == failing:
+        standin.fails.add(what)
+    start = time.monotonic()
+    with raises_everywhere(
+        comm, UnavailableError, rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
+    ):
+        ops.all_reduce("SUM", up(np.ones(5)))
+    assert time.monotonic() - start < 5
+    standin.fails.clear()
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_after_a_failure_reset_makes_new_ones(standin: StandIn, comm: Intracomm) -> None:
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    for _ in range(2):
+        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+        if comm.rank == 0:
+            standin.inject(6)
+
+        def call_on() -> None:
+            while True:  # a rank may be done before the error
+                ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=2))
+
+        with pytest.raises((PeerFailedError, RuntimeError)):
+            call_on()
+        standin.inject(0)
+        group.reset()
+    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    group.close()
+    assert standin.log == [("abort", 1), ("abort", 1), ("destroy", 1)]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_missing_rank_is_named_and_reset_goes_on(standin: StandIn, comm: Intracomm) -> None:
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    if comm.rank != 1:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="rank 1"):
+            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
+        assert time.monotonic() - start < 1.5
+    comm.Barrier()
+    group.reset()
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_stops_within_a_call_is_noticed(
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes."""
+    group = SyncGroup.from_mpi(comm)
+    ops = NcclAllReduce().bound_to(group)
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            run = NcclCommunicator._run
+            patch.setattr(NcclCommunicator, "_run", lambda *args, **more: (time.sleep(1.0), run(*args, **more))[1])
+        start = time.monotonic()
+        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
+            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
+        assert comm.rank == 1 or time.monotonic() - start < 1.0
+    assert standin.log == [("abort", 1)]
+    group.reset()
+    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
+    """Ctrl-C, while this rank waits for others in NCCL."""
+    its = connect(standin.cuda, comm)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    its.set_wait_hook(interrupt)
+    if comm.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            its.all_reduce(up(np.ones(5)), Reduction())
+    else:
+        nccl_handles.abort_all("of a test")
+    nccl_handles.wait_for_endings()
+    assert standin.log == [("abort", 1)]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(standin: StandIn, comm: Intracomm) -> None:
+    unique_id = comm.bcast(standin.nccl.get_unique_id() if comm.rank == 0 else None)
+    if comm.rank == 0:
+        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, 0, 0)
+        time.sleep(0.1)
+        assert making.outcome() == (False, "")
+        making.cancel()
+    comm.Barrier()
+    if comm.rank:
+        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, comm.rank, 0)
+        while not making.outcome()[0]:
+            time.sleep(0.01)
+        making.cancel()
+    until = time.monotonic() + 5
+    while not standin.log and time.monotonic() < until:
+        time.sleep(0.01)
+    nccl_handles.wait_for_endings()
+    assert standin.log == [("abort", 1)]

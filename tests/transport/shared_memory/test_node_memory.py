@@ -1,0 +1,454 @@
+"""Memory that the ranks of a node share: that all reach it, that it is gone afterwards, and the barrier in it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import mmap
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from mpi_session import clean_environment
+from mpi_session.launch import Launcher
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import UnavailableError
+from mpidist.transport.shared_memory import barrier as barrier_module
+from mpidist.transport.shared_memory import window as window_module
+from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
+from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+Sync = Callable[[], None]
+
+PROJECT = str(Path(mpidist.__file__).parents[1])
+
+
+def mapped() -> list[str]:
+    """The files of shared memory that this process has mapped."""
+    gc.collect()  # arrays of other tests
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in lines if "/dev/shm/mpidist-" in line]
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, 300_000])
+def test_all_ranks_reach_all_parts(comm: Intracomm, nbytes: int) -> None:
+    """Zeros at first; what a rank writes into any part, all read; on pages of their own."""
+    parts = SharedWindow(comm, nbytes).parts
+    assert len(parts) == comm.size
+    for part in parts:
+        assert (part.dtype, part.shape) == (np.uint8, (nbytes,))
+        assert part.flags.writeable
+        assert part.ctypes.data % mmap.PAGESIZE == 0
+        assert not part.any()
+    comm.Barrier()
+    following = (comm.rank + 1) % comm.size
+    parts[comm.rank][: nbytes // 2] = 1 + comm.rank
+    parts[following][nbytes // 2 :] = 101 + comm.rank
+    comm.Barrier()
+    for owner, part in enumerate(parts):
+        assert (part[: nbytes // 2] == 1 + owner).all()
+        assert (part[nbytes // 2 :] == 101 + (owner - 1) % comm.size).all()
+    comm.Barrier()
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("nbytes", [0, 1, 5000])
+def test_a_rank_alone_needs_no_mpi(nbytes: int) -> None:
+    (part,) = SharedWindow(None, nbytes).parts
+    assert part[:nbytes].shape == (nbytes,)
+    part[:nbytes] = 7
+    assert (part[:nbytes] == 7).all()
+
+
+def test_the_file_has_no_name(comm: Intracomm) -> None:
+    """A job that is killed leaves nothing behind."""
+    before, files = set(mapped()), num_files()
+    windows = [SharedWindow(comm, 1000) for _ in range(3)]
+    names = set(mapped()) - before
+    assert len(names) == 3
+    assert all(name.endswith(" (deleted)") for name in names)
+    assert not any(Path(name.removesuffix(" (deleted)")).exists() for name in names)
+    comm.Barrier()
+    del windows
+    assert set(mapped()) == before
+    assert num_files() == files
+
+
+def test_memory_is_there_as_long_as_an_array_in_it(comm: Intracomm) -> None:
+    before = mapped()
+    window = SharedWindow(comm, 1000)
+    mine = window.parts[comm.rank][100:200].view(np.int32)
+    mine[...] = comm.rank
+    del window
+    comm.Barrier()
+    assert len(mapped()) == len(before) + 1
+    mine += 1
+    assert (mine == comm.rank + 1).all()
+    del mine
+    assert mapped() == before
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let the node have no memory left, once this rank asks for its part."""
+    from mpi4py import MPI
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if MPI.COMM_WORLD.rank == rank:
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+
+
+def no_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(window_module, "_DIRECTORY", "/dev/shm/no/such/folder")
+
+
+def closed_directory(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let a rank see another folder, as if it was in a container of its own."""
+    from mpi4py import MPI
+
+    really = os.open
+
+    def look_elsewhere(path: Any, *args: Any) -> int:
+        if str(path).startswith("/dev/shm/mpidist-"):
+            path = f"{path}-elsewhere"
+        return really(path, *args)
+
+    if MPI.COMM_WORLD.rank == rank:
+        monkeypatch.setattr(os, "open", look_elsewhere)
+
+
+PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch, int], None], int, str]] = {
+    "no memory for the first": (full_disk, 0, r"KiB cannot be had in /dev/shm \(No space left on device\); give "),
+    "no memory for the last": (full_disk, -1, r"KiB cannot be had in /dev/shm \(No space left on device\); give "),
+    "no folder": (no_directory, 0, "no/such/folder cannot be used: No such file or directory; give containers"),
+    "containers": (closed_directory, -1, r"KiB cannot be had in /dev/shm \(No such file or directory\); give "),
+}
+
+
+class Problem(NamedTuple):
+    """Why shared memory cannot be had.
+
+    Attributes:
+        rank: On which rank alone.
+        pattern: What the error says.
+    """
+
+    rank: int
+    pattern: str
+
+
+@pytest.fixture(params=PROBLEMS)
+def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """Make shared memory impossible to have."""
+    from mpi4py import MPI
+
+    make, rank, pattern = PROBLEMS[request.param]
+    rank %= MPI.COMM_WORLD.size
+    make(monkeypatch, rank)
+    return Problem(rank, pattern)
+
+
+@pytest.mark.ranks(min=2)
+def test_too_little_memory_is_every_ranks_error(
+    comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only one rank has none; and nothing is left of it."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
+    path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
+    before, files = mapped(), num_files()
+    with raises_everywhere(comm, UnavailableError, problem.pattern):
+        SharedWindow(comm, 1000)
+    assert mapped() == before
+    assert num_files() == files
+    assert not os.path.exists(path)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("placement", ["one node", "even", "uneven"], indirect=True)
+def test_without_shared_memory_ranks_send_messages(
+    comm: Intracomm, placement: tuple[int, ...], problem: Problem, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all nodes alike, with one warning, of rank 0; and the results are right."""
+    needs_it = placement.count(placement[problem.rank]) > 1  # ranks alone on a node have memory of their own
+    with caplog.at_level(logging.WARNING, "mpidist"), Strategy(comm=comm) as strategy:
+        assert (strategy.extended.group.levels.fused is None) == needs_it
+        for count in (1, 1000, 200_000):
+            assert (strategy.reduce("SUM", np.full(count, comm.rank)) == sum(range(comm.size))).all()
+        assert strategy.gather(np.ones(2), 0).size == 2 * comm.size
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (needs_it and comm.rank == 0)
+    for text in warnings:
+        assert text.startswith("ranks of a node send messages instead of sharing memory, which is slower: rank ")
+
+
+@pytest.mark.ranks(min=2)
+def test_insisting_on_what_cannot_be_had_is_every_ranks_error(
+    comm: Intracomm, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "shared_memory")
+    pattern = f"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: .*{problem.pattern}"
+    with raises_everywhere(comm, UnavailableError, pattern) as raised:
+        Strategy(comm=comm)
+    assert vars(raised[0])["raised_on_all_ranks"]  # its text is printed once
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_arrays_that_do_not_fit_are_every_ranks_error(comm: Intracomm, per_node: bool) -> None:
+    """A PiB each; and the strategy goes on."""
+    with Strategy(comm=comm) as strategy:
+        if comm.size > 1:
+            with raises_everywhere(comm, UnavailableError, "cannot be had in /dev/shm"):
+                strategy.symmetric_empty(1 << 50, np.uint8, per_node=per_node)
+        array = strategy.symmetric_empty(5, np.float64, per_node=per_node)
+        assert array.shape == (5,)
+        assert strategy.reduce("SUM", 1) == comm.size
+
+
+def test_reset_and_close_leave_no_memory_behind(comm: Intracomm) -> None:
+    """Of the staging memory at once; of arrays, when the last is gone."""
+    before = len(mapped())
+    strategy = Strategy(comm=comm)
+    used = len(mapped())
+    array = strategy.symmetric_empty(5, np.float64)
+    for _ in range(2):
+        strategy.reset()
+        assert len(mapped()) == used + (comm.size > 1)
+    array[...] = comm.rank
+    strategy.close()
+    del strategy
+    assert (array == comm.rank).all()
+    assert len(mapped()) == before + (comm.size > 1)
+    del array
+    assert len(mapped()) == before
+
+
+def resident() -> int:
+    """How much of this process's memory lies in shared windows, in KiB."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            counts = "/dev/shm/mpidist-" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.ranks(min=2)
+def test_close_gives_staging_memory_back_whoever_still_refers_to_it(comm: Intracomm) -> None:
+    gc.collect()
+    before = resident()
+    strategy = Strategy(comm=comm)
+    strategy.reduce("SUM", np.ones(1_000_000))
+    held = strategy.extended.group.levels
+    assert resident() - before > 256
+    comm.Barrier()
+    strategy.close()
+    comm.Barrier()
+    assert resident() - before <= 2 * comm.size * mmap.PAGESIZE >> 10  # of staging memory, and of the board
+    del held
+
+
+def test_symmetric_arrays_need_no_open_files(comm: Intracomm) -> None:
+    """A process may have a thousand of those, and a model may have more variables."""
+    with Strategy(comm=comm) as strategy:
+        before = num_files()
+        arrays = [strategy.symmetric_empty(3, np.float64, per_node=at % 2 == 0) for at in range(40)]
+        assert num_files() == before
+        assert len({array.ctypes.data for array in arrays}) == 40
+
+
+# The barrier
+
+
+@pytest.fixture(params=["ordered processor", "fence of MPI"])
+def fence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sync | None]:
+    """What `Fence` does on this processor, and on one that needs it."""
+    monkeypatch.setattr(barrier_module, "_ORDERED", request.param == "ordered processor")
+    made = Fence()
+    assert (made.sync is None) == (request.param == "ordered processor")
+    yield made.sync
+    made.free()
+
+
+def wait(barrier: NodeBarrier) -> None:
+    end = time.monotonic() + 20
+    while not barrier.has_passed():
+        assert time.monotonic() < end, "not all ranks have arrived"
+        time.sleep(0)
+
+
+def test_nobody_passes_before_all_have_arrived(comm: Intracomm, fence: Sync | None) -> None:
+    barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
+    assert barrier.count == 0
+    for late in range(comm.size):
+        if comm.rank != late:
+            barrier.post()
+        comm.Barrier()
+        if comm.rank != late:
+            for _ in range(3):
+                assert not barrier.has_passed()
+        comm.Barrier()
+        if comm.rank == late:
+            barrier.post()
+            assert barrier.has_passed()
+        comm.Barrier()
+        assert barrier.has_passed()
+        assert barrier.count == late + 1
+        comm.Barrier()
+
+
+def test_what_was_written_before_is_read_afterwards(comm: Intracomm, fence: Sync | None) -> None:
+    """A few thousand times, at any pace: what each rank wrote for a round, all read after its barrier."""
+    window = SharedWindow(comm, 4 * LINE_BYTES)
+    barrier = NodeBarrier(window, comm.rank, fence)
+    numbers = [part[LINE_BYTES:].view(np.int64).reshape(3, 16) for part in window.parts]
+    random_ = random.Random(comm.rank)
+    for step in range(2000):
+        numbers[comm.rank][step % 3] = step  # read until the next barrier
+        if random_.random() < 0.01:
+            time.sleep(0.0005)
+        barrier.post()
+        wait(barrier)
+        assert all((part[step % 3] == step).all() for part in numbers)
+    comm.Barrier()
+
+
+def test_words_are_those_of_the_barrier_that_was_passed_last(comm: Intracomm, fence: Sync | None) -> None:
+    """Also for a rank so slow that the others have shown their next words already."""
+    barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank, fence)
+    shown = random.Random(7)
+    delay = random.Random(comm.rank)
+    for _ in range(300):
+        most = shown.choice([1, 2**63 - 1])
+        words = [(shown.choice([0, most]), shown.choice([0, most])) for _ in range(comm.size)]
+        if shown.random() < 0.5:
+            words = [(words[0][0], second) for _, second in words]
+        barrier.post_words(*words[comm.rank])
+        wait(barrier)
+        if delay.random() < 0.05:
+            time.sleep(0.0005)
+        same = tuple(len({pair[at] for pair in words}) == 1 for at in (0, 1))
+        assert barrier.has_equal_words() == same
+
+
+@pytest.mark.ranks(2)
+def test_words_of_a_slow_rank_are_not_overwritten(comm: Intracomm) -> None:
+    barrier = NodeBarrier(SharedWindow(comm, LINE_BYTES), comm.rank)
+    barrier.post_words(5, 6)
+    wait(barrier)
+    comm.Barrier()
+    if comm.rank == 0:  # is one barrier ahead, as far as it can get
+        barrier.post_words(7, 8)
+    comm.Barrier()
+    if comm.rank == 1:
+        assert barrier.has_equal_words() == (True, True)
+        barrier.post_words(7, 9)
+    wait(barrier)
+    assert barrier.has_equal_words() == (True, False)
+    comm.Barrier()
+
+
+def test_the_fence_is_before_the_arrival_and_after_the_passing(comm: Intracomm) -> None:
+    """What cannot be seen on a processor that needs none."""
+    window = SharedWindow(comm, LINE_BYTES)
+    arrivals = window.parts[comm.rank][:8].view(np.int64)
+    seen: list[int] = []
+    barrier = NodeBarrier(window, comm.rank, lambda: seen.append(int(arrivals[0])))
+    for step in range(3):
+        barrier.post()
+        assert seen == [step]
+        comm.Barrier()
+        assert barrier.has_passed()
+        assert seen == [step, step + 1]
+        seen.clear()
+        comm.Barrier()
+    if comm.rank == 0 and comm.size > 1:
+        barrier.post()
+        assert not barrier.has_passed()
+        assert seen == [3]
+    comm.Barrier()
+
+
+# A node with very little of it
+
+PROGRAM = """
+import logging, os
+import numpy as np
+logging.basicConfig(format="%(levelname)s %(message)s")
+from mpi4py import MPI
+import mpidist
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+try:
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+except mpidist.errors.UnavailableError as error:
+    print(f"rank {rank}: UnavailableError: {error}", flush=True)
+else:
+    for count in (1, 1000, 300_000):
+        assert (strategy.reduce("SUM", np.full(count, rank + 1.0)) == size * (size + 1) / 2).all()
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("mpidist-")]
+    print(f"rank {rank}: right, left behind: {left}", flush=True)
+    strategy.close()
+"""
+SMALL = "mount -t tmpfs -o size=3800k tmpfs /dev/shm"  # enough for MPICH to start two ranks, too little for our slots
+
+
+def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
+    """Run two ranks in a mount namespace with a small /dev/shm; return what they print."""
+    unshare = [shutil.which("unshare") or "unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c"]
+    try:
+        subprocess.run([*unshare, SMALL], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a mount namespace, and cannot have one: {error}")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    program = [*Launcher.find(None).command, "-n", "2", sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        [*unshare, f'{SMALL} && exec "$@"', "sh", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean_environment() | as_root | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.no_mpi
+def test_a_node_with_little_shared_memory_falls_back_to_messages(tmp_path: Path) -> None:
+    """Docker gives containers 64 MiB by default."""
+    text = run_where_it_is_small(tmp_path)
+    assert "rank 0: right, left behind: []" in text
+    assert "rank 1: right, left behind: []" in text
+    assert text.count("WARNING ranks of a node send messages") == 1
+    assert "KiB cannot be had in /dev/shm (No space left on device); give containers more of it" in text
+
+
+@pytest.mark.no_mpi
+def test_a_node_with_little_shared_memory_cannot_be_told_to_use_it(tmp_path: Path) -> None:
+    text = run_where_it_is_small(tmp_path, MPIDIST_TRANSPORT="shared_memory")
+    for rank in (0, 1):
+        assert f"rank {rank}: UnavailableError: MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: " in text
+    assert "WARNING ranks of a node" not in text

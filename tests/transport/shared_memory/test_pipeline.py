@@ -1,0 +1,367 @@
+"""Fused arrays through shared memory and across nodes: any arrays, any dtype, many chunks, at any pace.
+
+Chunks have 128 bytes, so that a few hundred numbers take all slots in turn, several times.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import (
+    COMPLEX,
+    DTYPES,
+    HALVES,
+    INTEGERS,
+    REALS,
+    bits,
+    contribution,
+    in_rank_order,
+    reduction_of,
+)
+from support.everywhere import same_everywhere
+from support.transports import set_sizes
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.symmetric import SharedArrays
+from mpidist.transport.shared_memory.two_shot import FusedArrays
+from mpidist.transport.waiting import complete
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [pytest.mark.core, pytest.mark.ranks(2, 4)]
+
+CHUNK_BYTES = 128
+FINE_COUNT = 20  # smaller pieces, on average, are copied before they are added
+LENGTHS = [[1], [300], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 200, 3]]  # pieces
+OPS = ["sum", "prod", "min", "max"]
+
+
+@pytest.fixture
+def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_round_bytes=0, depth=2, fine_count=FINE_COUNT)
+    with Strategy(comm=comm) as made:
+        yield made
+        comm.Barrier()  # arrays that all reach are compared
+
+
+@pytest.fixture
+def reducer(strategy: Strategy) -> FusedReducer:
+    made = strategy.extended.group.levels.fused
+    assert made is not None
+    assert made.slots.slot_bytes == CHUNK_BYTES
+    return made
+
+
+@pytest.fixture
+def shared(strategy: Strategy) -> SharedArrays:
+    return strategy.extended.group.shared
+
+
+def pieces(op: str, rank: int, lengths: Sequence[int], dtype: Any) -> list[Any]:
+    """What a rank contributes: one list of numbers, cut into pieces, each an array of its own."""
+    numbers = contribution(op, rank, sum(lengths), dtype)
+    return [part.copy() for part in np.split(numbers, np.cumsum(lengths)[:-1])]
+
+
+def expected(op: str, size: int, lengths: Sequence[int], dtype: Any) -> list[Any]:
+    return np.split(reduction_of(op, size, sum(lengths), dtype), np.cumsum(lengths)[:-1])
+
+
+def are_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all((one == other).all() for one, other in zip(some, others, strict=True))
+
+
+def zeros(shared: SharedArrays, lengths: Sequence[int], dtype: Any, per_node: bool = False) -> list[Any]:
+    """Arrays that all ranks of the node reach. Collective."""
+    return shared.empty([((length,), dtype) for length in lengths], per_node)
+
+
+def everyones(shared: SharedArrays, arrays: Sequence[Any]) -> list[list[Any]]:
+    """[ranks][pieces] of such arrays."""
+    places = shared.places(arrays)
+    assert places is not None
+    return [list(row) for row in zip(*(place.arrays for place in places), strict=True)]
+
+
+class Kind:
+    """Where fused arrays lie."""
+
+    def __init__(self, sources: str, results: str) -> None:
+        self.sources, self.results = sources, results
+
+    def fuse(self, shared: SharedArrays, values: list[Any], dtype: Any) -> tuple[FusedArrays, list[Any]]:
+        """Fuse values; return also where the results will be. Collective."""
+        lengths = [value.size for value in values]
+        peers = None
+        if self.sources == "symmetric":
+            mine = zeros(shared, lengths, dtype)
+            for array, value in zip(mine, values, strict=True):
+                array[...] = value
+            values, peers = mine, everyones(shared, mine)
+        arrays = FusedArrays(dtype, values, peers=peers)
+        if self.results == "in place":
+            results = values
+            if peers is None:
+                arrays.results = values
+            else:
+                arrays.shared = peers
+        elif self.results == "new":
+            arrays.results = results = [np.full(length, 99, dtype) for length in lengths]
+        else:
+            results = zeros(shared, lengths, dtype, per_node=self.results == "per node")
+            arrays.shared = everyones(shared, results)
+        return arrays, results
+
+
+KINDS = {
+    f"{sources} to {results}": Kind(sources, results)
+    for sources in ("private", "symmetric")
+    for results in ("in place", "new", "symmetric", "per node")
+}
+
+
+def check(
+    reducer: FusedReducer,
+    shared: SharedArrays,
+    comm: Intracomm,
+    name: str,
+    op: str,
+    lengths: Sequence[int],
+    dtype: Any,
+) -> None:
+    """Reduce fused arrays, and see that the results are right and the sources as they were. Collective."""
+    values = pieces(op, comm.rank, lengths, dtype)
+    arrays, results = KINDS[name].fuse(shared, [value.copy() for value in values], dtype)
+    comm.Barrier()
+    reducer.run(reducer.two_shot(arrays, Reduction(op)))
+    assert are_equal(results, expected(op, comm.size, lengths, dtype)), (name, op, lengths, dtype)
+    if "in place" not in name:
+        assert are_equal(arrays.sources, values), (name, op, lengths, dtype)
+    comm.Barrier()  # before an array goes that other ranks compare
+
+
+def reduced_in_every_kind(
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, value: Any, reduction: Reduction, divide_by: int = 1
+) -> Iterator[tuple[str, Any]]:
+    """Reduce one array, for every kind of arrays. Collective."""
+    for name, kind in KINDS.items():
+        arrays, results = kind.fuse(shared, [value.copy()], value.dtype)
+        comm.Barrier()
+        reducer.run(reducer.two_shot(arrays, reduction, divide_by))
+        yield name, results[0]
+        comm.Barrier()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_arrays_is_reduced(
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, name: str
+) -> None:
+    for lengths in LENGTHS:
+        for op in ("sum", "max"):
+            check(reducer, shared, comm, name, op, lengths, np.dtype(np.float32))
+
+
+def test_every_dtype_and_operation_is_exact(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
+    for dtype in DTYPES:
+        for op in OPS:
+            if dtype.kind != "c" or op in ("sum", "prod"):
+                check(reducer, shared, comm, "private to new", op, [70, 3, 0, 9], dtype)
+        for name in ("private to in place", "symmetric to symmetric"):
+            check(reducer, shared, comm, name, "sum", [70, 3, 0, 9], dtype)
+
+
+def test_nan_is_the_least_and_the_most(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
+    """On all ranks, wherever it is, and in halves as well."""
+    where = np.arange(100)
+    for dtype in (*REALS, *HALVES):
+        value = np.where(where % (comm.size + 1) == comm.rank, np.nan, where).astype(dtype)
+        right = np.where(where % (comm.size + 1) < comm.size, np.nan, where)
+        for op in ("min", "max"):
+            for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(op)):
+                assert np.array_equal(result.astype(float), right, equal_nan=True), (name, op, dtype)
+
+
+def test_means_are_divided_once(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
+    """Whoever writes them; in chunks of which other ranks add most."""
+    for dtype in (*REALS, *COMPLEX):
+        value = contribution("sum", comm.rank, 95, dtype)
+        right = reduction_of("sum", comm.size, 95, dtype) / comm.size
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction(), comm.size):
+            assert (result == right).all(), (name, dtype)
+
+
+def test_means_of_halves_are_divided_before_they_are_rounded(
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm
+) -> None:
+    """65504 is the largest number of float16."""
+    for dtype in HALVES:
+        value = np.full(90, 60000, dtype)
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction("sum", comm.size)):
+            assert (result == value).all(), (name, dtype)
+
+
+@pytest.mark.parametrize("lengths", [[90, 5], [2] * 70])
+def test_results_of_another_dtype_are_divided_as_they_are_copied(
+    reducer: FusedReducer, comm: Intracomm, lengths: list[int]
+) -> None:
+    """The mean of integers."""
+    for wire in (np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)):
+        values = pieces("sum", comm.rank, lengths, wire)
+        results = [np.full(length, 99.5) for length in lengths]
+        reducer.run(
+            reducer.two_shot(
+                FusedArrays(wire, values, results, result=results[0].dtype), Reduction("sum"), divide_by=comm.size
+            )
+        )
+        right = [part / comm.size for part in expected("sum", comm.size, lengths, wire)]
+        assert are_equal(results, right), wire
+
+
+@pytest.mark.parametrize("sources", ["private", "symmetric"])
+def test_results_may_be_cut_otherwise(
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, sources: str
+) -> None:
+    """Many small arrays in, one array out."""
+    dtype, lengths = np.dtype(np.int64), [3, 0, 9, 1] * 15
+    arrays, _ = Kind(sources, "new").fuse(shared, pieces("sum", comm.rank, lengths, dtype), dtype)
+    comm.Barrier()
+    arrays.results = [np.zeros(sum(lengths), dtype)]
+    transfer = reducer.two_shot(arrays, Reduction("sum"))
+    transfer.set_results_schedule(reducer.schedule((sum(lengths),), dtype.itemsize))
+    reducer.run(transfer)
+    assert are_equal(arrays.results, expected("sum", comm.size, [sum(lengths)], dtype))
+    comm.Barrier()
+
+
+def test_rank_order_is_kept_to_the_bit(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
+    """InterNode nodes too, where ranks are placed one node after the other."""
+    if not reducer.keeps_rank_order:
+        return
+    for dtype in (*REALS, COMPLEX[0]):
+        rows = np.random.default_rng(3).standard_normal((comm.size, 200)).astype(dtype)
+        right = bits(in_rank_order(np.add, rows, dtype, comm.size))
+        reduction = Reduction("sum", in_rank_order=True)
+        for name, result in reduced_in_every_kind(reducer, shared, comm, rows[comm.rank], reduction, comm.size):
+            assert bits(result) == right, (name, dtype)
+
+
+def test_all_ranks_hold_the_same_bits(reducer: FusedReducer, shared: SharedArrays, comm: Intracomm) -> None:
+    """Of random numbers, which every order of adding rounds otherwise."""
+    for dtype in (REALS[0], HALVES[1]):
+        value = np.random.default_rng(comm.rank).standard_normal(200).astype(dtype)
+        for name, result in reduced_in_every_kind(reducer, shared, comm, value, Reduction()):
+            assert same_everywhere(comm, result), (name, dtype)
+
+
+# At any pace
+
+
+class Dawdling:
+    """A reduction that naps now and then, and is otherwise the one that it stands for."""
+
+    def __init__(self, reduction: Reduction, nap: Callable[[], None]) -> None:
+        self._reduction, self._nap = reduction, nap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reduction, name)
+
+    @property
+    def rest(self) -> Any:
+        return Dawdling(self._reduction.rest, self._nap)
+
+    def combine(self, parts: Any, out: Any) -> int:
+        self._nap()
+        overflowed = self._reduction.combine(parts, out)
+        self._nap()
+        return overflowed
+
+
+def nap(random_: random.Random, often: float) -> None:
+    if random_.random() < often:
+        time.sleep(random_.choice([0, 0.0001, 0.001]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transfers_do_not_overtake_each_other(
+    reducer: FusedReducer, shared: SharedArrays, comm: Intracomm, seed: int
+) -> None:
+    """One after the other with nothing in between, of all kinds and sizes, some ranks slow at any place."""
+    same = random.Random(seed)  # on all ranks
+    mine = random.Random(100 * seed + comm.rank)
+    doze = partial(nap, mine, 0.1 if comm.rank == same.randrange(comm.size) else 0.01)
+    work = []
+    for number in range(25):
+        kind = KINDS[same.choice(list(KINDS))]
+        dtype = same.choice([REALS[0], INTEGERS[0], HALVES[0], COMPLEX[1]])
+        lengths = same.choice([[1], [3, 4], [200], [5] * 40, [64, 0, 64], [33, 1, 1, 1, 90]])
+        values = [value + dtype.type(number % 3) for value in pieces("sum", comm.rank, lengths, dtype)]
+        right = [value + dtype.type(comm.size * (number % 3)) for value in expected("sum", comm.size, lengths, dtype)]
+        work.append((*kind.fuse(shared, values, dtype), right))
+    comm.Barrier()
+    for arrays, _, _ in work:
+        doze()
+        transfer = reducer.two_shot(arrays, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
+        has_passed_barrier = mine.random() < 0.5  # before it comes to the first barrier, or as it does
+        if has_passed_barrier:
+            transfer.begin()
+            doze()
+            reducer.synchronize()
+            doze()
+        with np.errstate(all="ignore"):
+            for _ in transfer.steps(has_passed_barrier):
+                doze()
+                time.sleep(0)
+    for number, (_, results, right) in enumerate(work):
+        assert are_equal(results, right), number
+    comm.Barrier()
+
+
+def test_a_transfer_may_have_begun_before_the_ranks_met(reducer: FusedReducer, comm: Intracomm) -> None:
+    """The first chunk is staged; the barrier is somebody else's, as that of the agreement."""
+    dtype = np.dtype(np.float64)
+    for lengths in LENGTHS:
+        for _ in range(3):
+            values = pieces("sum", comm.rank, lengths, dtype)
+            transfer = reducer.two_shot(FusedArrays(dtype, values), Reduction("sum"))
+            transfer.begin()
+            reducer.synchronize()
+            transfer.arrays.results = [np.zeros(length) for length in lengths]
+            complete(transfer.steps(has_passed_barrier=True), reducer.check_peers)
+            assert are_equal(transfer.arrays.results, expected("sum", comm.size, lengths, dtype)), lengths
+
+
+def test_a_transfer_may_be_left_after_its_beginning(reducer: FusedReducer, comm: Intracomm) -> None:
+    """Ranks that learn that they differ begin again; one of them had not begun."""
+    dtype = np.dtype(np.float64)
+    for odd in range(comm.size):
+        values = pieces("sum", comm.rank, [100], dtype)
+        if comm.rank != odd:
+            reducer.two_shot(FusedArrays(dtype, [np.full(100, -1.0)]), Reduction("sum")).begin()
+        reducer.synchronize()
+        results = [np.zeros(100)]
+        reducer.run(reducer.two_shot(FusedArrays(dtype, values, results), Reduction("sum")))
+        assert are_equal(results, expected("sum", comm.size, [100], dtype))
+
+
+def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one round share the slots with the others."""
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_round_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
+    mine = random.Random(comm.rank)
+    with Strategy(comm=comm) as strategy:
+        reducer = strategy.extended.group.levels.fused
+        assert reducer is not None
+        for count in [1, 16, 17, 100, 3, 3, 3, 200, 16, 5] * 5:
+            nap(mine, 0.1)
+            buffer = contribution("sum", comm.rank, count, REALS[1])
+            assert reducer.is_small(buffer.nbytes) == (count <= 16)
+            reducer.all_reduce(buffer, Reduction("sum"))
+            assert (buffer == reduction_of("sum", comm.size, count, REALS[1])).all()

@@ -1,0 +1,635 @@
+"""Reductions of arrays in memory that all ranks of a node reach: into themselves, each other, and anything else.
+
+Such arrays are added where they lie, by whichever rank has its turn. So every test overwrites its arguments as soon
+as a call returns: no other rank may still read them.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import HALVES, REALS, bits, in_rank_order
+from support.everywhere import raises_everywhere
+from support.reductions import all_reduce
+from support.transports import set_sizes
+
+from mpidist import CommunicationOptions
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 2, 4)]
+
+SMALL, LARGE = 5, 300  # elements: one round, and many chunks
+
+every_size = pytest.mark.parametrize("count", [SMALL, LARGE])
+
+
+@pytest.fixture
+def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    """A strategy on pretended nodes, with chunks of 128 bytes."""
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+@pytest.fixture
+def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+def numbers(rank: int, step: int, count: int) -> Any:
+    """What a rank contributes in one step of a test."""
+    return (np.arange(count) + 3 * rank + 7 * step) % 11.0
+
+
+def total(strategy: Strategy, step: int, count: int) -> Any:
+    return sum(numbers(rank, step, count) for rank in range(strategy.topology.size))
+
+
+def steps(strategy: Strategy, number: int = 8) -> Iterator[int]:
+    """Count, at another pace on every rank."""
+    random_ = random.Random(strategy.topology.rank)
+    for step in range(number):
+        yield step
+        if random_.random() < 0.2:
+            time.sleep(random_.choice([0, 0.0005]))
+
+
+def fill(strategy: Strategy, array: Any, step: int) -> Any:
+    array[...] = numbers(strategy.topology.rank, step, array.size).reshape(array.shape)
+    return array
+
+
+@every_size
+def test_into_itself(strategy: Strategy, count: int) -> None:
+    array = strategy.symmetric_empty_like(np.zeros(count))
+    for step in steps(strategy):
+        fill(strategy, array, step)
+        assert all_reduce(strategy, "SUM", array, out=array) is array
+        assert (array == total(strategy, step, count)).all()
+
+
+@every_size
+def test_into_new_arrays(strategy: Strategy, count: int) -> None:
+    array, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
+    for step in steps(strategy):
+        before = fill(strategy, array, step).copy()
+        results = all_reduce(strategy, "SUM", array), all_reduce(strategy, "SUM", array, out=private)
+        assert (array == before).all()
+        array[...] = -1
+        for result in results:
+            assert (result == total(strategy, step, count)).all()
+            assert not np.shares_memory(result, array)
+
+
+@every_size
+@pytest.mark.parametrize("source", ["symmetric", "private"])
+def test_into_another(strategy: Strategy, count: int, source: str) -> None:
+    value = strategy.symmetric_empty(count, np.float64) if source == "symmetric" else np.zeros(count)
+    out = strategy.symmetric_empty(count, np.float64)
+    for step in steps(strategy):
+        fill(strategy, value, step)
+        assert all_reduce(strategy, "SUM", value, out=out) is out
+        value[...] = -1
+        assert (out == total(strategy, step, count)).all()
+        out[...] = -2
+
+
+@every_size
+@pytest.mark.parametrize("source", ["symmetric", "private"])
+def test_into_one_for_the_node(strategy: Strategy, count: int, source: str) -> None:
+    value = strategy.symmetric_empty(count, np.float64) if source == "symmetric" else np.zeros(count)
+    out = strategy.symmetric_empty(count, np.float64, per_node=True)
+    for step in steps(strategy):
+        fill(strategy, value, step)
+        assert all_reduce(strategy, "SUM", value, out=out) is out
+        value[...] = -1
+        assert (out == total(strategy, step, count)).all()
+
+
+@every_size
+def test_of_one_for_the_node(strategy: Strategy, count: int, comm: Intracomm) -> None:
+    """Every rank contributes it: into something else, and into itself."""
+    value, own = strategy.symmetric_empty(count, np.float64, per_node=True), np.zeros(count)
+    other = strategy.symmetric_empty(count, np.float64, per_node=True)
+    for step in steps(strategy):
+        comm.Barrier()
+        if strategy.topology.is_leader:
+            value[...] = numbers(0, step, count)
+        comm.Barrier()
+        right = strategy.topology.size * numbers(0, step, count)
+        for out in (None, own, other, value):
+            assert (all_reduce(strategy, "SUM", value, out=out) == right).all()
+
+
+@every_size
+def test_means(strategy: Strategy, count: int) -> None:
+    """Of floats where they lie, and of integers, whose mean cannot lie there."""
+    size = strategy.topology.size
+    floats, integers = strategy.symmetric_empty(count, np.float32), strategy.symmetric_empty(count, np.int16)
+    halves = strategy.symmetric_empty(count, np.float16)
+    mean = strategy.symmetric_empty(count, np.float32)
+    for step in steps(strategy):
+        right = total(strategy, step, count).astype(np.float32) / np.float32(size)
+        for value in (floats, integers):
+            fill(strategy, value, step)
+            assert (all_reduce(strategy, "MEAN", value) == right).all()
+            assert all_reduce(strategy, "MEAN", value, out=mean) is mean
+            assert (mean == right).all()
+        all_reduce(strategy, "MEAN", floats, out=floats)
+        assert (floats == right).all()
+        halves[...] = 60000
+        all_reduce(strategy, "MEAN", halves, out=halves)
+        assert (halves == 60000).all()
+
+
+@pytest.mark.parametrize("op", ["MIN", "MAX", "PROD"])
+def test_other_operations(strategy: Strategy, op: str) -> None:
+    array = strategy.symmetric_empty(LARGE, np.float64)
+    join = {"MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}[op]
+    for step in steps(strategy, 3):
+        fill(strategy, array, step)
+        all_reduce(strategy, op, array, out=array)
+        right = numbers(0, step, LARGE)
+        for rank in range(1, strategy.topology.size):
+            right = join(right, numbers(rank, step, LARGE))
+        assert (array == right).all()
+
+
+def test_rank_order_is_kept_to_the_bit(strategy: Strategy) -> None:
+    size, rank = strategy.topology.size, strategy.topology.rank
+    for dtype in (*REALS, *HALVES):
+        rows = np.random.default_rng(4).standard_normal((size, LARGE)).astype(dtype)
+        array = strategy.symmetric_empty(LARGE, dtype)
+        array[...] = rows[rank]
+        all_reduce(strategy, "SUM", array, out=array, options=CommunicationOptions(reproducible=True))
+        assert bits(array) == bits(in_rank_order(np.add, rows, dtype)), dtype
+
+
+def test_lists_of_all_kinds_of_arrays(strategy: Strategy) -> None:
+    """Tiny, large, empty and 0-d ones, of every layout; symmetric, private, and both."""
+    shapes: list[tuple[int, ...]] = [(LARGE,), (), (0,), (1,), (3, 50), (4, 0), (2,), (LARGE, 2)]
+    like = [np.zeros(shape, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
+    symmetric = strategy.symmetric_empty_like(like)
+    odd = [np.zeros(array.shape[::-1], array.dtype.newbyteorder(">")).T for array in like]
+    mixed = [(symmetric, odd)[index % 2][index] for index in range(len(like))]
+    for step in steps(strategy, 3):
+        right = [total(strategy, step, array.size).reshape(array.shape).astype(array.dtype) for array in like]
+        for value in (symmetric, odd, mixed):
+            for out in (None, symmetric, odd, mixed):
+                for array in value:
+                    fill(strategy, array, step)
+                results = all_reduce(strategy, "SUM", value, out=out)
+                assert out is None or results is out
+                for result, wanted in zip(results, right, strict=True):
+                    assert result.shape == wanted.shape
+                    assert (result == wanted).all()
+
+
+# Ranks that differ in where their arrays lie. That is their own affair.
+
+
+@pytest.mark.ranks(min=2)
+@every_size
+@pytest.mark.parametrize("out", ["none", "itself", "symmetric", "private", "per node"])
+def test_one_rank_passes_a_private_array(strategy: Strategy, count: int, out: str) -> None:
+    symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
+    outs = {
+        "none": None,
+        "symmetric": strategy.symmetric_empty(count, np.float64),
+        "private": np.zeros(count),
+        "per node": strategy.symmetric_empty(count, np.float64, per_node=True),
+    }
+    for step in steps(strategy):
+        value = private if strategy.topology.rank == step % strategy.topology.size else symmetric
+        fill(strategy, value, step)
+        result = all_reduce(strategy, "SUM", value, out=value if out == "itself" else outs[out])
+        assert (result == total(strategy, step, count)).all()
+        value[...] = -1
+
+
+@pytest.mark.ranks(min=2)
+@every_size
+def test_one_rank_takes_the_result_elsewhere(strategy: Strategy, count: int) -> None:
+    """In a private array, in another symmetric one, or in its own argument."""
+    value, others = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+    for step in steps(strategy, 4):
+        for odd in (np.zeros(count), value, value[::-1], others[::-1]):
+            fill(strategy, value, step)
+            out = odd if strategy.topology.rank == step % strategy.topology.size else others
+            assert all_reduce(strategy, "SUM", value, out=out) is out
+            assert (out == total(strategy, step, count)).all()
+
+
+@pytest.mark.ranks(min=2)
+@every_size
+def test_ranks_pass_other_parts_of_one_array(strategy: Strategy, count: int) -> None:
+    """Each its own; or two of them in turn, in unlike order."""
+    rank = strategy.topology.rank
+    base = strategy.symmetric_empty(count + 100, np.float64)
+    for step in steps(strategy):
+        value, out = base[rank : rank + count], base[50 - rank : 50 - rank + count]
+        fill(strategy, value, step)
+        all_reduce(strategy, "SUM", value, out=out)
+        assert (out == total(strategy, step, count)).all()
+        fill(strategy, value, step)
+        all_reduce(strategy, "SUM", value, out=value)
+        assert (value == total(strategy, step, count)).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_one_for_the_node_is_for_all_of_its_ranks(on_one_node: Strategy, comm: Intracomm) -> None:
+    per_node = on_one_node.symmetric_empty(LARGE, np.float64, per_node=True)
+    out = np.zeros(LARGE) if comm.rank == 0 else per_node
+    with raises_everywhere(comm, InvalidArgumentError, "outs that are per-node arrays: rank 0: none; .*: out 0"):
+        all_reduce(on_one_node, "SUM", np.ones(LARGE), out=out)
+    assert (all_reduce(on_one_node, "SUM", np.ones(LARGE), out=per_node) == comm.size).all()
+
+
+# Parts of arrays
+
+
+@every_size
+def test_parts_of_an_array_take_results(strategy: Strategy, count: int) -> None:
+    """And nothing beside them is written, here or on another rank."""
+    base, value = strategy.symmetric_empty(3 * count, np.float64), np.zeros(count)
+    matrix = strategy.symmetric_empty((count, 4), np.float64)
+    targets: dict[str, Callable[[], Any]] = {
+        "slice": lambda: base[count : 2 * count],
+        "end": lambda: base[2 * count :],
+        "every second": lambda: base[: 2 * count : 2],
+        "backwards": lambda: base[count - 1 :: -1],
+        "column": lambda: matrix[:, 1],
+        "other dtype": lambda: base[:count].view(np.complex128).view(np.float64) if count % 2 == 0 else base[:count],
+    }
+    for step in steps(strategy, 3):
+        for name, target in targets.items():
+            base[...] = matrix[...] = -5
+            out = target()
+            fill(strategy, value, step)
+            all_reduce(strategy, "SUM", value, out=out)
+            right = total(strategy, step, count)
+            assert (out == right).all(), name
+            assert base.sum() + matrix.sum() == right.sum() - 5 * (base.size + matrix.size - count), name
+            fill(strategy, out, step)
+            all_reduce(strategy, "SUM", out, out=out)
+            assert (out == right).all(), name
+
+
+@every_size
+@pytest.mark.parametrize("per_node", [False, True])
+def test_result_over_its_argument(strategy: Strategy, count: int, per_node: bool, comm: Intracomm) -> None:
+    """Shifted by less than its length, forwards and backwards."""
+    base = strategy.symmetric_empty(3 * count, np.float64, per_node=per_node)
+    for step in steps(strategy, 3):
+        for shift in (1, count // 2, count - 1, count, -1, -count):
+            value, out = base[count : 2 * count], base[count + shift : 2 * count + shift]
+            comm.Barrier()
+            if not per_node:
+                fill(strategy, value, step)
+            elif strategy.topology.is_leader:
+                value[...] = numbers(0, step, count)
+            comm.Barrier()
+            all_reduce(strategy, "SUM", value, out=out)
+            right = strategy.topology.size * numbers(0, step, count) if per_node else total(strategy, step, count)
+            assert (out == right).all(), shift
+
+
+@every_size
+def test_arguments_that_swap_their_places(strategy: Strategy, count: int) -> None:
+    """Two arrays of one window, of two windows, and the halves of one array."""
+    one, other = strategy.symmetric_empty_like([np.zeros(count), np.zeros(count)])
+    third, base = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(2 * count, np.float64)
+    for step in steps(strategy, 3):
+        for first, second in ((one, other), (one, third), (base[:count], base[count:])):
+            fill(strategy, first, step)
+            fill(strategy, second, step + 1)
+            all_reduce(strategy, "SUM", [first, second], out=[second, first])
+            assert (second == total(strategy, step, count)).all()
+            assert (first == total(strategy, step + 1, count)).all()
+
+
+def test_arrays_that_come_and_go(strategy: Strategy) -> None:
+    """A new one may have the identity of one that is gone; it does not lie where that lay."""
+    for step in steps(strategy, 12):
+        count = (SMALL, LARGE)[step % 2]
+        arrays = [np.zeros(count), strategy.symmetric_empty(count, np.float64)]
+        base = strategy.symmetric_empty(2 * count, np.float64)
+        for value in (arrays[step // 2 % 2], arrays.pop(), base[:count], base[count:], arrays.pop()):
+            fill(strategy, value, step)
+            all_reduce(strategy, "SUM", value, out=value)
+            assert (value == total(strategy, step, count)).all()
+            del value
+        gc.collect(0)
+
+
+def test_an_array_that_is_locked_is_written_no_more(strategy: Strategy, comm: Intracomm) -> None:
+    """Also if the same call was right before; a rank says so of its own, and all learn of it."""
+    value, out = np.ones(LARGE), strategy.symmetric_empty(LARGE, np.float64)
+    all_reduce(strategy, "SUM", value, out=out)
+    out.flags.writeable = comm.rank != comm.size - 1
+    with raises_everywhere(comm, InvalidArgumentError, "read-only"):
+        all_reduce(strategy, "SUM", value, out=out)
+    out.flags.writeable = True
+    all_reduce(strategy, "SUM", 2 * value, out=out)
+    assert (out == 2 * comm.size).all()
+
+
+# The life of a strategy
+
+
+@every_size
+def test_arrays_outlive_their_strategy(comm: Intracomm, placement: tuple[int, ...], count: int) -> None:
+    """And serve the next one, as arrays like any other."""
+    strategy = Strategy(comm=comm)
+    array = strategy.symmetric_empty(count, np.float64)
+    together = strategy.symmetric_empty(count, np.float64, per_node=True)
+    fill(strategy, array, 1)
+    all_reduce(strategy, "SUM", array, out=array)
+    all_reduce(strategy, "SUM", fill(strategy, np.zeros(count), 2), out=together)
+    strategy.close()
+    right = total(strategy, 1, count)
+    assert (array == right).all()
+    assert (together == total(strategy, 2, count)).all()
+    del strategy, together
+    gc.collect()
+    with Strategy(comm=comm) as strategy:
+        assert (array == right).all()
+        fill(strategy, array, 3)
+        all_reduce(strategy, "SUM", array, out=array)
+        assert (array == total(strategy, 3, count)).all()
+
+
+@every_size
+def test_arrays_outlive_a_reset(strategy: Strategy, count: int) -> None:
+    array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+    for step in steps(strategy, 3):
+        for target in (array, out, None):
+            fill(strategy, array, step)
+            assert (all_reduce(strategy, "SUM", array, out=target) == total(strategy, step, count)).all()
+        strategy.reset()
+
+
+@pytest.mark.ranks(min=2)
+@every_size
+def test_arrays_outlive_a_call_that_failed(strategy: Strategy, count: int, comm: Intracomm) -> None:
+    """One rank gave up; the others had staged, or not even come."""
+    array = strategy.symmetric_empty(count, np.float64)
+    fill(strategy, array, 0)
+    soon = CommunicationOptions(timeout_seconds=0.1)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            all_reduce(strategy, "SUM", array, out=array, options=soon)
+    comm.Barrier()
+    if comm.rank:
+        with pytest.raises(DeadlineExceededError):
+            all_reduce(strategy, "SUM", array, out=array, options=soon)
+    assert (array == numbers(comm.rank, 0, count)).all(), "nothing was added"
+    comm.Barrier()
+    strategy.reset()
+    all_reduce(strategy, "SUM", array, out=array)
+    assert (array == total(strategy, 0, count)).all()
+
+
+@every_size
+def test_without_checks(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """`MPIDIST_CHECK=0`, and arrays that lie alike on all ranks."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    with Strategy(comm=comm) as strategy:
+        array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
+        together = strategy.symmetric_empty(count, np.float64, per_node=True)
+        private = np.zeros(count)
+        for step in steps(strategy):
+            for value in (array, private):
+                for target in (None, value, out, together, np.zeros(count)):
+                    fill(strategy, value, step)
+                    result = all_reduce(strategy, "SUM", value, out=target)
+                    assert (result == total(strategy, step, count)).all()
+                    value[...] = -1
+
+
+@pytest.mark.ranks(min=2)
+@every_size
+def test_without_checks_ranks_of_one_node_may_differ(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """In where their arrays lie: on one node, to ask costs nothing."""
+    monkeypatch.setenv("MPIDIST_CHECK", "0")
+    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
+    with Strategy(comm=comm) as strategy:
+        symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
+        for step in steps(strategy):
+            value = private if comm.rank == step % comm.size else symmetric
+            fill(strategy, value, step)
+            all_reduce(strategy, "SUM", value, out=value)
+            assert (value == total(strategy, step, count)).all()
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_arrays_of_megabytes(comm: Intracomm, placement: tuple[int, ...], per_node: bool) -> None:
+    """With the sizes that the machine likes."""
+    with Strategy(comm=comm) as strategy:
+        count = 700_001
+        array = strategy.symmetric_empty(count, np.float32)
+        out = strategy.symmetric_empty(count, np.float32, per_node=True) if per_node else array
+        for step in steps(strategy, 2):
+            fill(strategy, array, step)
+            all_reduce(strategy, "SUM", array, out=out)
+            assert (out == total(strategy, step, count)).all()
+
+
+# New results that are parts of one array
+
+FORMS: dict[str, list[tuple[int, ...]]] = {
+    "one shape": [(3, 4)] * 20,
+    "unlike shapes": [(index % 4, 3) for index in range(19)] + [()],
+    "few": [(2,), (3,)],
+    "a large one among them": [(2,)] * 9 + [(LARGE,)],
+    "in chunks": [(7,)] * 60,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
+def test_new_results_are_arrays_of_their_own(transport: str, strategy: Strategy, form: str, op: str) -> None:
+    """They share no element with each other, the arguments, or results of other calls; and all can be written."""
+    shapes = FORMS[form]
+    value = [
+        fill(strategy, np.zeros(shape, (np.float64, np.int32)[index % 5 == 4]), 0) for index, shape in enumerate(shapes)
+    ]
+    before = [array.copy() for array in value]
+    first, second = all_reduce(strategy, op, value), all_reduce(strategy, op, value)
+    divisor = strategy.topology.size if op == "MEAN" else 1
+    everything = [*value, *first, *second]
+    right = [total(strategy, 0, array.size).reshape(array.shape) / divisor for array in value]
+    for index, (result, later, wanted) in enumerate(zip(first, second, right, strict=True)):
+        for array in (result, later):
+            assert type(array) is np.ndarray
+            assert (array == wanted).all()
+            assert array.shape == shapes[index]
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+            assert array.flags.aligned
+        assert sum(np.shares_memory(result, other) for other in everything) == (result.size > 0)
+    for index, result in enumerate(first):
+        result[...] = -index
+    assert all((result == -index).all() for index, result in enumerate(first))
+    assert all((later == wanted).all() for later, wanted in zip(second, right, strict=True))
+    assert all((array == old).all() for array, old in zip(value, before, strict=True))
+
+
+def test_a_result_outlives_the_others_of_its_call(strategy: Strategy) -> None:
+    value = [fill(strategy, np.zeros(6), index) for index in range(30)]
+    kept = all_reduce(strategy, "SUM", value)[17]
+    gc.collect()
+    for _ in range(5):
+        all_reduce(strategy, "SUM", value)
+    assert (kept == total(strategy, 17, 6)).all()
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_some_ranks_have_symmetric_arrays_and_others_their_own(
+    comm: Intracomm, placement: tuple[int, ...], check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks may differ in it, with checks and without: then everything is staged."""
+    monkeypatch.setenv("MPIDIST_CHECK", check)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    with Strategy(comm=comm) as strategy:
+        symmetric = strategy.symmetric_empty(LARGE, np.float64)
+        for step in steps(strategy):
+            private = np.empty(LARGE)
+            array = fill(strategy, private if comm.rank == step % comm.size else symmetric, step)
+            out = np.empty(LARGE) if step % 2 else array
+            all_reduce(strategy, "SUM", array, out=out)
+            assert (out == total(strategy, step, LARGE)).all()
+            array[...] = -1
+
+
+def some(random_: random.Random, whole: list[Any]) -> list[int]:
+    """Some of the arrays of a list, in some order."""
+    chosen = [index for index in range(len(whole)) if random_.random() < 0.8] or [0]
+    if random_.random() < 0.5:
+        random_.shuffle(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("per_node", [False, True])
+def test_arrays_that_lie_side_by_side_are_added_together_and_nothing_else(
+    on_one_node: Strategy, comm: Intracomm, seed: int, per_node: bool
+) -> None:
+    """Arrays of one window in any choice and order, wholly or in part, into themselves or into another window."""
+    random_ = random.Random(seed)  # of all ranks alike
+    counts = [random_.choice([0, 1, 16, 31, 32, 33, 100, 400]) for _ in range(9)]
+    dtypes = [random_.choice([np.float32, np.float32, np.float32, np.int64]) for _ in counts]
+    like = [np.zeros(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+    sources = on_one_node.symmetric_empty_like(like)
+    is_in_place = bool(seed % 2) and not per_node
+    shifts = [0 if is_in_place else random_.choice([0, 16]) for _ in like]  # outs lie elsewhere in their arrays
+    longer = [np.zeros(array.size + shift, array.dtype) for array, shift in zip(like, shifts, strict=True)]
+    outs = sources if is_in_place else on_one_node.symmetric_empty_like(longer, per_node=per_node)
+    for step in range(6):
+        chosen = some(random_, sources)
+        starts = [random_.choice([0, 0, 1, 16]) for _ in chosen]
+        ends = [random_.choice([counts[at], counts[at], max(0, counts[at] - 1), 16]) for at in chosen]
+        comm.Barrier()
+        for at, source in enumerate(sources):
+            fill(on_one_node, source, step + at)
+            if outs is not sources and (not per_node or comm.rank == 0):
+                outs[at][...] = 77
+        comm.Barrier()
+        want = [out.copy() for out in outs]
+        for at, start, end in zip(chosen, starts, ends, strict=True):
+            part = total(on_one_node, step + at, counts[at])[start:end]
+            want[at][shifts[at] + start :][: part.size] = part
+        values = [sources[at][start:end] for at, start, end in zip(chosen, starts, ends, strict=True)]
+        places = zip(chosen, starts, values, strict=True)
+        into = [outs[at][shifts[at] + start :][: value.size] for at, start, value in places]
+        all_reduce(on_one_node, "SUM", values, out=into)
+        for at, out in enumerate(outs):
+            assert np.array_equal(out, want[at]), (step, at)
+        comm.Barrier()
+
+
+def test_many_small_arrays_are_one_run(on_one_node: Strategy) -> None:
+    arrays = on_one_node.symmetric_empty_like([np.zeros(index % 40 + 1, np.float32) for index in range(500)])
+    shared = on_one_node.extended.group.shared
+    if on_one_node.topology.size > 1:
+        places = shared.places(arrays[::-1])
+        assert len(shared.runs(places, places, np.dtype(np.float32))) == 1
+        assert len(shared.runs(places[::2], places[::2], np.dtype(np.float32))) == 250
+    for step in steps(on_one_node):
+        for at, array in enumerate(arrays):
+            fill(on_one_node, array, step + at)
+        all_reduce(on_one_node, "SUM", arrays, out=arrays)
+        assert all((array == total(on_one_node, step + at, array.size)).all() for at, array in enumerate(arrays))
+
+
+@pytest.mark.parametrize("op", ["MEAN", "MAX", "PROD"])
+@pytest.mark.parametrize("dtype", [*HALVES, *REALS], ids=str)
+def test_ops_of_arrays_where_they_lie(on_one_node: Strategy, dtype: np.dtype[Any], op: str) -> None:
+    arrays = on_one_node.symmetric_empty_like([np.zeros(count, dtype) for count in (70, 1, 200)])
+    rank = on_one_node.topology.rank
+    for array in arrays:
+        array[...] = 1 + (rank + np.arange(array.size)) % 2
+    want = on_one_node.reduce(op, [array.copy() for array in arrays])
+    all_reduce(on_one_node, op, arrays, out=arrays)
+    assert all(bits(array) == bits(right) for array, right in zip(arrays, want, strict=True))
+
+
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "as_strided": lambda part: np.lib.stride_tricks.as_strided(part, part.shape, part.strides),
+    "memoryview": lambda part: np.asarray(memoryview(part)),
+    "dlpack": np.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("view", HIDDEN)
+def test_views_that_hide_what_they_are_of_are_kept_apart(on_one_node: Strategy, view: str) -> None:
+    """The out overlaps a value that does not look like a symmetric array: other ranks write it early."""
+    whole = on_one_node.symmetric_empty(LARGE + 7, np.float64)
+    for step in steps(on_one_node, 20):
+        fill(on_one_node, whole[7:], step)
+        value = HIDDEN[view](whole[7:])
+        out = whole[:LARGE]
+        all_reduce(on_one_node, "SUM", value, out=out)
+        assert (out == total(on_one_node, step, LARGE)).all()
+        on_one_node.reduce("SUM", 0)
+
+
+@pytest.mark.parametrize("view", HIDDEN)
+def test_views_of_per_node_arrays_are_such(on_one_node: Strategy, view: str) -> None:
+    together = on_one_node.symmetric_empty(LARGE, np.float64, per_node=True)
+    for step in steps(on_one_node):
+        value = fill(on_one_node, np.empty(LARGE), step)
+        all_reduce(on_one_node, "SUM", value, out=HIDDEN[view](together))
+        assert (together == total(on_one_node, step, LARGE)).all()
+        on_one_node.reduce("SUM", 0)
+
+
+def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
+    """What was found of an array in one call is not taken for true in the next."""
+    array = on_one_node.symmetric_empty(LARGE, np.float32)
+    for dtype in (np.float32, np.int32, np.float32):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            array.dtype = dtype
+        fill(on_one_node, array, 3)
+        all_reduce(on_one_node, "SUM", array, out=array)
+        assert (array == total(on_one_node, 3, LARGE)).all()

@@ -1,0 +1,345 @@
+"""One suite for every communicator: alone, over MPI, and in shared memory; in one piece, and in many chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, contribution, in_rank_order, reduction_of
+from support.everywhere import same_everywhere
+
+from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
+from mpidist.transport.shared_memory.window import LINE_BYTES
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+CHUNK_BYTES = 28  # 7 numbers of float32, and less than one of complex longdouble
+KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks"]
+A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
+OPS = ["sum", "prod", "min", "max"]
+UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@pytest.fixture(params=KINDS)
+def communicator(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Communicator]:
+    limit = CHUNK_BYTES if "chunks" in request.param else MAX_CHUNK_BYTES
+    host: Communicator = SoloCommunicator("alone")
+    if request.param != "solo":
+        host = MpiCommunicator(comm.Dup(), "all", limit)
+    if "shared" not in request.param:
+        yield host
+        host.free()
+        return
+    assert isinstance(host, MpiCommunicator)
+    slots = Slots(comm, LINE_BYTES if "chunks" in request.param else 4096)
+    shared = SharedMemoryCommunicator(host, FusedReducer(slots, comm.size, 64, host.traffic))
+    yield shared
+    shared.free()
+
+
+@pytest.fixture
+def counts(communicator: Communicator, request: pytest.FixtureRequest) -> list[int]:
+    """Lengths of buffers: around the number of ranks, and large."""
+    size = communicator.size
+    large = 50 if "chunks" in request.node.name else 1000
+    return sorted({0, 1, 7, size - 1, size, size + 1, large})
+
+
+def can(op: str, dtype: Any) -> bool:
+    return dtype.kind != "c" or op in ("sum", "prod")
+
+
+def mine(communicator: Communicator, op: str, count: int, dtype: Any) -> Any:
+    return contribution(op, communicator.rank, count, dtype)
+
+
+def whole(communicator: Communicator, op: str, count: int, dtype: Any) -> Any:
+    return reduction_of(op, communicator.size, count, dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
+    """Twice in a row: the first call of a kind may set things up."""
+    count = communicator.size + 3
+    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
+        for _ in range(2):
+            buffer = mine(communicator, op, count, dtype)
+            communicator.all_reduce(buffer, Reduction(op))
+            assert (buffer == whole(communicator, op, count, dtype)).all(), dtype
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_all_reduce_is_exact_for_every_length(communicator: Communicator, counts: list[int], in_order: bool) -> None:
+    for dtype in A_FEW:
+        for count in counts:
+            for op in ("sum", "max"):
+                buffer = mine(communicator, op, count, dtype)
+                communicator.all_reduce(buffer, Reduction(op, in_rank_order=in_order))
+                assert (buffer == whole(communicator, op, count, dtype)).all(), (dtype, count, op)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_reduce_leaves_the_reduction_at_any_root(communicator: Communicator, counts: list[int], in_order: bool) -> None:
+    for root in range(communicator.size):
+        for dtype in A_FEW:
+            for count in counts:
+                buffer = mine(communicator, "sum", count, dtype)
+                communicator.reduce(buffer, Reduction("sum", in_rank_order=in_order), root)
+                if communicator.rank == root:
+                    assert (buffer == whole(communicator, "sum", count, dtype)).all(), (root, dtype, count)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
+    root = communicator.size - 1
+    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
+        buffer = mine(communicator, op, 5, dtype)
+        communicator.reduce(buffer, Reduction(op), root)
+        if communicator.rank == root:
+            assert (buffer == whole(communicator, op, 5, dtype)).all(), dtype
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_scatter_is_exact_for_every_dtype(communicator: Communicator, op: str) -> None:
+    count = 2 * communicator.size + 1
+    for dtype in filter(lambda dtype: can(op, dtype), DTYPES):
+        start, stop = shard_bounds(count, communicator.size)[communicator.rank :][:2]
+        shard = communicator.reduce_scatter(mine(communicator, op, count, dtype), Reduction(op))
+        assert (shard == whole(communicator, op, count, dtype)[start:stop]).all(), dtype
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_reduce_scatter_leaves_each_rank_its_shard(
+    communicator: Communicator, counts: list[int], in_order: bool
+) -> None:
+    """As a view of the buffer, so that a gather can follow."""
+    for dtype in A_FEW:
+        for count in [*counts, *counts]:
+            start, stop = shard_bounds(count, communicator.size)[communicator.rank :][:2]
+            buffer = mine(communicator, "sum", count, dtype)
+            shard = communicator.reduce_scatter(buffer, Reduction("sum", in_rank_order=in_order))
+            assert (shard == whole(communicator, "sum", count, dtype)[start:stop]).all(), (dtype, count)
+            assert (buffer[start:stop] == shard).all()
+            assert not count or np.shares_memory(buffer, shard) or start == stop
+
+
+def test_all_gather_gives_every_rank_every_shard(communicator: Communicator, counts: list[int]) -> None:
+    """In shards of like lengths, and of any lengths, some of them 0."""
+    size, rank = communicator.size, communicator.rank
+    uneven = [0, *np.cumsum([(2 * rank + 1) % 4 * 3 for rank in range(size)])]
+    for dtype in DTYPES:
+        for bounds in [*(None for _ in counts), uneven, [0] * (size + 1)]:
+            count = counts[-1] if bounds is None else bounds[-1]
+            start, stop = (bounds or shard_bounds(count, size))[rank:][:2]
+            everything = contribution("sum", 5, count, dtype)
+            buffer = np.zeros(count, dtype)
+            buffer[start:stop] = everything[start:stop]
+            communicator.all_gather(buffer, bounds)
+            assert (buffer == everything).all(), (dtype, bounds)
+
+
+def test_broadcast_copies_from_any_root(communicator: Communicator, counts: list[int]) -> None:
+    for root in range(communicator.size):
+        for dtype in A_FEW if root else DTYPES:
+            for count in counts if dtype in A_FEW else [5]:
+                buffer = mine(communicator, "sum", count, dtype)
+                communicator.broadcast(buffer, root)
+                assert (buffer == contribution("sum", root, count, dtype)).all(), (root, dtype, count)
+
+
+def test_gather_brings_all_buffers_to_any_root_in_rank_order(communicator: Communicator, counts: list[int]) -> None:
+    for root in range(communicator.size):
+        for dtype in A_FEW if root else DTYPES:
+            for count in counts if dtype in A_FEW else [5]:
+                buffer = mine(communicator, "sum", count, dtype)
+                rows = communicator.gather(buffer, root)
+                assert (rows is None) == (communicator.rank != root)
+                assert (buffer == mine(communicator, "sum", count, dtype)).all()
+                if rows is not None:
+                    expected = [contribution("sum", rank, count, dtype) for rank in range(communicator.size)]
+                    assert (rows == np.stack(expected)).all(), (root, dtype, count)
+                    assert not np.shares_memory(rows, buffer)
+
+
+def test_exchange_passes_arrays_of_any_length_round(communicator: Communicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    to, source = (rank + 1) % size, (rank - 1) % size
+    for dtype in DTYPES:
+        for times in (0, 1, 9):
+            outgoing = contribution("sum", rank, times * (rank + 1), dtype)
+            incoming = np.zeros(times * (source + 1), dtype)
+            communicator.send_receive(outgoing, to, incoming, source)
+            assert (incoming == contribution("sum", source, incoming.size, dtype)).all(), (dtype, times)
+            assert (outgoing == contribution("sum", rank, outgoing.size, dtype)).all()
+
+
+@pytest.mark.ranks(min=2)
+def test_exchange_sends_one_way(communicator: Communicator) -> None:
+    """The first rank to the last: the other direction is empty, and the others do nothing."""
+    buffer = mine(communicator, "sum", 20, np.dtype(np.float32))
+    last = communicator.size - 1
+    if communicator.rank == 0 and last:
+        communicator.send_receive(buffer, last, buffer[:0], last)
+    elif communicator.rank == last and last:
+        communicator.send_receive(buffer[:0], 0, buffer, 0)
+        assert (buffer == contribution("sum", 0, 20, buffer.dtype)).all()
+
+
+def test_neighbours_of_a_slice_are_untouched(communicator: Communicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    for dtype in (np.dtype(np.int8), *A_FEW):
+        for count in (size + 1, 3 * size + 2):
+            around = np.full(count + 10, 99, dtype)
+            buffer = around[5:-5]
+            for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
+                buffer[...] = 1
+                communicator.all_reduce(buffer, reduction)
+                communicator.reduce(buffer, reduction, size - 1)
+                communicator.reduce_scatter(buffer, reduction)
+            communicator.all_gather(buffer)
+            communicator.broadcast(buffer, size - 1)
+            communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
+            assert (around[:5] == 99).all(), (dtype, count)
+            assert (around[-5:] == 99).all(), (dtype, count)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("op", OPS)
+def test_nan_and_infinity_propagate(communicator: Communicator, comm: Intracomm, op: str) -> None:
+    """NumPy's rules, and the same bits on all ranks; MPI may lose a NaN in a minimum, on some ranks only."""
+    specials = np.array([np.nan, np.inf, -np.inf, 1.0, 0.0, -0.0, 2.0])
+    rows = [np.repeat(np.roll(specials, shift), 2) for shift in range(communicator.size)]
+    for dtype in [*REALS, *HALVES]:
+        buffer = rows[communicator.rank].astype(dtype)
+        communicator.all_reduce(buffer, Reduction(op))
+        expected = in_rank_order(UFUNCS[op], [row.astype(dtype) for row in rows], dtype)
+        assert np.array_equal(buffer.astype(np.float64), expected.astype(np.float64), equal_nan=True), dtype
+        if (
+            op in ("sum", "prod") and dtype in REALS
+        ):  # MPI's own: of two NaNs a processor keeps the first, with its sign
+            buffer[np.isnan(buffer)] = np.nan
+        assert same_everywhere(comm, buffer) or communicator.size == 1, dtype
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_nan_is_seen_by_all(communicator: Communicator, op: str) -> None:
+    """Whichever rank has it."""
+    for dtype in [*REALS, *HALVES, *COMPLEX]:
+        if can(op, dtype):
+            for owner in range(communicator.size):
+                buffer = np.ones(3, dtype)
+                buffer[1] = np.nan if owner == communicator.rank else 1
+                communicator.all_reduce(buffer, Reduction(op))
+                assert np.isnan(buffer).tolist() == [False, True, False], (dtype, owner)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+def test_all_ranks_hold_the_same_bits(communicator: Communicator, comm: Intracomm, op: str) -> None:
+    random = np.random.default_rng(communicator.rank)
+    for dtype in [*REALS, *HALVES, *COMPLEX]:
+        for count in (5, 300):
+            numbers = random.standard_normal((2, count))
+            buffer = (numbers[0] + 1j * numbers[1] if dtype.kind == "c" else numbers[0]).astype(dtype)
+            communicator.all_reduce(buffer, Reduction(op))
+            assert communicator.size == 1 or same_everywhere(comm, buffer), (dtype, count)
+
+
+def test_rank_order_is_kept_to_the_bit(communicator: Communicator) -> None:
+    """Half precision is added in float32 and rounded once; its order is always that of the ranks."""
+    rows = np.random.default_rng(7).standard_normal((communicator.size, 2 * communicator.size + 5))
+    for dtype in [*REALS, *HALVES, *COMPLEX]:
+        parts = [row.astype(dtype) for row in rows]
+        reduction = Reduction("sum", in_rank_order=dtype not in HALVES)
+        expected = in_rank_order(np.add, parts, dtype)
+        buffer = parts[communicator.rank].copy()
+        communicator.all_reduce(buffer, reduction)
+        assert (buffer == expected).all(), dtype
+        buffer = parts[communicator.rank].copy()
+        communicator.reduce(buffer, reduction, 0)
+        assert communicator.rank or (buffer == expected).all(), dtype
+
+
+def test_a_divided_sum_does_not_overflow(communicator: Communicator) -> None:
+    """The mean of the largest numbers is divided before it is rounded. By each method that reduces."""
+    large, reduction = np.finfo(np.float16).max, Reduction("sum", divisor=communicator.size)
+    buffer = np.full(11, large)
+    communicator.all_reduce(buffer, reduction)
+    assert (buffer == large).all()
+    communicator.reduce(buffer, reduction, 0)
+    assert communicator.rank or (buffer == large).all()
+    assert (communicator.reduce_scatter(np.full(11, large), reduction) == large).all()
+
+
+@pytest.mark.parametrize("communicator", ["solo", "mpi"], indirect=True)
+def test_a_pack_buffer_has_the_length_and_dtype_asked_for(communicator: Communicator) -> None:
+    for count, dtype in [(0, "f4"), (100, "f8"), (7, "i1"), (3, "G"), (100, "f8"), (1000, HALVES[1])]:
+        buffer = communicator.pack_buffer(count, np.dtype(dtype))
+        assert (buffer.shape, buffer.dtype) == ((count,), np.dtype(dtype))
+        assert buffer.flags.c_contiguous
+        assert buffer.flags.aligned
+        buffer[...] = 1
+        communicator.all_reduce(buffer, Reduction())
+        assert (buffer == communicator.size).all()
+
+
+@pytest.mark.parametrize("communicator", KINDS[1:], indirect=True)
+@pytest.mark.parametrize("dtype", [INTEGERS[0], *A_FEW], ids=str)
+def test_traffic_is_what_the_docstrings_promise(communicator: Communicator, counts: list[int], dtype: Any) -> None:
+    """Counted for the busier direction of this rank's link; one call however many chunks."""
+    rank, size = communicator.rank, communicator.size
+    for count in counts:
+        buffer = np.ones(count, dtype)
+        start, stop = [count // size * at + min(at, count % size) for at in (rank, rank + 1)]
+        total, own = count * dtype.itemsize, (stop - start) * dtype.itemsize
+        communicator.traffic.clear()
+        communicator.all_reduce(buffer, Reduction())
+        communicator.reduce(buffer, Reduction(), size - 1)
+        communicator.reduce_scatter(buffer, Reduction())
+        communicator.all_gather(buffer)
+        communicator.broadcast(buffer, 0)
+        communicator.gather(buffer, 0)
+        communicator.send_receive(buffer.copy(), (rank + 1) % size, buffer, (rank - 1) % size)
+        expected = {
+            "all_reduce": 2 * total * (size - 1) // size,
+            "reduce": total,
+            "reduce_scatter": total - own,
+            "all_gather": total - own,
+            "broadcast": total,
+            "gather": total if rank else total * (size - 1),
+            "exchange": total,
+        }
+        assert dict(communicator.traffic.nbytes) == expected
+        assert dict(communicator.traffic.calls) == dict.fromkeys(expected, 1)
+    communicator.traffic.clear()
+    assert not communicator.traffic.calls
+    assert not communicator.traffic.nbytes
+
+
+@pytest.mark.no_mpi
+def test_the_group_of_one_moves_nothing() -> None:
+    alone = SoloCommunicator("alone")
+    buffer = np.ones(5)
+    alone.all_reduce(buffer, Reduction())
+    alone.broadcast(buffer, 0)
+    assert (alone.rank, alone.size) == (0, 1)
+    assert not alone.traffic.calls
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 1000, 2**31 + 1])
+def test_shards_differ_by_at_most_one_and_longer_ones_come_first(count: int, size: int) -> None:
+    bounds = shard_bounds(count, size)
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert (bounds[0], bounds[-1], len(lengths)) == (0, count, size)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1

@@ -1,0 +1,100 @@
+"""Half precision, widened and rounded by bits: what NumPy's `astype` makes, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.contributions import HALVES, in_rank_order
+
+from mpidist.transport.half import HalfAccumulator
+
+pytestmark = pytest.mark.no_mpi
+
+FLOAT16 = np.dtype(np.float16)
+EVERY = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # numbers, infinities, and all that is none
+
+
+def bits_of(array: Any) -> Any:
+    """The bits of numbers; all that is no number is one."""
+    return np.where(np.isnan(array), 0xFFFF, array.view(np.uint16))
+
+
+def rounded(total: Any, dtype: np.dtype[Any]) -> Any:
+    return total.astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def no_traps() -> Iterator[None]:
+    """Overflows are meant."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def combined(parts: list[Any], dtype: np.dtype[Any], ufunc: Any = np.add, divisor: int = 1) -> Any:
+    out = np.empty_like(parts[0])
+    HalfAccumulator(dtype).combine(parts, out, ufunc, divisor)
+    return out
+
+
+@pytest.mark.parametrize("numbers", [EVERY, EVERY[np.isfinite(EVERY)]], ids=["all", "finite"])
+def test_every_float16_comes_back_as_it_was(numbers: Any) -> None:
+    """Blocks with an infinity take another way than those without."""
+    assert (bits_of(combined([numbers], FLOAT16)) == bits_of(numbers)).all()
+
+
+@pytest.mark.parametrize("other", [0.0, -0.0, 6e-8, 2.0**-14, 1.0, 1 / 3, 2049.0, -65504.0, 65504.0, np.inf, np.nan])
+def test_every_float16_plus_one_number(other: float) -> None:
+    """Subnormals, ties to even, the largest, what overflows."""
+    parts = [EVERY, np.full_like(EVERY, other)]
+    want = rounded(parts[0].astype(np.float32) + parts[1].astype(np.float32), FLOAT16)
+    assert (bits_of(combined(parts, FLOAT16)) == bits_of(want)).all()
+
+
+def test_ties_and_their_neighbours_round_as_numpy_rounds() -> None:
+    """What lies between two neighbours in float16: the middle, and one float32 to each side of it."""
+    finite = EVERY[np.isfinite(EVERY) & (abs(EVERY) < 65504)]
+    middle = (finite.astype(np.float32) + np.nextafter(finite, np.float16(np.inf)).astype(np.float32)) / 2
+    totals = np.concatenate([middle, np.nextafter(middle, np.float32(-9e9)), np.nextafter(middle, np.float32(9e9))])
+    out, accumulator = np.empty(totals.size, np.float16), HalfAccumulator(FLOAT16)
+    for start in range(0, totals.size, 1 << 15):
+        piece = slice(start, start + (1 << 15))
+        accumulator._narrow(totals[piece].copy(), out[piece])
+    assert (bits_of(out) == bits_of(totals.astype(np.float16))).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_float32_rounds_as_numpy_rounds(seed: int) -> None:
+    totals = np.random.default_rng(seed).integers(0, 1 << 32, 1 << 15, np.uint32).view(np.float32)
+    near = np.where(abs(totals) < 1e5, totals, np.float32(1)) * np.float32(2.0**seed)  # no overflow: the fast way
+    for numbers in (totals, near):
+        out = np.empty(numbers.size, np.float16)
+        HalfAccumulator(FLOAT16)._narrow(numbers.copy(), out)
+        assert (bits_of(out) == bits_of(rounded(numbers, FLOAT16))).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("count", [1, 1000, (1 << 15) - 1, (1 << 15) + 1, 100_000])
+def test_parts_are_joined_in_order_and_rounded_once(dtype: np.dtype[Any], count: int) -> None:
+    """Two blocks and a rest; the result may be one of the parts."""
+    random = np.random.default_rng(count)
+    parts = [(random.standard_normal(count) * 10.0 ** random.integers(-4, 4, count)).astype(dtype) for _ in range(3)]
+    for ufunc, divisor in ((np.add, 1), (np.add, 3), (np.multiply, 1), (np.minimum, 1), (np.maximum, 1)):
+        want = in_rank_order(ufunc, parts, dtype, divisor)
+        into = [part.copy() for part in parts]
+        HalfAccumulator(dtype).combine(into, into[1], ufunc, divisor)
+        assert (bits_of(into[1]) == bits_of(want)).all()
+        assert (bits_of(into[0]) == bits_of(parts[0])).all()
+
+
+def test_other_byte_order_is_left_to_numpy() -> None:
+    swapped = EVERY[:0x7C00].astype(">f2")
+    assert (combined([swapped, swapped], swapped.dtype) == rounded(EVERY[:0x7C00] * np.float32(2), FLOAT16)).all()
+
+
+def test_bfloat16_keeps_its_range() -> None:
+    numbers = np.array([3e38, -1e-38, 1.0], ml_dtypes.bfloat16)
+    assert (combined([numbers, -numbers], numbers.dtype) == 0).all()
