@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -63,8 +62,9 @@ def _all_reduces(mpi: Mpi, strategy: mpidist.Strategy, array: Any) -> dict[str, 
 
 def _others(mpi: Mpi, strategy: mpidist.Strategy, array: Any) -> dict[str, Way]:
     comm, rank, extended = mpi.comm, mpi.rank, strategy.extended
-    bounds = np.linspace(0, array.size, mpi.size + 1).astype(int).tolist()
-    counts, part = [b - a for a, b in pairwise(bounds)], slice(bounds[rank], bounds[rank + 1])
+    counts = [len(its) for its in np.array_split(array, mpi.size)]  # as mpidist shares out what does not divide
+    bounds = [0, *np.cumsum(counts).tolist()]
+    part = slice(bounds[rank], bounds[rank + 1])
     shard, last = array[: counts[rank]], slice(bounds[-2], bounds[-1])
 
     def raw_reduce(_: int) -> Any:

@@ -211,6 +211,11 @@ def test_benchmark_runs_and_its_results_are_right(tmp_path: Path, name: str) -> 
     assert len(found) == len({row["way"] for row in found}) >= 3
 
 
+def test_shards_of_uneven_length_are_right(tmp_path: Path) -> None:
+    measured(tmp_path, "reductions", "--peers=mpich", "--ranks=3", "--sizes=4K", "--rounds=1", "--seconds=0.01")
+    assert {"reduce_scatter", "all_gather"} <= {row["way"] for row in rows_in(tmp_path / "reductions-3-ranks.csv")}
+
+
 def test_watching_is_measured(tmp_path: Path) -> None:
     measured(tmp_path, "watching", "--peers", "mpich", "--sizes", "4", "--rounds", "2", "--seconds", "0.02")
     found = {row["way"]: float(row["us"]) for row in rows_in(tmp_path / "watching-2-ranks.csv")}
