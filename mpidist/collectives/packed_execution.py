@@ -271,7 +271,7 @@ def run_on_device(
         with levels.pack_stream():
             buffer = levels.pack_buffer(message.count, message.wire)
             kernels.pack(_parts(message.pieces, arrays), buffer, message.is_compressed)
-            reduce(levels, buffer, message.reduction)
+            reduce(levels.compressed(message.half), buffer, message.reduction)
             kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
     for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
         parts = _parts([piece for message, piece in direct if message.divide_by == divide_by], results)

@@ -247,8 +247,8 @@ class SyncGroup(OpenGroup):
         if self._membership is not None:
             if self._watchdog is not None:
                 self._watchdog.tell_reset()
-            state, timeout = (self.agreement.broken is not None, self.agreement.sequence), self.settings.timeout_seconds
-            flags = self._membership.all_gather_at_reset(state, timeout, self._watchdog)
+            state = self.agreement.broken is not None, self.agreement.sequence
+            flags = self._membership.all_gather_at_reset(state, self.settings.timeout_seconds, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -367,6 +367,7 @@ class SyncGroup(OpenGroup):
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
+        self.agreement.restart_clock()  # the last call may be long over
         self.devices.free()
         self.agreement.free()
         self.levels.free()
@@ -396,5 +397,4 @@ class SyncGroup(OpenGroup):
         self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:
-        agreement, settings = self.agreement, self.settings
-        return DeviceLevels(self.levels, self.topology, cuda.current(), agreement, settings, self.cost_model)
+        return DeviceLevels(self.levels, self.topology, cuda.current(), self.agreement, self.settings, self.cost_model)

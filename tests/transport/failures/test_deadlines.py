@@ -293,3 +293,24 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
     gc.collect()
     assert memory
     assert all((array() is not None) == (comm.rank == 0) for array in memory)
+
+
+@pytest.mark.ranks(min=2)
+def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.5")
+    with Strategy(comm=comm) as strategy:
+        time.sleep(0.05 * comm.rank)  # so that the others wait in the call
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        time.sleep(0.6)  # the ranks compute
+        devices = strategy.extended.group.devices
+        free = devices.free
+
+        def free_slowly() -> None:
+            time.sleep(0.05 * comm.rank)  # so that the others wait in the reset itself
+            free()
+
+        monkeypatch.setattr(devices, "free", free_slowly)
+        strategy.reset()
+        assert strategy.reduce("SUM", 1.0) == comm.size
