@@ -184,9 +184,12 @@ class Watchdog:
             is_lost: Whether some rank never takes part again: this one, for example.
             to: The ranks; by default all others.
         """
-        late = [status for status in self._board.statuses().values() if self._awaited.is_late(status)]
+        # By its note, a rank of this node that is in a reset already had joined the call that it gave up.
+        known = self._known(self._received)
         own = self._board.status(self._rank)
-        others = (status for status in late if status.rank != self._rank)
+        others = (
+            known[rank] for rank in self._board.ranks if rank != self._rank and self._awaited.is_late(known[rank])
+        )
         note = FailureNote(tag, self._awaited.sequence, text, is_lost, self._board.ranks, (own, *others))
         if to is None:
             # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.

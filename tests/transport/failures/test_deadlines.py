@@ -19,6 +19,7 @@ from support.deadlines import options, taking
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport import waiting
 from mpidist.transport.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.text import name_ranks
@@ -314,3 +315,22 @@ def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
         monkeypatch.setattr(devices, "free", free_slowly)
         strategy.reset()
         assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.ranks(4)
+def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of other nodes hear of it from a rank of its node, whose board shows it in the reset."""
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", "0,0,1,1")
+    with Strategy(comm=comm) as strategy:
+        comm.Barrier()
+        if comm.rank != 2:
+            if comm.rank == 0:  # reads notes seldom
+                monkeypatch.setattr(waiting, "_rest", lambda *_: time.sleep(0.47))
+            with pytest.raises(DeadlineExceededError, match="did not join it" if comm.rank == 1 else late(2, size=4)):
+                strategy.reduce("SUM", 1.0, options=options(0.5 if comm.rank == 1 else 5))
+        else:
+            time.sleep(1.5)
+        strategy.reset()
+        assert strategy.reduce("SUM", 1.0) == 4
