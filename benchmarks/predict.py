@@ -23,10 +23,10 @@ __all__ = ["CLUSTERS", "Cluster", "main", "plot", "table"]
 _NODES: Final = (16, 128, 1024)
 _SIZES: Final = tuple(1 << power for power in range(12, 31, 2))
 _TABLE_SIZES: Final = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
-_ALGORITHMS: Final = ("leader", "pipeline", "hierarchical", "mpi", "ring", "recursive_doubling")
+_ALGORITHMS: Final = ("leader", "two_shot", "hierarchical", "mpi", "ring", "recursive_doubling")
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "leader": {"color": "#e69f00", "marker": "s"},
-    "pipeline": {"color": "#0072b2", "marker": "o"},
+    "two_shot": {"color": "#0072b2", "marker": "o"},
     "hierarchical": {"color": "#56b4e9", "marker": "D"},
     "mpi": {"color": "0.15"},
     "ring": {"color": "#009e73", "marker": "^"},

@@ -47,6 +47,6 @@ def ways(mpi: Mpi, work: Work) -> dict[str, Way]:
     if levels.is_even:
         found["hierarchical"] = way(hierarchical)
     if fused is not None:
-        found["pipeline"] = way(lambda array: fused.all_reduce(array, total))
+        found["two_shot"] = way(lambda array: fused.all_reduce(array, total))
     found["ring"] = way(lambda array: ring_all_reduce(levels.world, array, total))
     return {**found, "raw in place": raw_ways(mpi, private)["raw in place"]}

@@ -84,7 +84,7 @@ class _Clock:
 
 
 def _array_steps(node: Communicator) -> dict[str, Step]:
-    """Return steps: calls of NumPy, and barriers, copies and sums as a pipeline makes them.
+    """Return steps: calls of NumPy, and barriers, copies and sums as a two-shot all-reduce makes them.
 
     Each rank copies a block into its own slot, which another rank has read, and a block out of the slot that the next
     rank has just written: so the copies are those from one core to another.
@@ -120,11 +120,11 @@ def _staging(node: Communicator) -> tuple[Callable[[], None], Array, Array]:
 
 
 def _node_steps(levels: Levels) -> dict[str, Step]:
-    """Return steps: MPI's messages from each rank of a node to the next, and a pipelined call of the node."""
+    """Return steps: MPI's messages from each rank of a node to the next, and a two-shot call of the node."""
     node, tiny, total = levels.within_node, np.zeros(8, np.float32), Reduction()
     steps: dict[str, Step] = {"mpi": _messages(node, 8), "mpi long": _messages(node, _MESSAGE)}
     if levels.fused is not None:
-        steps["pipeline"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
+        steps["two_shot"] = (lambda: node.reduce(tiny, total, 0)) if node.size > 1 else _rest
     return steps
 
 
@@ -144,16 +144,16 @@ def _costs(times: Mapping[str, float], ranks: int, lanes: int) -> dict[str, floa
     fast, slow = rates[_SWEEP[0]], min(rates.values())
     cached = takewhile(lambda size: rates[size] >= math.sqrt(fast * slow), _SWEEP)
     costs = {"call_seconds": call}
-    if ranks == 1 or "pipeline" in times:  # else no rank read the memory of another one
+    if ranks == 1 or "two_shot" in times:  # else no rank read the memory of another one
         costs |= {
             "copy_bytes_per_second": fast,
             "stream_bytes_per_second": slow,
             "add_bytes_per_second": _rate(_BLOCK, times["add"], 2 * sync + _BLOCK / fast),
             "cache_bytes": float(max(cached) * ranks),
         }
-    if "pipeline" in times:
+    if "two_shot" in times:
         parts = 2 * sync + (3 + 2 * ranks) * call
-        costs |= {"sync_seconds": sync, "pipeline_seconds": max(times["pipeline"] - parts, call)}
+        costs |= {"sync_seconds": sync, "two_shot_seconds": max(times["two_shot"] - parts, call)}
     for name, message in (("mpi", _MESSAGE), ("link", lanes * _MESSAGE)):
         if name in times:
             rate = _rate(message, times[f"{name} long"], times[name])

@@ -39,7 +39,7 @@ HELP: Final = "measure this machine, so that reductions take the fastest way"
 _MEANINGS: Final = {
     "sync_seconds": "a barrier in shared memory",
     "call_seconds": "a call of NumPy",
-    "pipeline_seconds": "Python of a pipelined call",
+    "two_shot_seconds": "Python of a two-shot call",
     "copy_bytes_per_second": "copies in the cache",
     "stream_bytes_per_second": "copies out of it",
     "add_bytes_per_second": "sums",
@@ -145,7 +145,7 @@ def explain(model: CostModel, placement: Placement) -> str:
     if ranks == 1:
         return "1 rank: nothing to reduce."
     lines = [f"Predicted for {name_placement(placement)}:"]
-    names = ("one_round", "pipeline") if nodes == 1 else ("leader", "hierarchical", "pipeline")
+    names = ("one_shot", "two_shot") if nodes == 1 else ("leader", "hierarchical", "two_shot")
     lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
     for power in range(10, 31, 2):
         times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
@@ -157,17 +157,17 @@ def explain(model: CostModel, placement: Placement) -> str:
 def _reasons(model: CostModel, placement: Placement) -> list[str]:
     chunk = model.chunk_bytes(placement)
     if len(placement) == 1:
-        limit = model.one_round_bytes(placement)
+        limit = model.one_shot_bytes(placement)
         return [
-            f"one_round to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
-            f"pipeline above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
+            f"one_shot to {size_text(limit)}: one barrier, but every rank reads all {placement[0]} arrays.",
+            f"two_shot above, in chunks of {size_text(chunk)}: two barriers at least, and every rank adds its share.",
         ]
     least = model.least_bytes(placement)
     start = (
-        "pipeline never: its messages cost more than they save."
+        "two_shot never: its messages cost more than they save."
         if least == NEVER
         else (
-            f"pipeline from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
+            f"two_shot from {size_text(least)} on: {min(placement)} ranks a node use the link at once, while they add."
         )
     )
     link, chunk_text = model.busy_link_seconds(chunk, len(placement)), size_text(chunk)

@@ -180,13 +180,16 @@ class ArrayLikes(ArrayLibrary):
         return array
 
 
-# The first library that owns the value is taken. CuPy before DLPack: NumPy cannot read device memory.
+_NUMPY: Final = NumPyArrays()
+_NUMBERS: Final = PythonNumbers()
+
+# The first library that owns the value is taken. CuPy before DLPack, as any library whose device memory NumPy cannot read.
 LIBRARIES: Final[list[ArrayLibrary]] = [
-    NumPyArrays(), NumPyScalars(), PythonNumbers(), CuPyArrays(), DLPackArrays(), ArrayLikes(),
+    _NUMPY, NumPyScalars(), _NUMBERS, CuPyArrays(), DLPackArrays(), ArrayLikes(),
 ]  # fmt: skip
 
 # Types that have one library: a tensor of another library may lie in host or in device memory.
-_BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: LIBRARIES[0], float: LIBRARIES[2], int: LIBRARIES[2]}
+_BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: _NUMPY, float: _NUMBERS, int: _NUMBERS}
 
 
 def library_of(value: Any) -> ArrayLibrary:

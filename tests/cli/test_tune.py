@@ -51,7 +51,7 @@ def test_show_answers_for_other_placements(tmp_path: Path) -> None:
     done = tune(tmp_path, "tune", "--show", "--placement", "64,64")
     assert done.returncode == 0, done.stderr
     assert "128 ranks on 2 nodes, 64 on each" in done.stdout
-    assert "pipeline from " in done.stdout
+    assert "two_shot from " in done.stdout
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ MARKS = (
     "gpu: runs on real GPUs, and is skipped where there are none",
     "core: the subset that is run with every MPI library",
     "whole: all cases of this test are in a sample",
-    "long: takes long, and is in no sample",
+    "long: takes long, and is in a sample that leaves another one out alone",
 )
 _FEW = 12  # runs: of a test with fewer, a sample has as many as of one with so many
 _THOROUGH = "MPI_SESSION_THOROUGH"

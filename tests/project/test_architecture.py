@@ -346,7 +346,7 @@ def is_abstract(node: ast.ClassDef) -> bool:
 
 
 def test_classes_are_abstract_or_final() -> None:
-    """Style guide, 6. Kinds of error are neither: programs may refine them."""
+    """The rule of the house. Kinds of error are neither: programs may refine them."""
     nodes = ((module, node) for module in MODULES.values() for node in ast.walk(module.tree))
     classes = [(module, node) for module, node in nodes if isinstance(node, ast.ClassDef)]
     final = {node.name for _, node in classes if "final" in decorators(node)}

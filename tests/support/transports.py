@@ -47,7 +47,7 @@ def set_sizes(
     monkeypatch: pytest.MonkeyPatch,
     chunk_bytes: int | None = None,
     least_bytes: int | None = None,
-    one_round_bytes: int | None = None,
+    one_shot_bytes: int | None = None,
     depth: int | None = None,
     fine_count: int | None = None,
 ) -> None:
@@ -57,13 +57,13 @@ def set_sizes(
         monkeypatch: Puts everything back.
         chunk_bytes: Size of a chunk of fused arrays.
         least_bytes: Size from which on arrays are fused across nodes.
-        one_round_bytes: Size up to which all ranks of one node add everything themselves.
+        one_shot_bytes: Size up to which all ranks of one node add everything themselves.
         depth: Number of shards under way between nodes.
         fine_count: Number of elements of an average piece from which on pieces are added where they lie.
     """
     if fine_count is not None:
         monkeypatch.setattr(schedule, "FINE_COUNT", fine_count)
-    for name, value in (("chunk_bytes", chunk_bytes), ("one_round_bytes", one_round_bytes)):
+    for name, value in (("chunk_bytes", chunk_bytes), ("one_shot_bytes", one_shot_bytes)):
         if value is not None:
             monkeypatch.setattr(CostModel, name, lambda self, placement, value=value: value)
     for name, value in (("least_bytes", least_bytes), ("depth", depth)):

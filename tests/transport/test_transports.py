@@ -1,6 +1,6 @@
 """Which transport serves the ranks of a node: messages, or memory that they share. Results are the same.
 
-See `transports.py` for the modules that are run on both.
+See `tests/support/transports.py` for the modules that are run on both.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class CostModel:
     Attributes:
         sync_seconds: One barrier in shared memory.
         call_seconds: One call of NumPy.
-        pipeline_seconds: Python of one pipelined call.
+        two_shot_seconds: Python of one two-shot call.
         copy_bytes_per_second: A copy in the cache, all ranks busy.
         stream_bytes_per_second: A copy out of the cache, all ranks busy.
         add_bytes_per_second: Adding one array to another.
@@ -56,7 +56,7 @@ class CostModel:
 
     sync_seconds: float = 1.5e-6
     call_seconds: float = 0.5e-6
-    pipeline_seconds: float = 15e-6
+    two_shot_seconds: float = 15e-6
     copy_bytes_per_second: float = 12e9
     stream_bytes_per_second: float = 8e9
     add_bytes_per_second: float = 10e9
@@ -78,7 +78,7 @@ class CostModel:
         """Predict the time of an all-reduce of an array of the caller's.
 
         Args:
-            algorithm: One of `ALGORITHMS`. `"one_round"` is for one node.
+            algorithm: One of `ALGORITHMS`. `"one_shot"` is for one node.
             nbytes: Size of the array.
             placement: Number of ranks of each node.
         """
@@ -89,32 +89,32 @@ class CostModel:
     def choose(self, nbytes: int, placement: Placement) -> str:
         """Name the fastest of the algorithms for a placement."""
         if len(placement) == 1:
-            return "one_round" if nbytes <= self.one_round_bytes(placement) else "pipeline"
-        return "pipeline" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
+            return "one_shot" if nbytes <= self.one_shot_bytes(placement) else "two_shot"
+        return "two_shot" if nbytes >= self.least_bytes(placement) else _staged(nbytes, placement)
 
-    def one_round_bytes(self, placement: Placement) -> int:
-        """Return the size up to which one round is faster than the pipeline, a power of two. 0 across nodes."""
+    def one_shot_bytes(self, placement: Placement) -> int:
+        """Return the size up to which one-shot is faster than two-shot, a power of two. 0 across nodes."""
         if len(placement) > 1:
             return 0
         size = 1 << (self.chunk_bytes(placement).bit_length() - 1)
-        while size >= _SMALLEST and not self._beats("one_round", "pipeline", round(size / math.sqrt(2)), placement):
+        while size >= _SMALLEST and not self._beats("one_shot", "two_shot", round(size / math.sqrt(2)), placement):
             size //= 2
         return size if size >= _SMALLEST else 0
 
     def least_bytes(self, placement: Placement) -> int:
-        """Return the size from which on the pipeline is faster than node, nodes and node in turn, a power of two.
+        """Return the size from which on two-shot is faster than node, nodes and node in turn, a power of two.
 
-        `NEVER` if the pipeline is not. 0 on one node.
+        `NEVER` if two-shot is not. 0 on one node.
         """
         if len(placement) == 1:
             return 0
         size = _LARGEST
-        while size >= _SMALLEST and self._beats("pipeline", _staged(size, placement), size, placement):
+        while size >= _SMALLEST and self._beats("two_shot", _staged(size, placement), size, placement):
             size //= 2
         return 2 * size if size < _LARGEST else NEVER
 
     def chunk_bytes(self, placement: Placement) -> int:
-        """Return the size of a chunk of the pipeline: 512 KiB to 2 MiB, a multiple of 128.
+        """Return the size of a chunk of a two-shot all-reduce: 512 KiB to 2 MiB, a multiple of 128.
 
         Within these bounds, every lane has 32 KiB of the chunk, and between nodes a latency is at most a tenth of
         a chunk's time on the link, 2 m (K - 1) / K / link.
@@ -160,7 +160,7 @@ class CostModel:
         return moved / (self.copy_bytes_per_second if fits else self.stream_bytes_per_second)
 
     def _work(self, nbytes: int, chunks: int, placement: Placement) -> float:
-        """Predict the time that a rank works in a pipeline.
+        """Predict the time that a rank works in a two-shot all-reduce.
 
         Copies n (L - 1) / L in, adds n / L from G places, copies n out; a barrier and 3 + 2 G calls a chunk. Between
         nodes, for each chunk, it sends 2 (K - 1) messages, and adds n / L / K from K - 1 places.
@@ -171,7 +171,7 @@ class CostModel:
         of_chunk = self.sync_seconds + (3 + 2 * ranks) * self.call_seconds + 2 * (nodes - 1) * self.mpi_seconds
         return copied + added + chunks * of_chunk
 
-    def _one_round(self, nbytes: int, placement: Placement) -> float:
+    def _one_shot(self, nbytes: int, placement: Placement) -> float:
         """Copy n, a barrier, read G n; 1 + G calls. There is none across nodes."""
         if len(placement) > 1:
             return math.inf
@@ -179,14 +179,14 @@ class CostModel:
         added = ranks * nbytes / self.add_bytes_per_second
         return self._copy(nbytes, nbytes, ranks) + self.sync_seconds + added + (1 + ranks) * self.call_seconds
 
-    def _pipeline(self, nbytes: int, placement: Placement) -> float:
+    def _two_shot(self, nbytes: int, placement: Placement) -> float:
         """The longer of a rank's work and the link's; the shorter for one chunk, to fill and drain; 2 latencies.
 
         With d shards under way, a chunk takes no less than a d-th of the time of one shard.
         """
         nodes, chunk = len(placement), self.chunk_bytes(placement)
         chunks = max(1, math.ceil(nbytes / chunk))
-        seconds = self.pipeline_seconds + self.sync_seconds
+        seconds = self.two_shot_seconds + self.sync_seconds
         work = self._work(nbytes, chunks, placement)
         if nodes == 1:
             return seconds + work
@@ -200,24 +200,24 @@ class CostModel:
         return self.tree_seconds(nbytes, nodes, self.link_seconds, self.link_bytes_per_second)
 
     def _leader(self, nbytes: int, placement: Placement) -> float:
-        """Reduce in shared memory, as a pipeline does; MPI's own all-reduce among the K leaders; a copy in and out."""
+        """Reduce in shared memory, as two-shot does; MPI's own all-reduce among the K leaders; a copy in and out."""
         across = self._tree_across(nbytes, len(placement))
         if max(placement) == 1:
             return across
-        broadcast = self.pipeline_seconds + self.sync_seconds + self._copy(nbytes, nbytes, max(placement))
-        return self._pipeline(nbytes, (max(placement),)) + across + broadcast
+        broadcast = self.two_shot_seconds + self.sync_seconds + self._copy(nbytes, nbytes, max(placement))
+        return self._two_shot(nbytes, (max(placement),)) + across + broadcast
 
     def _hierarchical(self, nbytes: int, placement: Placement) -> float:
-        """Within nodes, across, and within again, in turn: the pipeline's work in two calls, and MPI's own across."""
+        """Within nodes, across, and within again, in turn: two-shot in two calls, and MPI's own across."""
         across = self._tree_across(nbytes, len(placement))
         if max(placement) == 1:
             return across
-        return self._pipeline(nbytes, (max(placement),)) + across + self.pipeline_seconds + self.sync_seconds
+        return self._two_shot(nbytes, (max(placement),)) + across + self.two_shot_seconds + self.sync_seconds
 
 
 ALGORITHMS: Final[dict[str, Callable[[CostModel, int, Placement], float]]] = {
-    "one_round": CostModel._one_round,
-    "pipeline": CostModel._pipeline,
+    "one_shot": CostModel._one_shot,
+    "two_shot": CostModel._two_shot,
     "leader": CostModel._leader,
     "hierarchical": CostModel._hierarchical,
 }

@@ -121,13 +121,13 @@ class Levels:
             if reason is not None:
                 levels._report_no_shared_memory(reason, transport)
             return levels
-        on_node = FusedReducer(slots, within.size, model.one_round_bytes((within.size,)), within.traffic)
+        on_node = FusedReducer(slots, within.size, model.one_shot_bytes((within.size,)), within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, model.one_round_bytes(topology.node_sizes), world.traffic)
+            fused = FusedReducer(slots, world.size, model.one_shot_bytes(topology.node_sizes), world.traffic)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 

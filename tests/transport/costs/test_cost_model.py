@@ -20,7 +20,7 @@ models = st.builds(
     CostModel,
     sync_seconds=latencies,
     call_seconds=latencies,
-    pipeline_seconds=latencies,
+    two_shot_seconds=latencies,
     copy_bytes_per_second=rates,
     add_bytes_per_second=rates,
     mpi_seconds=latencies,
@@ -51,12 +51,12 @@ def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]
     chunk, depth = model.chunk_bytes(placement), model.depth(placement)
     assert 512 * KIB <= chunk <= 2 * MIB
     assert chunk % 128 == 0
-    assert 0 <= model.one_round_bytes(placement) <= chunk
+    assert 0 <= model.one_shot_bytes(placement) <= chunk
     if len(placement) == 1:
         assert (depth, model.least_bytes(placement)) == (0, 0)
     else:
         assert 2 <= depth <= 8
-        assert model.one_round_bytes(placement) == 0
+        assert model.one_shot_bytes(placement) == 0
         assert KIB <= model.least_bytes(placement) <= NEVER
 
 
@@ -65,33 +65,33 @@ def test_sizes_stay_in_their_bounds(model: CostModel, placement: tuple[int, ...]
 def test_choice_is_what_the_thresholds_say(model: CostModel, placement: tuple[int, ...], nbytes: int) -> None:
     chosen = model.choose(nbytes, placement)
     if len(placement) == 1:
-        assert (chosen == "one_round") == (nbytes <= model.one_round_bytes(placement))
+        assert (chosen == "one_shot") == (nbytes <= model.one_shot_bytes(placement))
     else:
-        assert (chosen == "pipeline") == (nbytes >= model.least_bytes(placement))
+        assert (chosen == "two_shot") == (nbytes >= model.least_bytes(placement))
 
 
 @given(models, placements)
 def test_choice_is_the_faster_way(model: CostModel, placement: tuple[int, ...]) -> None:
     """Where a threshold says that it is, within the power of two that thresholds are rounded to."""
     if len(placement) == 1:
-        limit = model.one_round_bytes(placement)
+        limit = model.one_shot_bytes(placement)
         if limit:
             near = round(limit / math.sqrt(2))
-            assert model.seconds("one_round", near, placement) <= model.seconds("pipeline", near, placement)
+            assert model.seconds("one_shot", near, placement) <= model.seconds("two_shot", near, placement)
     elif (least := model.least_bytes(placement)) < NEVER:
         is_even = len(set(placement)) == 1 < placement[0]
         for nbytes in (least, 2 * least):
             other = "hierarchical" if is_even and nbytes > LEADER_BYTES else "leader"
             if nbytes <= GIB:
-                assert model.seconds("pipeline", nbytes, placement) <= model.seconds(other, nbytes, placement)
+                assert model.seconds("two_shot", nbytes, placement) <= model.seconds(other, nbytes, placement)
         assert least == KIB or model.choose(least - 1, placement) in ("leader", "hierarchical")
 
 
 def test_defaults_choose_what_was_measured() -> None:
     """benchmarks of 2026-11-21 on 2 cores: one round wins to 256 KiB at 2 ranks, and to about 128 KiB at 4."""
     model = CostModel()
-    assert model.one_round_bytes((2,)) == 256 * KIB
-    assert model.one_round_bytes((4,)) in (64 * KIB, 128 * KIB)
+    assert model.one_shot_bytes((2,)) == 256 * KIB
+    assert model.one_shot_bytes((4,)) in (64 * KIB, 128 * KIB)
     assert model.chunk_bytes((2,)) == 512 * KIB
     assert model.chunk_bytes((64,)) == 2 * MIB
     assert 2 <= model.depth((2, 2)) <= 4
@@ -104,22 +104,22 @@ def test_slow_links_take_larger_chunks_the_longer_their_latency() -> None:
     assert near.depth((2, 2)) < far.depth((2, 2)) or far.depth((2, 2)) == 2
 
 
-def test_pipeline_hides_the_work_of_nodes_behind_a_slow_link() -> None:
+def test_two_shot_hides_the_work_of_nodes_behind_a_slow_link() -> None:
     model = CostModel(link_bytes_per_second=25e6)
     link = 2 * 64 * MIB * 0.5 / 25e6
-    assert link < model.seconds("pipeline", 64 * MIB, (2, 2)) < 1.1 * link
-    assert model.seconds("hierarchical", 64 * MIB, (2, 2)) > model.seconds("pipeline", 64 * MIB, (2, 2))
+    assert link < model.seconds("two_shot", 64 * MIB, (2, 2)) < 1.1 * link
+    assert model.seconds("hierarchical", 64 * MIB, (2, 2)) > model.seconds("two_shot", 64 * MIB, (2, 2))
 
 
 def test_small_arrays_and_uneven_nodes_go_through_a_leader() -> None:
-    model = CostModel(link_bytes_per_second=1e6, mpi_seconds=1e-2)  # messages cost much: no pipeline
+    model = CostModel(link_bytes_per_second=1e6, mpi_seconds=1e-2)  # messages cost much: no two-shot
     assert model.choose(LEADER_BYTES, (2, 2)) == "leader"
     assert model.choose(LEADER_BYTES + 1, (2, 2)) == "hierarchical"
     assert model.choose(LEADER_BYTES + 1, (2, 1)) == "leader"
 
 
-def test_one_round_is_for_one_node() -> None:
-    assert CostModel().seconds("one_round", 1, (2, 2)) == math.inf
+def test_one_shot_is_for_one_node() -> None:
+    assert CostModel().seconds("one_shot", 1, (2, 2)) == math.inf
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB])

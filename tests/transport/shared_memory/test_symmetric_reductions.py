@@ -37,14 +37,14 @@ every_size = pytest.mark.parametrize("count", [SMALL, LARGE])
 @pytest.fixture
 def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
     """A strategy on pretended nodes, with chunks of 128 bytes."""
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
     with Strategy(comm=comm) as made:
         yield made
 
 
 @pytest.fixture
 def on_one_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
+    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=64, fine_count=20)
     with Strategy(comm=comm) as made:
         yield made
 
@@ -409,7 +409,7 @@ def test_without_checks(
 ) -> None:
     """`MPIDIST_CHECK=0`, and arrays that lie alike on all ranks."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
     with Strategy(comm=comm) as strategy:
         array, out = strategy.symmetric_empty(count, np.float64), strategy.symmetric_empty(count, np.float64)
         together = strategy.symmetric_empty(count, np.float64, per_node=True)
@@ -430,7 +430,7 @@ def test_without_checks_ranks_of_one_node_may_differ(
 ) -> None:
     """In where their arrays lie: on one node, to ask costs nothing."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
-    set_sizes(monkeypatch, chunk_bytes=128, one_round_bytes=64, fine_count=20)
+    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=64, fine_count=20)
     with Strategy(comm=comm) as strategy:
         symmetric, private = strategy.symmetric_empty(count, np.float64), np.zeros(count)
         for step in steps(strategy):
@@ -509,7 +509,7 @@ def test_some_ranks_have_symmetric_arrays_and_others_their_own(
 ) -> None:
     """Ranks may differ in it, with checks and without: then everything is staged."""
     monkeypatch.setenv("MPIDIST_CHECK", check)
-    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_round_bytes=64, depth=2, fine_count=20)
+    set_sizes(monkeypatch, chunk_bytes=128, least_bytes=1, one_shot_bytes=64, depth=2, fine_count=20)
     with Strategy(comm=comm) as strategy:
         symmetric = strategy.symmetric_empty(LARGE, np.float64)
         for step in steps(strategy):

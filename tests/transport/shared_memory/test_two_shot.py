@@ -47,7 +47,7 @@ OPS = ["sum", "prod", "min", "max"]
 
 @pytest.fixture
 def strategy(comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
-    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_round_bytes=0, depth=2, fine_count=FINE_COUNT)
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_shot_bytes=0, depth=2, fine_count=FINE_COUNT)
     with Strategy(comm=comm) as made:
         yield made
         comm.Barrier()  # arrays that all reach are compared
@@ -354,7 +354,7 @@ def test_a_transfer_may_be_left_after_its_beginning(reducer: FusedReducer, comm:
 
 def test_small_and_large_lists_take_turns(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one round share the slots with the others."""
-    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_round_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, one_shot_bytes=CHUNK_BYTES, fine_count=FINE_COUNT)
     mine = random.Random(comm.rank)
     with Strategy(comm=comm) as strategy:
         reducer = strategy.extended.group.levels.fused
