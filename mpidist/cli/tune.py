@@ -133,7 +133,7 @@ def _show(placement: Placement) -> None:
 def _table(model: CostModel, measured: tuple[str, ...]) -> str:
     lines = [""]
     for name, value in asdict(model).items():
-        unit, scale = _UNITS[name.partition("_")[2]]
+        unit, scale = _UNITS[next(unit for unit in _UNITS if name.endswith(f"_{unit}"))]
         source = "measured" if name in measured else "a guess"
         lines.append(f"{name:<25}{value * scale:>9.4g} {unit:<5} {source:<9} {_MEANINGS[name]}")
     return "\n".join(lines)

@@ -98,7 +98,7 @@ class Plan:
         fingerprint: A digest of what all ranks must agree on, without the name of the call.
         configuration: `Algorithm.configuration`.
         specs: The arrays.
-        results: The dtype of each result.
+        result_dtypes: The dtype of each result.
         execution: Carries out the calls.
         details: The calls in a few words, for the flight recorder.
 
@@ -112,14 +112,14 @@ class Plan:
         fingerprint: int,
         configuration: tuple[Any, ...],
         specs: Sequence[Spec],
-        results: Sequence[np.dtype[Any]],
+        result_dtypes: Sequence[np.dtype[Any]],
         execution: Execution,
         details: str,
     ) -> None:
         self.fingerprint = fingerprint
         self.configuration = configuration
         self.specs = specs
-        self.results = results
+        self.result_dtypes = result_dtypes
         self.execution = execution
         self.details = details
         self.uses_device = any(spec.device for spec in specs)

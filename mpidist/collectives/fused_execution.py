@@ -121,7 +121,7 @@ class FusedExecution(Execution):
         if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
         self._ignores_places = self._small is not None and self._is_copied(lists[0])
-        self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result
+        self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
         """Stage the first chunk, unless the arrays lie in shared memory."""
@@ -136,7 +136,9 @@ class FusedExecution(Execution):
             if self._small is not None:
                 staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
             else:
-                staged = self._two_shot(first, FusedArrays(first.wire, _flat(arrays, first), result=first.result))
+                staged = self._two_shot(
+                    first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
+                )
                 staged.begin()
         call.state = places, staged
 
@@ -208,11 +210,11 @@ class FusedExecution(Execution):
         results = self._new_results(call)
         if not self._wants_results:
             return results
-        keeps = fused.wire == fused.result
+        keeps = fused.wire == fused.result_dtype
         total = np.empty(fused.count, fused.wire)
         small.add(staged, fused.reduction, fused.divide_by if keeps else 1, total)
         if not keeps:
-            total = (total / fused.divide_by).astype(fused.result, copy=False)
+            total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
         for index, part in zip(fused.indices, self._split(total, fused), strict=True):
             if outs is None:
                 results[index] = part
@@ -225,12 +227,14 @@ class FusedExecution(Execution):
     ) -> TwoShot:
         transfer = begun
         if transfer is None:
-            transfer = self._two_shot(fused, FusedArrays(fused.wire, _flat(arrays, fused), result=fused.result))
+            transfer = self._two_shot(
+                fused, FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
+            )
         else:
             transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
         are_small = len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
         if makes_new and self._wants_results and are_small:
-            whole = np.empty(fused.count, fused.result)
+            whole = np.empty(fused.count, fused.result_dtype)
             for index, part in zip(fused.indices, self._split(whole, fused), strict=True):
                 results[index] = part
             transfer.arrays.results = [whole]
@@ -248,7 +252,7 @@ class FusedExecution(Execution):
         writes_outs: bool,
         makes_new: bool,
     ) -> TwoShot:
-        given = FusedArrays(fused.wire, _flat(arrays, fused), result=fused.result)
+        given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
         if writes_outs:
@@ -287,7 +291,8 @@ class FusedExecution(Execution):
     def _writes_shared_outs(self, outs: Sequence[Place]) -> bool:
         """Whether the rank that adds writes the outs of all ranks; of small lists, each rank writes its own faster."""
         return all(
-            fused.wire == fused.result and (outs[0].per_node or not self._is_copied(fused)) for fused in self._lists
+            fused.wire == fused.result_dtype and (outs[0].per_node or not self._is_copied(fused))
+            for fused in self._lists
         )
 
     def _two_shot(self, fused: FusedList, arrays: FusedArrays) -> TwoShot:
@@ -299,7 +304,7 @@ class FusedExecution(Execution):
             return []
         if makes_new:
             for index in fused.indices:
-                results[index] = np.empty(self._specs[index].shape, fused.result)
+                results[index] = np.empty(self._specs[index].shape, fused.result_dtype)
         return _flat(results, fused)
 
     def _split(self, whole: Any, fused: FusedList) -> list[Any]:

@@ -41,7 +41,7 @@ class PackedPart:
         ranks: The destinations; `None` for all ranks.
         indices: The values.
         specs: Their arrays.
-        results: The dtype of each result.
+        result_dtypes: The dtype of each result.
         messages: The messages.
         reduce: Reduces a flat buffer over all ranks.
     """
@@ -49,7 +49,7 @@ class PackedPart:
     ranks: tuple[int, ...] | None
     indices: tuple[int, ...]
     specs: tuple[Spec, ...]
-    results: tuple[np.dtype[Any], ...]
+    result_dtypes: tuple[np.dtype[Any], ...]
     messages: tuple[Message, ...]
     reduce: Reduce
 
@@ -140,10 +140,10 @@ class PackedExecution(Execution):
         for part in self._parts:
             arrays = [call.operands.arrays[index] for index in part.indices]
             if call.outs is None:
-                targets = result_arrays(part.specs, part.results)
+                targets = result_arrays(part.specs, part.result_dtypes)
             else:
                 outs = [call.outs[index] for index in part.indices]
-                targets = target_arrays(outs, part.specs, part.results, self._group.shared)
+                targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
                 arrays = copy_overwritten(arrays, targets)
             laid.append((arrays, targets))
         return _Layout(laid, self._group.devices.events.record() if is_started else None)

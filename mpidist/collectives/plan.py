@@ -89,7 +89,7 @@ class FusedList:
         indices: The arrays, in the order of sending, without empty ones.
         lengths: Number of elements of each array.
         wire: The dtype in which the arrays are sent.
-        result: The dtype of the results.
+        result_dtype: The dtype of the results.
         reduction: The transport's reduction.
         divide_by: The divisor of the sums; 1 for none.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
@@ -101,7 +101,7 @@ class FusedList:
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
     wire: np.dtype[Any]
-    result: np.dtype[Any]
+    result_dtype: np.dtype[Any]
     reduction: Reduction
     divide_by: int
     half: np.dtype[Any] | None

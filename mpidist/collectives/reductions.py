@@ -162,7 +162,7 @@ class Reductions:
             if len(plan.checked_outs) >= _MAX_OUTS:
                 plan.checked_outs.clear()
             call.outs = outs = native_outs(outs, call.values, operands.arrays)
-            checked = CheckedOuts(outs, operands.arrays, operands.specs, plan.results, self.group.shared)
+            checked = CheckedOuts(outs, operands.arrays, operands.specs, plan.result_dtypes, self.group.shared)
             plan.checked_outs[key] = checked
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest

@@ -183,7 +183,7 @@ class ArrayLikes(ArrayLibrary):
 _NUMPY: Final = NumPyArrays()
 _NUMBERS: Final = PythonNumbers()
 
-# The first library that owns the value is taken. CuPy before DLPack, as any library whose device memory NumPy cannot read.
+# The first library that owns the value is taken. CuPy before DLPack, as all whose device memory NumPy cannot read.
 LIBRARIES: Final[list[ArrayLibrary]] = [
     _NUMPY, NumPyScalars(), _NUMBERS, CuPyArrays(), DLPackArrays(), ArrayLikes(),
 ]  # fmt: skip

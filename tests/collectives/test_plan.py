@@ -373,14 +373,14 @@ def test_a_list_has_its_whole_length() -> None:
     assert {wire: its.indices for wire, its in lists.items()} == {F32: (4, 3, 2, 0), I64: (8, 7, 6), BF16: (9,)}
     assert {wire: its.lengths for wire, its in lists.items()} == {F32: (17, 1, 10, 3), I64: (6, 1, 9), BF16: (5,)}
     for wire, its in lists.items():
-        assert (its.result, its.divide_by, its.half) == (wire, 1, None)
+        assert (its.result_dtype, its.divide_by, its.half) == (wire, 1, None)
         assert its.count == its.schedule.count == sum(its.lengths)
         assert its.nbytes == its.count * wire.itemsize
 
 
 def test_lists_of_a_mean_say_what_travels_and_what_comes_back() -> None:
     (integers,) = fused(specs(3, dtype=I8), MEAN) or ()
-    assert (integers.wire, integers.result, integers.divide_by) == (np.int32, np.float32, 4)
+    assert (integers.wire, integers.result_dtype, integers.divide_by) == (np.int32, np.float32, 4)
     assert not integers.keeps_dtype
     assert by_wire(specs(3), MEAN)[F32].keeps_dtype
 
@@ -404,7 +404,7 @@ def test_lists_of_means_are_divided_once() -> None:
     values = specs(1) + specs(2, dtype=I8) + specs(3, dtype=np.dtype(np.uint16)) + specs(4, dtype=BF16)
     lists = by_wire(values, MEAN, num_ranks=5)
     integers, halves = lists[np.dtype(np.int32)], lists[BF16]
-    assert (integers.result, integers.indices) == (np.float32, (2, 1))
+    assert (integers.result_dtype, integers.indices) == (np.float32, (2, 1))
     for its in (lists[F32], integers):
         assert (its.reduction.op, its.reduction.divisor, its.divide_by) == ("sum", 1, 5)
     assert (halves.reduction.op, halves.reduction.divisor, halves.divide_by) == ("sum", 5, 1)

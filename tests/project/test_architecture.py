@@ -430,6 +430,7 @@ TOUCH_PRIVATES = {
     "collectives/test_broken_off.py": {"_new_results"},
     "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
     "collectives/test_device_overlap.py": {"_flying"},
+    "transport/failures/test_deadlines.py": {"_rest"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl.py": {"_run"},
     "transport/shared_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},

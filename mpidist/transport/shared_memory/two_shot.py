@@ -37,12 +37,12 @@ class FusedArrays:
     Attributes:
         dtype: The dtype in which numbers are sent.
         sources: [pieces], this rank's contribution.
-        results: [pieces], the arrays that take the results, of dtype `result`; may be the sources. Empty on a rank
-            that gets no results.
+        results: [pieces], the arrays that take the results, of dtype `result_dtype`; may be the sources. Empty on a
+            rank that gets no results.
         peers: [ranks][pieces], the contributions of all ranks of the node, if all lie in shared memory.
         shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
             each rank of the node, or the node's one array.
-        result: The dtype of the results; `None` if it is `dtype`.
+        result_dtype: The dtype of the results; `None` if it is `dtype`.
     """
 
     dtype: np.dtype[Any]
@@ -50,7 +50,7 @@ class FusedArrays:
     results: Sequence[Array] = ()
     peers: Sequence[Sequence[Array]] | None = None
     shared: Sequence[Sequence[Array]] | None = None
-    result: np.dtype[Any] | None = None
+    result_dtype: np.dtype[Any] | None = None
 
 
 @final
@@ -140,7 +140,7 @@ class TwoShot:
 
     @property
     def _keeps_dtype(self) -> bool:
-        return self.arrays.result is None or self.arrays.result == self.arrays.dtype
+        return self.arrays.result_dtype is None or self.arrays.result_dtype == self.arrays.dtype
 
     def _stage(self, chunk: Chunk) -> None:
         """Copy this rank's contribution to a chunk into its slot: all shards but the rank's own."""

@@ -49,6 +49,7 @@ def mapped() -> list[str]:
 
 
 def num_files() -> int:
+    gc.collect()  # what earlier tests left
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -84,7 +85,7 @@ def test_a_rank_alone_needs_no_mpi(nbytes: int) -> None:
 
 def test_the_file_has_no_name(comm: Intracomm) -> None:
     """A job that is killed leaves nothing behind."""
-    before, files = set(mapped()), num_files()
+    files, before = num_files(), set(mapped())
     windows = [SharedWindow(comm, 1000) for _ in range(3)]
     names = set(mapped()) - before
     assert len(names) == 3
@@ -178,7 +179,7 @@ def test_too_little_memory_is_every_ranks_error(
     """Also where only one rank has none; and nothing is left of it."""
     monkeypatch.setattr(secrets, "token_hex", lambda _: f"test-{comm.name}-{os.getppid()}")
     path = comm.bcast(f"/dev/shm/mpidist-{secrets.token_hex(8)}")
-    before, files = mapped(), num_files()
+    files, before = num_files(), mapped()
     with raises_everywhere(comm, UnavailableError, problem.pattern):
         SharedWindow(comm, 1000)
     assert mapped() == before

@@ -219,7 +219,7 @@ def test_results_of_another_dtype_are_divided_as_they_are_copied(
         results = [np.full(length, 99.5) for length in lengths]
         reducer.run(
             reducer.two_shot(
-                FusedArrays(wire, values, results, result=results[0].dtype), Reduction("sum"), divide_by=comm.size
+                FusedArrays(wire, values, results, result_dtype=results[0].dtype), Reduction("sum"), divide_by=comm.size
             )
         )
         right = [part / comm.size for part in expected("sum", comm.size, lengths, wire)]
