@@ -31,6 +31,7 @@ from mpidist.transport import (
     name_placement,
     name_ranks,
     nccl_version_text,
+    read_boot_id,
     reason_against_nccl,
 )
 
@@ -102,7 +103,7 @@ class _Report:
             ("launcher", _launcher(os.environ)),
             ("CuPy", support.cupy_version or "none"),
         )
-        facts = GpuFacts.here(provider, os.environ, hostname)
+        facts = GpuFacts.here(provider, os.environ, hostname, read_boot_id())
         nccl = facts.reason or nccl_version_text(support.nccl_version)
         device_mpi = _device_mpi(provider, group.settings.device_mpi) if topology.is_leader else ""
         return cls(software, _gpus(provider), nccl, device_mpi, facts)

@@ -128,7 +128,7 @@ def load_job(folder: Path) -> JobFlight:
             file = _file(content, _rank_in(path))
             for group in content["groups"]:
                 _add_group(strategies, group, file)
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FlightFileError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
         files[file.world_rank] = file
     return JobFlight(folder, files, sorted(strategies.values(), key=lambda strategy: (-strategy.size, strategy.group)))

@@ -164,7 +164,7 @@ def _find_difference(strategy: StrategyFlight) -> Difference | None:
         for (name, details), ranks in sides.items():
             by_name.setdefault(name, (name, details, []))[2].extend(ranks)
         if len(by_name) > 1:
-            return sequence, [*by_name.values()]
+            return sequence, [(name, details, sorted(ranks)) for name, details, ranks in by_name.values()]
         if len(sides) > 1 and sequence not in agreed:
             return sequence, [(*side, ranks) for side, ranks in sides.items()]
     return None

@@ -38,7 +38,7 @@ from mpidist.transport.group import (
 )
 from mpidist.transport.half import bfloat16
 from mpidist.transport.mpi import Intracomm, load_mpi, ring_all_reduce
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.shared_memory import (
@@ -111,6 +111,7 @@ __all__ = [
     "open_groups",
     "raise_reported",
     "raise_together",
+    "read_boot_id",
     "reason_against_nccl",
     "widen",
     "ring_all_reduce",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import Context
 from typing import Any, Final, final
 
 import numpy as np
@@ -29,7 +29,7 @@ class _UfuncCaller(threading.local):
     run: Callable[..., Any]
 
     def __init__(self) -> None:
-        before, context = np.geterr(), copy_context()
+        before, context = np.geterr(), Context()
         context.run(np.seterr, all="ignore")
         self.run = context.run
         if np.geterr() != before:

@@ -64,7 +64,8 @@ class Reduction:
         """
         ufunc = self.ufunc
         if is_half(out.dtype):
-            overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
+            with np.errstate(all="ignore"):
+                overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
             return overflowed if self.counts_overflow else 0
         if len(parts) == 2:
             without_float_errors(ufunc, parts[0], parts[1], out=out)

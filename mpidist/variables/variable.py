@@ -341,7 +341,8 @@ class SyncOnReadVariable(Variable):
                         f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, "
                         "and not added to or subtracted from"
                     )
-                value = self._share_of_sum(self._cast(value))
+                self._store(self._share_of_sum(self._cast(value)), None)
+                return
         self._write(value, ufunc)
 
     def _share_of_sum(self, total: Any) -> Any:

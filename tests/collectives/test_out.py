@@ -16,6 +16,7 @@ import mpidist
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError
+from mpidist.transport import bfloat16
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -305,3 +306,19 @@ def test_an_overflow_on_a_ring_is_a_result(strategy: Strategy, comm: Intracomm) 
             value = np.full(50, np.finfo(dtype).max, dtype)
             result = strategy.reduce("SUM", value, options=options)
             assert np.isinf(result).all() == (comm.size > 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_no_number_is_a_result_however_small_the_arrays(
+    strategy: Strategy, comm: Intracomm, dtype: str, count: int
+) -> None:
+    """Gradients of a scaled loss: infinities of both signs. Although one rank lets NumPy raise."""
+    native = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    values = [np.full(comm.size, np.inf if comm.rank % 2 else -np.inf).astype(native) for _ in range(count)]
+    with np.errstate(all="raise" if comm.rank == 0 else "warn"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = strategy.reduce("SUM", values)
+        part = strategy.run(lambda: mpidist.get_replica_context().reduce_scatter("SUM", values[0]))
+    for result in (*sums, part):
+        assert np.isnan(result.astype(np.float32)).all() == (comm.size > 1)

@@ -491,3 +491,10 @@ def test_other_strategys_variable_cannot_be_assigned(make: Callable[..., Variabl
             other.extended.update(variable, lambda var: var.assign(2.0))
         assert other.run(lambda: variable + 1) == 2
     assert variable.local_value() == 1
+
+
+def test_flag_that_is_read_together_can_be_assigned_across_replicas(strategy: Strategy) -> None:
+    with strategy.scope():
+        flag = mpidist.Variable(False, synchronization="ON_READ", aggregation="SUM")
+    flag.assign(True)
+    assert flag.local_value().dtype == np.bool_

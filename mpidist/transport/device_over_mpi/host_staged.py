@@ -68,9 +68,6 @@ class HostStagedCommunicator(MessagedCommunicator):
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
         self._buffers.reserve(len(chunks), room_of(chunks, buffer.itemsize))
 
-        def reduce_chunk(staged: Array, bounds: list[int]) -> object:
-            return self._host.reduce_scatter(staged, reduction, bounds)
-
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             whole = self._buffers.open(slot, 0, buffer, chunks[chunk])
             first, last = chunks[chunk][self.rank]

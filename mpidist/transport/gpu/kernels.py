@@ -174,8 +174,11 @@ class DeviceKernels:
             return
         if pair in _COMBINED:
             self._combine(rows, pair, reduction, out)
-        else:
-            reduction.combine(rows, out)
+            return
+        total = rows[0] if len(rows) == 1 else reduction.ufunc(rows[0], rows[1])
+        for row in rows[2:]:
+            reduction.ufunc(total, row, out=total)
+        out[...] = total  # not before all rows have been read, as it may be one of them
 
     def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
         places, table = _places(rows), _NO_ADDRESSES

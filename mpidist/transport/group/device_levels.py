@@ -24,7 +24,7 @@ from mpidist.transport.device_over_mpi import (
 )
 from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, read_boot_id, reason_against_nccl
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -237,7 +237,7 @@ class DeviceLevels:
             return ""
         if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
-        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
+        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank], read_boot_id())
         return reason_against_nccl(self._agreement.all_gather_object(facts), groups, self._topology.hostnames)
 
     def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:

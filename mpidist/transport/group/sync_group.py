@@ -367,8 +367,8 @@ class SyncGroup(OpenGroup):
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
-        self.agreement.restart_clock()  # the last call may be long over
         self.devices.free()
+        self.agreement.restart_clock()  # the last call may be long over
         self.agreement.free()
         self.levels.free()
 

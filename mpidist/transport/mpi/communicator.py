@@ -184,8 +184,7 @@ class MpiCommunicator(Communicator):
         """Join the received parts and this rank's own one in rank order, into `shard` [m]. Local."""
         if own.size:
             parts = [own if rank == self.rank else rows[rank] for rank in range(self.size)]
-            with np.errstate(all="ignore"):
-                self.traffic.overflowed += reduction.combine(parts, shard)
+            self.traffic.overflowed += reduction.combine(parts, shard)
 
     def start_shards(self, buffer: Array, bounds: Sequence[int], tag: int) -> list[Request]:
         """Start to send this rank's shard to all ranks, and to receive theirs, in place. Local."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport.cuda import Cuda, nccl_version_text
 from mpidist.transport.text import first_line, name_ranks
 
-__all__ = ["GpuFacts", "reason_against_nccl"]
+__all__ = ["GpuFacts", "read_boot_id", "reason_against_nccl"]
 
 _SHARES_GPUS: Final = 23003  # 2.30.3 is the first NCCL with several ranks on one GPU, if it is told so
 
@@ -26,7 +27,7 @@ class GpuFacts:
 
     Attributes:
         host: Where NCCL believes it to be: what `NCCL_HOSTID` says, if it does.
-        gpu: What tells its GPU from all others, as NCCL does: the host's name, and the GPU's address on the PCI bus.
+        gpu: What tells its GPU from all others, as NCCL does: its host, and its address on the PCI bus.
         nccl_version: As `GpuSupport` has it.
         shares_gpus: Whether NCCL was told to allow several ranks on one GPU.
         is_non_blocking: Whether `NCCL_COMM_BLOCKING=0` is set.
@@ -41,13 +42,14 @@ class GpuFacts:
     reason: str = ""
 
     @classmethod
-    def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str) -> GpuFacts:
+    def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str, boot_id: str = "") -> GpuFacts:
         """Look at this process. Never raises.
 
         Args:
             cuda: What it has of CuPy and NCCL.
             environ: Its environment.
             hostname: The host that it is on.
+            boot_id: What tells that host from others of the same name.
         """
         support, address = cuda.support, ""
         reason = support.reason
@@ -58,12 +60,20 @@ class GpuFacts:
                 reason = f"its GPU does not answer: {first_line(error)}"
         return cls(
             environ.get("NCCL_HOSTID", ""),
-            (hostname, address),
+            (f"{hostname} {boot_id}".strip(), address),
             support.nccl_version,
             environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and support.nccl_version >= _SHARES_GPUS,
             environ.get("NCCL_COMM_BLOCKING") == "0",
             reason,
         )
+
+
+def read_boot_id() -> str:
+    """Return the number that Linux gave itself when it started; empty where it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:

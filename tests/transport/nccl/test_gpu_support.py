@@ -138,5 +138,5 @@ def test_facts_are_read_from_the_process() -> None:
     load("cupy").cuda.Device = lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0")
     load("cupy").cuda.runtime.getDevice = lambda: 1
     environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_COMM_BLOCKING": "0"}
-    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1")
-    assert facts == GpuFacts("h", ("n1", "0000:01:00.0"), 22809, False, True)  # 2.28 shares none
+    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1", "5c2e")
+    assert facts == GpuFacts("h", ("n1 5c2e", "0000:01:00.0"), 22809, False, True)  # 2.28 shares none
