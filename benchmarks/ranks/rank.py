@@ -21,7 +21,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ranks.meeting import Meeting
-from ranks.work import Work, check, write_number, write_pattern
+from ranks.way import check
+from ranks.work import Work, write_number, write_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable

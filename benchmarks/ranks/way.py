@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ranks.work import BLOCK, pattern_at
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ranks.work import Work
 
-__all__ = ["Library", "Way", "runs"]
+__all__ = ["Library", "Way", "check", "runs"]
 
 _BUCKET_BYTES = 25 << 20
 
@@ -83,3 +87,36 @@ def runs(nbytes: Sequence[int], limit: int = _BUCKET_BYTES) -> list[slice]:
             start, held = at, 0
         held += extra
     return [*found, slice(start, len(nbytes))]
+
+
+def check(results: Sequence[Any], way: Way, shapes: Sequence[tuple[int, ...]], size: int, number: int | None) -> None:
+    """Raise unless the results of a way are right.
+
+    Args:
+        results: What this rank got, an array for each of the work.
+        way: Says what they should be.
+        shapes: Of the work's arrays.
+        size: Number of ranks.
+        number: Every rank has written `number + rank`, and the ends of each array are compared; `None`: every rank has
+            called `write_pattern`, and all is compared.
+    """
+    if len(results) != len(shapes):
+        raise ArithmeticError(f"{len(results)} arrays came back for {len(shapes)}")
+    for got, shape in zip(results, shapes):  # noqa: B905 - Python 3.8
+        flat, (start, stop, _) = got.reshape(-1), (way.part or slice(None)).indices(int(np.prod(shape)))
+        if flat.size != stop - start or (way.part is None and got.shape != tuple(shape)):
+            raise ArithmeticError(f"an array {got.shape} came back for {tuple(shape)}")
+        if number is not None:
+            _compare(flat[[0, -1]] if flat.size else flat, way, [np.float32(number + rank) for rank in range(size)])
+            continue
+        for at in range(0, flat.size, BLOCK):  # small temporary arrays
+            block = flat[at : at + BLOCK]
+            pattern = pattern_at(start + at, block.size)
+            _compare(block, way, [pattern + np.float32(rank) for rank in range(size)])
+
+
+def _compare(got: Any, way: Way, written: Sequence[Any]) -> None:
+    wanted = way.expect(written)
+    wrong = np.abs(got.astype(np.float32) - wanted) > way.tolerance * np.abs(wanted)
+    if wrong.any():
+        raise ArithmeticError(f"{wrong.sum()} of {got.size} numbers are wrong, such as {got[wrong][:3]}")

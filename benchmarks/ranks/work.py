@@ -1,4 +1,4 @@
-"""What is reduced: arrays that are written anew before every step, and whether the results are right."""
+"""What is reduced: arrays that are written anew before every step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ranks.way import Way
-
-__all__ = ["Work", "check", "write_number", "write_pattern"]
+__all__ = ["BLOCK", "Work", "pattern_at", "write_number", "write_pattern"]
 
 _PATTERN = 251  # prime, so that no chunk or shard starts where the pattern does
-_BLOCK = _PATTERN << 12
+BLOCK = _PATTERN << 12
 
 
 @dataclass(frozen=True)
@@ -55,42 +53,10 @@ def write_number(arrays: Sequence[Any], number: int) -> None:
 def write_pattern(arrays: Sequence[Any], rank: int) -> None:
     """Write numbers that differ from place to place, so that a shard in the wrong place shows."""
     for array in arrays:
-        array[...] = _pattern(0, array.size).reshape(array.shape)
+        array[...] = pattern_at(0, array.size).reshape(array.shape)
         array += rank
 
 
-def check(results: Sequence[Any], way: Way, shapes: Sequence[tuple[int, ...]], size: int, number: int | None) -> None:
-    """Raise unless the results of a way are right.
-
-    Args:
-        results: What this rank got, an array for each of the work.
-        way: Says what they should be.
-        shapes: Of the work's arrays.
-        size: Number of ranks.
-        number: Every rank has written `number + rank`, and the ends of each array are compared; `None`: every rank has
-            called `write_pattern`, and all is compared.
-    """
-    if len(results) != len(shapes):
-        raise ArithmeticError(f"{len(results)} arrays came back for {len(shapes)}")
-    for got, shape in zip(results, shapes):  # noqa: B905 - Python 3.8
-        flat, (start, stop, _) = got.reshape(-1), (way.part or slice(None)).indices(int(np.prod(shape)))
-        if flat.size != stop - start or (way.part is None and got.shape != tuple(shape)):
-            raise ArithmeticError(f"an array {got.shape} came back for {tuple(shape)}")
-        if number is not None:
-            _compare(flat[[0, -1]] if flat.size else flat, way, [np.float32(number + rank) for rank in range(size)])
-            continue
-        for at in range(0, flat.size, _BLOCK):  # small temporary arrays
-            block = flat[at : at + _BLOCK]
-            pattern = _pattern(start + at, block.size)
-            _compare(block, way, [pattern + np.float32(rank) for rank in range(size)])
-
-
-def _compare(got: Any, way: Way, written: Sequence[Any]) -> None:
-    wanted = way.expect(written)
-    wrong = np.abs(got.astype(np.float32) - wanted) > way.tolerance * np.abs(wanted)
-    if wrong.any():
-        raise ArithmeticError(f"{wrong.sum()} of {got.size} numbers are wrong, such as {got[wrong][:3]}")
-
-
-def _pattern(start: int, count: int) -> Any:
+def pattern_at(start: int, count: int) -> Any:
+    """Return what `write_pattern` writes on rank 0 into `count` elements from `start` on."""
     return np.resize(np.roll(np.arange(_PATTERN, dtype=np.float32), -(start % _PATTERN)), count)
