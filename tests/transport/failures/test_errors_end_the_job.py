@@ -345,11 +345,13 @@ import subprocess
 if rank == 0:
     environment = {{name: value for name, value in os.environ.items() if not name.startswith({unset})}}
     environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    environment["TMPDIR"] = {str(tmp_path)!r}  # launchers that start and end at once remove each other's folders
     subprocess.run({command}, check=True, env=environment)
 strategy.reduce("sum", 1.0)
 """
-    ended = job(program, ranks=2)
+    for _ in range(3):  # inside another one, Open MPI's launcher may fail with 213 before it starts a rank
+        ended = job(program, ranks=2)
+        if ended.status != 213:
+            break
     assert (ended.status, ended.out.count("2.0")) == (0, 2), ended
 
 
