@@ -27,7 +27,7 @@ from contest.measuring import Timing  # noqa: E402
 from contest.tables import lines_of, row_of  # noqa: E402
 from ranks import work  # noqa: E402
 from ranks.meeting import Meeting  # noqa: E402
-from ranks.way import Way, runs  # noqa: E402
+from ranks.way import Way, check, runs  # noqa: E402
 
 pytestmark = pytest.mark.no_mpi
 
@@ -130,17 +130,17 @@ def test_wrong_sum_in_the_middle_of_an_array_is_noticed(part: slice | None) -> N
     work.write_pattern(arrays, 1)
     total = 2 * arrays[0] - 1  # ranks 0 and 1
     got = total if part is None else total.reshape(-1)[part]
-    work.check([got], way, [(700, 3)], 2, None)
+    check([got], way, [(700, 3)], 2, None)
     got.reshape(-1)[450] += 1
     with pytest.raises(ArithmeticError, match="1 of"):
-        work.check([got], way, [(700, 3)], 2, None)
+        check([got], way, [(700, 3)], 2, None)
 
 
 @pytest.mark.parametrize("sums", [[[5.0, 4.0]], [[5.0, 5.0, 5.0]], []])
 def test_wrong_ends_and_shapes_are_noticed(sums: list[list[float]]) -> None:
-    work.check([np.array([5.0, 5.0])], WAY, [(2,)], 2, 2)
+    check([np.array([5.0, 5.0])], WAY, [(2,)], 2, 2)
     with pytest.raises(ArithmeticError):
-        work.check([np.array(one) for one in sums], WAY, [(2,)], 2, 2)
+        check([np.array(one) for one in sums], WAY, [(2,)], 2, 2)
 
 
 def test_lists_are_read_by_name_and_by_number() -> None:

@@ -184,12 +184,13 @@ class Watchdog:
             is_lost: Whether some rank never takes part again: this one, for example.
             to: The ranks; by default all others.
         """
-        # By its note, a rank of this node that is in a reset already had joined the call that it gave up.
-        known = self._known(self._received)
+        statuses = self._board.statuses()
+        if any(status.is_resetting for status in statuses.values()):
+            for _ in range(PROBES):  # by its note, which it sent before the reset, the rank had joined the call
+                self._read()
+        statuses |= {rank: note.statuses[0] for rank, note in self._received.items() if rank in statuses}
         own = self._board.status(self._rank)
-        others = (
-            known[rank] for rank in self._board.ranks if rank != self._rank and self._awaited.is_late(known[rank])
-        )
+        others = (one for rank, one in statuses.items() if rank != self._rank and self._awaited.is_late(one))
         note = FailureNote(tag, self._awaited.sequence, text, is_lost, self._board.ranks, (own, *others))
         if to is None:
             # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.

@@ -104,19 +104,22 @@ class Follower:
         if now > self.ends_at:
             return "the launch did not end within its time limit (--mpi-launch-limit)"
         for key, since in self.failed_at.items():
-            if now - since > self.grace:
+            if now - since > self.grace and self._others(key):
                 return self._left_behind(key)
         if now - self.begun > self.limit:
             return f"{self.doing} did not end within its time limit of {self.limit:g} s"
         return ""
 
     def _left_behind(self, key: tuple[str, str]) -> str:
-        failed = set(self.failures.get(key, self.statuses))
-        others = set(range(self.launch.size)) - failed
+        others = self._others(key)
         return (
-            f"{key[1]} failed on {ranks_text(failed)}, and after {self.grace:g} s "
+            f"{key[1]} failed on {ranks_text(set(range(self.launch.size)) - others)}, and after {self.grace:g} s "
             f"not all of {ranks_text(others)} have come to its end"
         )
+
+    def _others(self, key: tuple[str, str]) -> set[int]:
+        """Return the ranks that have not failed as well. If there is none, only the launcher has to end."""
+        return set(range(self.launch.size)) - set(self.failures.get(key, self.statuses))
 
     def _stuck(self, problem: str) -> Ending:
         shown = stacks.collect(self.launch.directory, self.places, range(self.launch.size))
