@@ -70,9 +70,12 @@ def end_of(command: list[str], **variables: str) -> Ended:
         **variables,
     }
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SOON_SECONDS, check=False
-        )
+        for _ in range(3):
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=SOON_SECONDS, check=False
+            )
+            if "listener thread failed to start" not in done.stderr:  # of Open MPI's launcher, beside others
+                break
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"the job did not end within {SOON_SECONDS} s; it wrote {error.stdout!r} and {error.stderr!r}")
     return Ended(done.returncode, done.stdout, done.stderr)
