@@ -289,7 +289,7 @@ def test_outer_session_imports_no_mpi4py_and_stops_at_maxfail(tmp_path):
 @pytest.mark.long
 def test_launch_limit_fails_the_rest(tmp_path):
     write(tmp_path, "import time\ndef test_a(): time.sleep(60)\ndef test_b(): pass\n")
-    result = Result(tmp_path, "--ranks", "2", "--mpi-launch-limit", "2")
+    result = Result(tmp_path, "--ranks", "2", "--mpi-launch-limit", "8")
     assert "time limit (--mpi-launch-limit)" in result.section("test_a [2 ranks]")
     assert "Not run at 2 ranks" in result.section("test_b [2 ranks]")
     assert "2 failed in" in result.closing()
