@@ -19,9 +19,11 @@ __all__ = [
     "CurrentStrategy",
     "Entry",
     "call",
+    "copy_entries",
     "current",
     "current_replica",
     "current_strategy",
+    "exchange_entries",
     "innermost",
     "is_default",
     "pop",
@@ -191,6 +193,17 @@ def pop(entry: Entry) -> None:
     """
     _require_innermost(entry)
     _stack.entries.pop()
+
+
+def copy_entries() -> list[Entry]:
+    """Copy this thread's stack, for a replica that takes turns with others on this thread."""
+    return list(_stack.entries)
+
+
+def exchange_entries(entries: list[Entry]) -> list[Entry]:
+    """Make another stack this thread's, and return the stack that was this thread's before."""
+    before, _stack.entries = _stack.entries, entries
+    return before
 
 
 def call(entry: Entry, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,14 @@ from mpidist.datasets import DistributedDataset, InputContext, InputOptions, req
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Topology, arrays, ends_normally
-from mpidist.values import PerReplica, contributions, local_component
+from mpidist.values import (
+    DistributedValues,
+    PerReplica,
+    components_of,
+    contributions,
+    has_distributed,
+    local_component,
+)
 
 __all__ = ["Strategy", "ValueContext"]
 
@@ -72,7 +79,7 @@ class Strategy(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that are combined at each step: the number of ranks."""
+        """Number of replicas that are combined at each step: of ranks, unless the number of replicas was chosen."""
         return self._extended.replicas.total
 
     @property
@@ -106,21 +113,24 @@ class Strategy(ABC):
         kwargs: Mapping[str, Any] | None = None,
         options: None = None,
     ) -> Any:
-        """Call a function once on every rank, in replica context.
+        """Call a function once for each replica, in replica context.
 
-        Not collective by itself; what the function calls may be.
+        Not collective by itself; what the function calls may be. Replicas of one rank take turns: each runs up to its
+        next collective call, where it waits for the others.
 
         Args:
             fn: The function.
-            args: The function's arguments, a list or tuple. This rank's component takes the place of each distributed
+            args: The function's arguments, a list or tuple. The replica's component takes the place of each distributed
                 value.
             kwargs: The function's keyword arguments, likewise.
             options: Must be `None`: the options of tf.distribute are for TPUs.
 
         Returns:
-            What the function returned on this rank.
+            What the function returned on this rank. If the number of replicas was chosen, a nest of `PerReplica` values
+            of what the function returned for each replica of the rank.
 
         Raises:
+            InvalidArgumentError: If replicas of one rank make different calls. On every rank.
             ValueError: If `args` is not a list or tuple, or `options` is given.
             RuntimeError: Inside `run`, or inside another strategy's scope.
         """
@@ -160,7 +170,7 @@ class Strategy(ABC):
         ops = self._extended.cross_device_ops
         options = options_or_hints(options, experimental_hints)
         if axis is not None and not (isinstance(axis, tuple) and not axis):
-            return reduce_along_axis(ops, self.num_replicas_in_sync, reduce_op, value, axis, options)
+            return reduce_along_axis(ops, self._extended.replicas, reduce_op, value, axis, options)
         return ops.reduce(reduce_op, value, "all", options)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -182,22 +192,32 @@ class Strategy(ABC):
         return self._extended.all_gather("gather", value, axis, None)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return this rank's components of a value: a tuple of one. Local."""
-        return (contributions(value),)
+        """Return the components of a value, one for each replica of this rank, in a tuple. Local."""
+        num_here = self._extended.replicas.num_here
+        leaves, _ = nest.flatten(value)
+        if not has_distributed(leaves):
+            return (value,)
+        parts = [
+            components_of(leaf, num_here) if isinstance(leaf, DistributedValues) else (leaf,) * num_here
+            for leaf in leaves
+        ]
+        return tuple(nest.rebuild(value, components) for components in zip(*parts, strict=True))
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Make a distributed value from what a function returns for each replica. Local.
 
         Args:
-            value_fn: Called once on every rank with a `ValueContext`.
+            value_fn: Called for each replica of this rank with a `ValueContext`; returns nests of one form.
 
         Returns:
             What the function returned, with every leaf made a `PerReplica`.
         """
         self._extended.require_cross_replica("experimental_distribute_values_from_function")
         replicas = self._extended.replicas
-        value = value_fn(ValueContext(replicas.ids_here[0], replicas.total))
-        return nest.map_structure(lambda leaf: PerReplica((local_component(leaf),)), value)
+        made = [value_fn(ValueContext(replica_id, replicas.total)) for replica_id in replicas.ids_here]
+        leaves = [nest.flatten(value)[0] for value in made]
+        joined = [PerReplica(tuple(map(local_component, parts))) for parts in zip(*leaves, strict=True)]
+        return nest.rebuild(made[0], joined)
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None

@@ -15,7 +15,7 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
-from mpidist.replica_context import ReplicaContext
+from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
 from mpidist.values import local_component, local_components
@@ -33,8 +33,8 @@ class StrategyExtended:
     Args:
         group: The ranks.
         cross_device_ops: The algorithm, bound to the group.
-        device: This rank's device.
-        devices: Every rank's device.
+        local_devices: The device of each replica of this rank.
+        devices: The device of every replica.
         options: The defaults of all calls.
         replicas: Which replicas this rank carries. Also an attribute.
         variable_placement: Where mirrored variables live. Also an attribute.
@@ -44,7 +44,7 @@ class StrategyExtended:
         self,
         group: SyncGroup,
         cross_device_ops: CrossDeviceOps,
-        device: Device,
+        local_devices: Sequence[Device],
         devices: Sequence[str],
         options: CommunicationOptions | None,
         *,
@@ -55,7 +55,7 @@ class StrategyExtended:
         self.variable_placement = variable_placement
         self._group = group
         self._cross_device_ops = cross_device_ops
-        self._device = device
+        self._local_devices = tuple(local_devices)
         self._devices = tuple(devices)
         self._options = options if options is not None else CommunicationOptions()
         self._strategy: CurrentStrategy | None = None
@@ -68,10 +68,11 @@ class StrategyExtended:
         name: str,
         group: SyncGroup,
         cross_device_ops: CrossDeviceOps,
-        device: Device,
+        devices: Sequence[Device],
         options: CommunicationOptions | None = None,
         variable_placement: VariablePlacement | None = None,
         error: Exception | None = None,
+        replicas: Replicas | None = None,
     ) -> StrategyExtended:
         """Check the parts of a strategy on all ranks, and assemble them. Collective.
 
@@ -79,10 +80,11 @@ class StrategyExtended:
             name: The name of the strategy's class.
             group: The ranks.
             cross_device_ops: The algorithm.
-            device: This rank's device, which becomes the current one.
+            devices: The device of each replica of this rank; the first one becomes the current one.
             options: The defaults of all calls.
             variable_placement: Where mirrored variables live; by default on each rank.
             error: What the caller found wrong with this rank's arguments; raised on all ranks.
+            replicas: Which replicas this rank carries; by default one.
 
         Raises:
             InvalidArgumentError: If the ranks chose different parts. On every rank.
@@ -91,12 +93,13 @@ class StrategyExtended:
         """
         bound = cross_device_ops
         placement = OnEachRank() if variable_placement is None else variable_placement
-        fields = {"strategy": name, "variable placement": str(placement)}
+        carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
+        fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried.total)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
-            bound = cross_device_ops.bound_to(group, options)
-            device.use()
+            bound = cross_device_ops.bound_to(group, options, carried)
+            devices[0].use()
             fields["cross_device_ops and options"] = str(bound.configuration)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
@@ -106,9 +109,9 @@ class StrategyExtended:
         except Exception:  # on all ranks
             group.close()
             raise
-        devices = group.agreement.all_gather_object(f"/rank:{group.topology.rank}{device}")
-        replicas = Replicas.one_per_rank(group.topology)
-        return cls(group, bound, device, devices, options, replicas=replicas, variable_placement=placement)
+        names = group.agreement.all_gather_object([f"/rank:{group.topology.rank}{device}" for device in devices])
+        everyone = [name for of_rank in names for name in of_rank]
+        return cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
 
     def attach_to(self, strategy: CurrentStrategy) -> None:
         """Store the strategy that these parts belong to."""
@@ -133,17 +136,17 @@ class StrategyExtended:
 
     @property
     def device(self) -> Device:
-        """This rank's device."""
-        return self._device
+        """This rank's device: that of its first replica."""
+        return self._local_devices[0]
 
     @property
     def local_devices(self) -> tuple[str, ...]:
-        """This rank's device, in a tuple of one."""
-        return (self._devices[self._group.topology.rank],)
+        """The devices of this rank's replicas."""
+        return tuple(f"/rank:{self._group.topology.rank}{device}" for device in self._local_devices)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices that compute: one per rank, `"/rank:1/cpu:0"`."""
+        """The devices that compute: one per replica, `"/rank:1/cpu:0"`."""
         return self._devices
 
     @property
@@ -213,9 +216,8 @@ class StrategyExtended:
         self._require_own("update", var)
         self.require_not_mixed("update")
         entry = context_stack.Entry(self.strategy, is_update=True)
-        result = context_stack.call(
-            entry, fn, var, *local_components(list(args)), **local_components(dict(kwargs or {}))
-        )
+        given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))
+        result = context_stack.call(entry, fn, var, *given, **named)
         return result if group else (result,)
 
     def call_for_each_replica(
@@ -223,6 +225,9 @@ class StrategyExtended:
     ) -> Any:
         """Call a function in replica context, as `Strategy.run` does. Local."""
         self.require_cross_replica("run")
+        if self.replicas.tree is not None:
+            given = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
+            return call_for_replicas(*given, fn, args, kwargs or {})
         context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
         return context_stack.call(entry, fn, *local_components(list(args)), **local_components(dict(kwargs or {})))
@@ -317,7 +322,7 @@ class StrategyExtended:
     ) -> Any:
         """Concatenate every rank's arrays along an axis: `Strategy.gather`, `ReplicaContext.all_gather`. Collective."""
         merged, problem = self._merge(options)
-        return all_gather(self._group, call, value, axis, merged, error or problem)
+        return all_gather(self._group, call, value, axis, merged, self.replicas, error or problem)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int, options: CommunicationOptions | None

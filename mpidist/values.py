@@ -1,32 +1,37 @@
-"""Values that have a component on each replica, and what a rank contributes to a reduction of them.
+"""Values that have a component on each replica, and what the replicas of a rank contribute to a reduction of them.
 
-A rank carries one replica, so a distributed value holds one component: this rank's. Reductions take that component,
-and refuse the sum of a mirrored value, which no rank contributes to.
+A distributed value holds the components of this rank's replicas: one, unless the strategy puts several replicas on a
+rank. Reductions take these components, and refuse the sum of a mirrored value, which no replica contributes to.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import numpy as np
 
 from mpidist import nest
+from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 
 if TYPE_CHECKING:
     from mpidist.transport import SyncGroup
 
 __all__ = [
+    "Contributions",
     "DistributedValues",
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "components_of",
     "contribution",
     "contributions",
     "has_distributed",
+    "join_components",
     "is_mirrored",
     "local_component",
     "local_components",
@@ -38,7 +43,7 @@ _DISTRIBUTED: Final[set[type]] = set()  # subclasses of DistributedValues; one s
 
 
 class DistributedValues(ABC):
-    """A value with a component per replica; this rank holds its own one. `PerReplica`, `Mirrored`, `Variable`."""
+    """A value with a component per replica; a rank holds those of its own. `PerReplica`, `Mirrored`, `Variable`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an instance of the abstract class itself."""
@@ -52,7 +57,7 @@ class DistributedValues(ABC):
     @property
     @abstractmethod
     def values(self) -> tuple[Any, ...]:
-        """The components of this rank: a tuple of one."""
+        """The components of this rank's replicas, in a tuple."""
 
     @abstractmethod
     def is_mirrored_over(self, group: SyncGroup) -> bool:
@@ -63,26 +68,24 @@ class _Components(DistributedValues):
     """A distributed value that is made from its components.
 
     Args:
-        values: This rank's components, a list or tuple of one, because a rank carries one replica.
+        values: The components of this rank's replicas, a list or tuple: one, unless a rank carries several replicas.
 
     Raises:
         TypeError: If `values` is neither a list nor a tuple.
-        ValueError: If `values` does not hold exactly one component.
+        ValueError: If `values` is empty.
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
         kind = type(self).__name__
         if not isinstance(values, (list, tuple)):
             raise TypeError(f"{kind} takes a tuple of this rank's components, not {type(values).__name__}")
-        if len(values) != 1:
-            raise ValueError(
-                f"{kind} must be given exactly one component, because a rank carries one replica; got {len(values)}"
-            )
+        if not values:
+            raise ValueError(f"{kind} must be given a component for each replica of this rank; got none")
         self._values = tuple(values)
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this rank: a tuple of one."""
+        """The components of this rank's replicas, in a tuple."""
         return self._values
 
     @abstractmethod
@@ -90,12 +93,13 @@ class _Components(DistributedValues):
         """Convert to a NumPy array, or refuse."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._values!r})"
+        components = ", ".join(f"{at}: {component!r}" for at, component in enumerate(self._values))
+        return f"{type(self).__name__}:{{{components}}}"
 
 
 @final
 class PerReplica(_Components):
-    """A value whose components may differ between replicas. It is no array: `values[0]` is this rank's component."""
+    """A value whose components may differ between replicas. It is no array: `values[0]` is this rank's first one."""
 
     def is_mirrored_over(self, group: SyncGroup) -> bool:
         """Return False: components may differ."""
@@ -154,26 +158,114 @@ class IndexedSlices:
         return f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, dense_shape={self._dense_shape!r})"
 
 
-def local_component(value: Any) -> Any:
-    """Return this rank's component of a `PerReplica` or `Mirrored`; any other value, a variable too, unchanged."""
-    return value.values[0] if isinstance(value, _Components) else value
+@final
+class Contributions:
+    """What all replicas of this rank contribute to a call that they make together.
+
+    Args:
+        nests: A nest for each replica of this rank, without distributed values.
+    """
+
+    def __init__(self, nests: Sequence[Any]) -> None:
+        self.nests = nests
+
+    def flatten(self, replica_ids: Sequence[int]) -> tuple[list[list[Any]], nest.Structure]:
+        """List the leaves of each replica's nest.
+
+        Args:
+            replica_ids: The ids of the replicas, for errors.
+
+        Returns:
+            The leaves of each replica, and the common form of the nests.
+
+        Raises:
+            InvalidArgumentError: If the nests of two replicas have different forms.
+        """
+        flattened = [nest.flatten(value) for value in self.nests]
+        first = flattened[0][1]
+        for replica_id, (_, structure) in zip(replica_ids, flattened, strict=True):
+            if structure != first:
+                raise InvalidArgumentError(
+                    f"replica {replica_id} passes {nest.form_text(structure)}, and replica {replica_ids[0]} "
+                    f"{nest.form_text(first)}; all replicas must pass nests of one form"
+                )
+        return [leaves for leaves, _ in flattened], first
+
+
+def local_component(value: Any, at: int = 0, num_replicas: int = 1) -> Any:
+    """Return a component of a `PerReplica` or `Mirrored`; any other value, a variable too, unchanged.
+
+    Args:
+        value: The value.
+        at: Which replica of this rank, counted from 0.
+        num_replicas: How many replicas this rank carries.
+
+    Raises:
+        ValueError: If the value has not one component for each of these replicas.
+    """
+    return components_of(value, num_replicas)[at] if isinstance(value, _Components) else value
 
 
 def contribution(value: Any) -> Any:
-    """Return what this rank contributes to a reduction of a value. Local.
+    """Return what this rank contributes to a reduction of a value, where a rank carries one replica. Local.
 
     That is this rank's component of a distributed value; of a variable this rank's copy, a view to be read at once; any
     other value itself.
+
+    Raises:
+        ValueError: If the value has several components.
     """
-    return value.values[0] if isinstance(value, DistributedValues) else value
+    return components_of(value, 1)[0] if isinstance(value, DistributedValues) else value
 
 
-def local_components(value: Any) -> Any:
-    """Replace every `PerReplica` and `Mirrored` in a nest by this rank's component; variables stay variables.
+def components_of(value: DistributedValues, num_replicas: int) -> tuple[Any, ...]:
+    """Return the components of a distributed value.
 
-    Returns the same object if the nest holds none of them.
+    Args:
+        value: The value.
+        num_replicas: How many replicas this rank carries.
+
+    Raises:
+        ValueError: If there is not one component for each of these replicas.
     """
-    return _map_distributed(local_component, value)
+    values = value.values
+    if isinstance(value, Mirrored):
+        return values[:1] * num_replicas
+    if len(values) != num_replicas:
+        carries = "one replica" if num_replicas == 1 else f"{num_replicas} replicas"
+        raise ValueError(
+            f"this {type(value).__name__} has {len(values)} components, and this rank carries {carries}; make "
+            "distributed values with experimental_distribute_values_from_function, or with a component for each replica"
+        )
+    return values
+
+
+def join_components(nests: Sequence[Any]) -> Any:
+    """Join what each replica of this rank returned into one nest, whose leaves are `PerReplica` values.
+
+    A leaf that is `None` on all replicas, or one variable on all, is itself. Nests of different forms are joined whole.
+    """
+    flattened = [nest.flatten(value) for value in nests]
+    if any(structure != flattened[0][1] for _, structure in flattened):
+        return PerReplica(tuple(nests))
+    joined = [_joined(components) for components in zip(*(leaves for leaves, _ in flattened), strict=True)]
+    return nest.rebuild(nests[0], joined)
+
+
+def _joined(components: tuple[Any, ...]) -> Any:
+    first = components[0]
+    is_one = all(component is first for component in components)
+    if is_one and (first is None or (isinstance(first, DistributedValues) and not isinstance(first, _Components))):
+        return first
+    return PerReplica(components)
+
+
+def local_components(value: Any, at: int = 0, num_replicas: int = 1) -> Any:
+    """Replace every `PerReplica` and `Mirrored` in a nest by a component; variables stay variables.
+
+    Returns the same object if the nest holds none of them. Arguments are those of `local_component`.
+    """
+    return _map_distributed(partial(local_component, at=at, num_replicas=num_replicas), value)
 
 
 def contributions(value: Any) -> Any:
@@ -202,21 +294,26 @@ def is_mirrored(value: Any, group: SyncGroup) -> bool:
     return isinstance(value, DistributedValues) and value.is_mirrored_over(group)
 
 
-def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup) -> None:
-    """Refuse SUM and PROD of values that are mirrored over several ranks: each would count once per rank.
+def require_contributions(op: ReduceOp, leaves: Sequence[Any], group: SyncGroup, num_replicas: int) -> None:
+    """Refuse SUM and PROD of values that are mirrored over several replicas: each would count once per replica.
+
+    Args:
+        op: The reduction.
+        leaves: The values.
+        group: The ranks.
+        num_replicas: Number of replicas on all ranks.
 
     Raises:
         ValueError: If a leaf is mirrored, and `op` is SUM or PROD.
     """
-    size = group.topology.size
-    if size == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not has_distributed(leaves):
+    if num_replicas == 1 or op not in (ReduceOp.SUM, ReduceOp.PROD) or not has_distributed(leaves):
         return
     for leaf in leaves:
         if is_mirrored(leaf, group):
-            what, instead = "Mirrored value", "the array that this rank contributes"
+            what, instead = "Mirrored value", "the array that this replica contributes"
             if not isinstance(leaf, Mirrored):
-                what, instead = f"mirrored variable, {leaf.name!r},", "its local_value(), if ranks differ in it"
+                what, instead = f"mirrored variable, {leaf.name!r},", "its local_value(), if replicas differ in it"
             raise ValueError(
-                f"a {what} is the same on all {size} ranks and is no rank's contribution, so its {op} has no meaning; "
-                f"take the MEAN, or pass {instead}"
+                f"a {what} is the same on all {num_replicas} replicas and is no replica's contribution, so its {op} "
+                f"has no meaning; take the MEAN, or pass {instead}"
             )

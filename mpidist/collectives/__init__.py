@@ -1,11 +1,12 @@
 """One collective call, from the user's values to a transport and back."""
 
 from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.arguments import axes_of, axes_text, axes_tuple, native_dtype, require_values
+from mpidist.collectives.arguments import axes_of, axes_text, axes_tuple, axis_of, native_dtype, require_values
 from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.collectives.broadcast import broadcast
 from mpidist.collectives.call import Algorithm, Reduce, ReductionCall
 from mpidist.collectives.destinations import (
+    NO_CONTRIBUTIONS,
     NO_MIRRORED,
     MirroredLeaves,
     ValueWithDestinations,
@@ -13,6 +14,7 @@ from mpidist.collectives.destinations import (
     ranks_of,
     rebuild_results,
 )
+from mpidist.collectives.local_sums import require_tree_order
 from mpidist.collectives.out_arrays import flatten_out
 from mpidist.collectives.plan import require_num_packs
 from mpidist.collectives.reduce_scatter import reduce_scatter
@@ -22,6 +24,7 @@ from mpidist.collectives.signature import require_usable
 __all__ = [
     "Algorithm",
     "MirroredLeaves",
+    "NO_CONTRIBUTIONS",
     "NO_MIRRORED",
     "PendingResult",
     "Reduce",
@@ -31,6 +34,7 @@ __all__ = [
     "all_gather",
     "axes_of",
     "axes_text",
+    "axis_of",
     "broadcast",
     "native_dtype",
     "flatten_out",
@@ -38,6 +42,7 @@ __all__ = [
     "ranks_of",
     "reduce_scatter",
     "require_num_packs",
+    "require_tree_order",
     "require_usable",
     "require_values",
     "flatten_contributions",

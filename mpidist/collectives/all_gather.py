@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -13,8 +13,9 @@ from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
-from mpidist.transport import SyncGroup, arrays
-from mpidist.values import contributions
+from mpidist.replicas import Replicas
+from mpidist.transport import SyncGroup, arrays, value_text
+from mpidist.values import Contributions, DistributedValues, components_of, contributions
 
 __all__ = ["all_gather"]
 
@@ -23,11 +24,16 @@ __all__ = ["all_gather"]
 class _AllGather(Arguments):
     """Arrays to concatenate. Lengths along the axis may differ between ranks: `variant` is a digest of them."""
 
-    def __init__(self, group: SyncGroup, call: str, value: Any, axis: int) -> None:
-        self.axis, self.value = axis, contributions(value)
-        leaves, self.structure = nest.flatten(self.value)
-        require_values(leaves, self.value)
-        self.operands = Operands.of(leaves, group.devices, call)
+    def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas) -> None:
+        self.axis = axis
+        parts, self.value, self.structure = _leaves_of_replicas(value, replicas)
+        for part in parts:
+            require_values(part, self.value)
+        self.operands = Operands.of(parts[0], group.devices, call)
+        if len(parts) > 1:
+            everyone = [self.operands, *(Operands(part) for part in parts[1:])]
+            joined = [_joined(arrays, axis) for arrays in zip(*(own.arrays for own in everyone), strict=True)]
+            self.operands = self.operands.with_arrays(joined)
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
         self.lengths = lengths = tuple(_require_gatherable(array).shape[at] for array, at in arrays_and_axes)
@@ -51,9 +57,10 @@ def all_gather(
     value: Any,
     axis: int,
     options: CommunicationOptions,
+    replicas: Replicas,
     error: Exception | None = None,
 ) -> Any:
-    """Concatenate every rank's arrays along an axis. Collective.
+    """Concatenate every replica's arrays along an axis. Collective.
 
     One all-gather per array: S - s bytes received, for a result of S bytes of which this rank contributes s. If lengths
     along the axis differ between ranks, the ranks first all-gather the lengths.
@@ -61,9 +68,10 @@ def all_gather(
     Args:
         group: The ranks.
         call: The name of the call, for errors.
-        value: An array, or a nest of them, of at least one dimension.
+        value: An array, or a nest of them, of at least one dimension; or the nests of all replicas of this rank.
         axis: The axis; negative counts from the end.
         options: Only `timeout_seconds` is used.
+        replicas: Which replicas this rank carries.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
@@ -74,7 +82,7 @@ def all_gather(
     """
 
     def open_arguments() -> _AllGather:
-        return _AllGather(group, call, value, axis)
+        return _AllGather(group, call, value, axis, replicas)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, are_even):
         everyone = np.empty((group.topology.size, len(opened.lengths)), np.int64)
@@ -88,6 +96,43 @@ def all_gather(
             for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
         ]
     return nest.rebuild(opened.value, opened.operands.restore(results))
+
+
+def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
+    """Return the leaves of each replica of this rank, a nest of their form, and the form."""
+    if isinstance(value, Contributions):
+        parts, structure = value.flatten(replicas.ids_here)
+        return parts, value.nests[0], structure
+    if replicas.tree is None:
+        value = contributions(value)
+        leaves, structure = nest.flatten(value)
+        return [leaves], value, structure
+    leaves, structure = nest.flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, DistributedValues):
+            raise ValueError(
+                f"cannot gather {value_text(leaf)}, which is this rank's and no replica's; pass a PerReplica, as "
+                "strategy.run() returns, or call all_gather inside of strategy.run()"
+            )
+    parts = [list(part) for part in zip(*(components_of(leaf, replicas.num_here) for leaf in leaves), strict=True)]
+    return parts, nest.rebuild(value, parts[0]), structure
+
+
+def _joined(parts: Sequence[Any], axis: int) -> Any:
+    """Concatenate the arrays of this rank's replicas."""
+    first = parts[0]
+    at = axis_of(axis, first.shape, "concatenate")
+    for part in parts:
+        if part.dtype != first.dtype or _off_axis(part, at) != _off_axis(first, at):
+            raise InvalidArgumentError(
+                f"Shape mismatch off axis {axis}: replicas of this rank pass {first.dtype.name}{list(first.shape)} and "
+                f"{part.dtype.name}{list(part.shape)}"
+            )
+    return np.concatenate([_require_gatherable(part) for part in parts], axis=at)
+
+
+def _off_axis(array: Any, axis: int) -> tuple[int, ...]:
+    return (*array.shape[:axis], -1, *array.shape[axis + 1 :])
 
 
 def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -108,6 +109,12 @@ class Operands:
         if not operands._is_plain and any(map(arrays.is_device, operands.arrays)):
             devices.require_usable(call)
         return operands
+
+    def with_arrays(self, replaced: list[Any]) -> Operands:
+        """Return the same operands with other native arrays."""
+        other = copy(self)
+        other.arrays = replaced
+        return other
 
     def restore(self, results: list[Any]) -> list[Any]:
         """Convert native results to the kinds of the values; `None` stays `None`."""

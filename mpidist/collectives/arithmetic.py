@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
-from mpidist.transport import Levels, Reduction, bfloat16, count_text, is_half
+from mpidist.transport import Fold, Levels, Reduction, accumulator_dtype, bfloat16, count_text, is_half
 
 __all__ = ["Arithmetic", "OverflowReport", "wire_and_result_dtypes"]
 
@@ -50,17 +50,22 @@ class Arithmetic(NamedTuple):
 
     Attributes:
         op: The reduction.
-        num_ranks: What a mean divides by.
+        num_replicas: What a mean divides by.
         in_rank_order: Whether contributions are added in rank order.
         half: The half precision that float32 numbers are sent in; `None` for no compression.
         rounds_everywhere: Whether every rank rounds its contribution; else only numbers that leave a node are rounded.
+        fold: The order of the tree in which the first ranks that add do so; `None` for another order. Then numbers of
+            half precision are added as float32.
+        fold_across: The order of the tree in which sums of nodes are added after that.
     """
 
     op: ReduceOp
-    num_ranks: int
+    num_replicas: int
     in_rank_order: bool = False
     half: np.dtype[Any] | None = None
     rounds_everywhere: bool = False
+    fold: Fold | None = None
+    fold_across: Fold | None = None
 
     @classmethod
     def of(cls, op: ReduceOp, options: CommunicationOptions, levels: Levels, by_node: bool) -> Arithmetic:
@@ -81,6 +86,11 @@ class Arithmetic(NamedTuple):
         half = bfloat16() if options.compression is Compression.BF16 else np.dtype(np.float16)
         return plain._replace(half=half, rounds_everywhere=everywhere or not by_node)
 
+    @classmethod
+    def in_tree(cls, op: ReduceOp, num_replicas: int, fold: Fold, fold_across: Fold | None = None) -> Arithmetic:
+        """Make the arithmetic of a call that adds replicas in the order of a tree. Arguments are the attributes."""
+        return cls(op, num_replicas, fold=fold, fold_across=fold_across)
+
     @property
     def half_between_nodes(self) -> np.dtype[Any] | None:
         """The half precision of float32 numbers that leave a node; `None` if every rank rounds, or none does."""
@@ -89,6 +99,8 @@ class Arithmetic(NamedTuple):
     def dtypes(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
         """Return `wire_and_result_dtypes`, where the first is half precision if every rank rounds its contribution."""
         wire, result = wire_and_result_dtypes(self.op, dtype)
+        if self.fold is not None:
+            return accumulator_dtype(wire), result
         return (self.half if self.half and self.rounds_everywhere and wire == _FLOAT32 else wire), result
 
     def reduction(self, wire: np.dtype[Any], is_compressed: bool = False) -> tuple[Reduction, int]:
@@ -99,10 +111,10 @@ class Arithmetic(NamedTuple):
             is_compressed: Whether the numbers are float32 numbers that were rounded to `wire`.
         """
         name = "sum" if self.op is ReduceOp.MEAN else self.op.name.lower()
-        divisor = self.num_ranks if self.op is ReduceOp.MEAN else 1
+        divisor = self.num_replicas if self.op is ReduceOp.MEAN else 1
         if is_half(wire):  # the float32 accumulator is divided before rounding, so that a mean cannot overflow
             return Reduction(name, divisor, self.in_rank_order, counts_overflow=is_compressed), 1
-        return Reduction(name, 1, self.in_rank_order), divisor
+        return Reduction(name, 1, self.in_rank_order, fold=self.fold, fold_across=self.fold_across), divisor
 
 
 @final

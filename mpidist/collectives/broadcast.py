@@ -15,6 +15,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import SyncGroup, arrays
+from mpidist.values import DistributedValues
 
 __all__ = ["broadcast"]
 
@@ -24,6 +25,7 @@ class _Broadcast(Arguments):
     def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any) -> None:
         self.ranks = ranks_of(destinations, group.topology.size, tensor)
         leaves, self.structure = nest.flatten(tensor)
+        leaves = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
         require_values(leaves, tensor)
         self.operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in self.operands.specs):

@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.collectives.arguments import NO_OPERANDS, Operands, Spec
+from mpidist.collectives.local_sums import LocalSums
 from mpidist.collectives.out_arrays import CheckedOuts
 from mpidist.collectives.signature import names_of
 from mpidist.nest import form_text
@@ -101,6 +102,7 @@ class Plan:
         result_dtypes: The dtype of each result.
         execution: Carries out the calls.
         details: The calls in a few words, for the flight recorder.
+        local_sums: Adds the replicas of this rank before `execution` begins; `None` if there is nothing to add.
 
     Attributes:
         uses_device: Whether some arrays lie in device memory.
@@ -115,6 +117,7 @@ class Plan:
         result_dtypes: Sequence[np.dtype[Any]],
         execution: Execution,
         details: str,
+        local_sums: LocalSums | None = None,
     ) -> None:
         self.fingerprint = fingerprint
         self.configuration = configuration
@@ -122,6 +125,7 @@ class Plan:
         self.result_dtypes = result_dtypes
         self.execution = execution
         self.details = details
+        self.local_sums = local_sums
         self.uses_device = any(spec.device for spec in specs)
         self.checked_outs: dict[int, CheckedOuts] = {}
 
@@ -134,15 +138,17 @@ class ReductionCall(CallRecord):
         name: The name of the call, for errors and logs.
         op: The reduction.
         options: The options of the call.
-        values: The leaves that are sent: this rank's contributions.
+        values: The leaves that are sent: the contributions of this rank's first replica.
         structure: The form of the nest; with destinations, of each nest.
         mirrored: The indices of the nest's mirrored leaves, which are not sent; with destinations, of each nest.
         destinations: The ranks that get each value's result; `None` if all ranks get all results.
         outs: Arrays that take the results.
         error: An error in this rank's arguments that was found before; `None` for none.
+        others: The contributions of each other replica of this rank.
 
     Attributes:
-        operands: The values as native arrays.
+        operands: The values as native arrays; of several replicas, this rank's sums.
+        components: [replicas of this rank][arrays], the native arrays of each; empty where a rank is one replica.
         plan: The plan; set after `operands`.
         checked_outs: The outs, checked; `None` without outs.
         state: Whatever the execution stores in the call between `begin` and `finish`.
@@ -161,6 +167,7 @@ class ReductionCall(CallRecord):
         destinations: tuple[Destinations, ...] | None = None,
         outs: Sequence[Any] | None = None,
         error: Exception | None = None,
+        others: Sequence[Sequence[Any]] = (),
     ) -> None:
         self.name = name
         self.op = op
@@ -172,7 +179,9 @@ class ReductionCall(CallRecord):
         self.destinations = destinations
         self.outs = outs
         self.error = error
+        self.others = others
         self.operands: Operands = NO_OPERANDS
+        self.components: Sequence[Sequence[Any]] = ()
         self.checked_outs: CheckedOuts | None = None
         self.state: Any = None
 

@@ -7,18 +7,28 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.arguments import require_values
 from mpidist.options import ReduceOp
+from mpidist.replicas import Replicas
 from mpidist.transport import Communicator, SyncGroup, value_text
-from mpidist.values import DistributedValues, contribution, has_distributed, is_mirrored, require_contributions
+from mpidist.values import (
+    Contributions,
+    DistributedValues,
+    components_of,
+    has_distributed,
+    is_mirrored,
+    require_contributions,
+)
 
 __all__ = [
+    "NO_CONTRIBUTIONS",
     "NO_MIRRORED",
+    "FlatContributions",
     "MirroredLeaves",
     "ValueWithDestinations",
     "rebuild_results",
@@ -99,38 +109,84 @@ def send_to(world: Communicator, buffer: Any, root: int, ranks: Sequence[int]) -
             world.send_receive(nothing, root, buffer, root)
 
 
-def flatten_contributions(
-    op: ReduceOp, value: Any, group: SyncGroup
-) -> tuple[list[Any], nest.Structure, MirroredLeaves]:
-    """Split the leaves of a nest into those to send and mirrored ones, which are their own mean, minimum and maximum.
+@final
+class FlatContributions(NamedTuple):
+    """The leaves of what the replicas of this rank contribute to a reduction.
+
+    Attributes:
+        leaves: The leaves of this rank's first replica to send, without mirrored ones.
+        structure: The form of the nest.
+        mirrored: The mirrored leaves, which are their own mean, minimum and maximum.
+        others: The leaves of each other replica of this rank.
+    """
+
+    leaves: list[Any]
+    structure: nest.Structure
+    mirrored: MirroredLeaves = NO_MIRRORED
+    others: Sequence[list[Any]] = ()
+
+
+NO_CONTRIBUTIONS: Final = FlatContributions([], nest.LEAF)
+
+
+def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: Replicas) -> FlatContributions:
+    """Split the leaves of a nest into those to send and mirrored ones.
 
     Args:
         op: The reduction.
-        value: The nest.
+        value: The nest, or the nests of all replicas of this rank.
         group: The ranks.
-
-    Returns:
-        The leaves to send, the form of the nest, and the mirrored leaves.
+        replicas: Which replicas this rank carries.
 
     Raises:
-        ValueError: If a leaf that is mirrored over several ranks is to be summed or multiplied.
+        ValueError: If a leaf that is mirrored over several replicas is to be summed or multiplied; or, if the number of
+            replicas was chosen, a leaf that no replica contributes.
         TypeError: If a leaf is neither an array nor a number.
     """
-    if type(value) is np.ndarray:
-        return [value], nest.LEAF, NO_MIRRORED
+    if type(value) is np.ndarray and replicas.tree is None:
+        return FlatContributions([value], nest.LEAF)
+    if isinstance(value, Contributions):
+        parts, structure = value.flatten(replicas.ids_here)
+        for leaves, own in zip(parts, value.nests, strict=True):
+            require_values(leaves, own)
+        return FlatContributions(parts[0], structure, others=parts[1:])
     leaves, structure = nest.flatten(value)
     mirrored = NO_MIRRORED
     if has_distributed(leaves):
-        require_contributions(op, leaves, group)
-        mirrored = {at: _copied(contribution(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
+        require_contributions(op, leaves, group, replicas.total)
+        mirrored = {at: _copied(_first(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if mirrored:
         leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
-    require_values(leaves, value)
-    return leaves, structure, mirrored
+    if replicas.tree is None:
+        require_values(leaves, value)
+        return FlatContributions(leaves, structure, mirrored)
+    parts = [list(part) for part in zip(*(_components(op, leaf, replicas) for leaf in leaves), strict=True)]
+    for part in parts:
+        require_values(part, part)
+    parts = parts or [[] for _ in replicas.ids_here]
+    return FlatContributions(parts[0], structure, mirrored, parts[1:])
+
+
+def _components(op: ReduceOp, leaf: Any, replicas: Replicas) -> tuple[Any, ...]:
+    """Return what each replica of this rank contributes."""
+    if isinstance(leaf, DistributedValues):
+        return components_of(leaf, replicas.num_here)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return (leaf,) * replicas.num_here
+    raise ValueError(
+        f"{op} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass a "
+        "PerReplica, as strategy.run() returns, or call all_reduce inside of strategy.run()"
+    )
+
+
+def _first(leaf: DistributedValues) -> Any:
+    return leaf.values[0]
 
 
 def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
     """Build a nest like `value`, of the results of the leaves that were sent and of the mirrored leaves."""
+    if isinstance(value, Contributions):
+        value = value.nests[0]
     if not mirrored:
         return nest.rebuild(value, results)
     rest = iter(results)
@@ -152,19 +208,15 @@ class ValueWithDestinations:
     Attributes:
         value: The caller's nest.
         ranks: The ranks that get the result.
-        leaves: The leaves to send: all but the mirrored ones.
-        structure: The form of the nest.
-        mirrored: The mirrored leaves, which every rank has already.
+        flat: The leaves.
     """
 
     value: Any
     ranks: tuple[int, ...]
-    leaves: list[Any]
-    structure: tuple[Any, ...]
-    mirrored: MirroredLeaves
+    flat: FlatContributions
 
     @classmethod
-    def open(cls, op: ReduceOp, pair: Any, group: SyncGroup) -> ValueWithDestinations:
+    def open(cls, op: ReduceOp, pair: Any, group: SyncGroup, replicas: Replicas) -> ValueWithDestinations:
         """Check and flatten a tuple of a value and its destinations.
 
         Raises:
@@ -178,12 +230,13 @@ class ValueWithDestinations:
                 f"{_kind_of(pair)}"
             )
         value, destinations = pair
-        return cls(value, ranks_of(destinations, group.topology.size, value), *flatten_contributions(op, value, group))
+        ranks = ranks_of(destinations, group.topology.size, value)
+        return cls(value, ranks, flatten_contributions(op, value, group, replicas))
 
     def close(self, results: Iterator[Any], rank: int) -> Any:
         """Build the value's result from the next results of leaves; `None` where `rank` is no destination."""
-        own = list(islice(results, len(self.leaves)))
-        return rebuild_results(self.value, own, self.mirrored) if rank in self.ranks else None
+        own = list(islice(results, len(self.flat.leaves)))
+        return rebuild_results(self.value, own, self.flat.mirrored) if rank in self.ranks else None
 
 
 def _kind_of(pair: object) -> str:

@@ -32,7 +32,7 @@ class _ReduceScatter(Arguments):
     ) -> None:
         self.axis, self.options = axis, options
         self.op = ReduceOp.of(reduce_op)
-        require_contributions(self.op, nest.flatten(value)[0], group)
+        require_contributions(self.op, nest.flatten(value)[0], group, group.topology.size)
         self.value = contributions(value)
         leaves, self.structure = nest.flatten(self.value)
         require_values(leaves, self.value)

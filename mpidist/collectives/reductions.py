@@ -16,12 +16,26 @@ from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.destinations import MirroredLeaves, rebuild_results
 from mpidist.collectives.fused_execution import FusedExecution
+from mpidist.collectives.local_sums import LocalSums, require_like_operands
 from mpidist.collectives.out_arrays import CheckedOuts, native_outs, write_outs
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
+from mpidist.collectives.rows_execution import RowList, RowsExecution
 from mpidist.collectives.signature import specs_text
-from mpidist.options import Compression
-from mpidist.transport import Levels, Pending, Steps, SyncGroup, count_text, fingerprint_of, name_ranks, size_text
+from mpidist.options import Compression, ReduceOp
+from mpidist.replicas import Replicas
+from mpidist.transport import (
+    Levels,
+    Pending,
+    ReplicaTree,
+    Steps,
+    SyncGroup,
+    count_text,
+    fingerprint_of,
+    name_ranks,
+    size_text,
+)
+from mpidist.values import Contributions
 
 __all__ = ["PendingResult", "Reductions"]
 
@@ -44,15 +58,14 @@ class Reductions:
     """The reducing calls of one group with one algorithm.
 
     Args:
-        group: The ranks.
+        group: The ranks. Also an attribute.
         algorithm: Reduces flat buffers.
-
-    Attributes:
-        group: The ranks.
+        replicas: Which replicas this rank carries. Also an attribute.
     """
 
-    def __init__(self, group: SyncGroup, algorithm: Algorithm) -> None:
+    def __init__(self, group: SyncGroup, algorithm: Algorithm, replicas: Replicas) -> None:
         self.group = group
+        self.replicas = replicas
         self._algorithm = algorithm
         self._overflows = OverflowReport()
         self._plans: dict[Any, Plan] = {}
@@ -133,17 +146,27 @@ class Reductions:
         """
         try:
             call.operands = operands = Operands(call.values)
+            if self.replicas.tree is not None:
+                self._open_replicas(call)
             call.plan = plan = self._plan_of(call)
             call.details = plan.details
             call.fingerprint = plan.fingerprint ^ _name_digest(call.name)
             if call.outs is not None:
                 self._check_outs(call, operands)
+            if plan.local_sums is not None:
+                call.operands = operands.with_arrays(plan.local_sums.add(call.components))
             if plan.uses_device:
                 plan.execution.prepare(call, is_started)
             if not is_started:
                 plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             call.error = problem
+
+    def _open_replicas(self, call: ReductionCall) -> None:
+        """Check that the replicas of this rank pass like arrays. Local."""
+        operands = [call.operands, *map(Operands, call.others)]
+        require_like_operands(operands, self.replicas.ids_here)
+        call.components = [own.arrays for own in operands]
 
     def _begin(self, call: ReductionCall) -> None:
         """Begin a started call, once the calls before it are done. Local; never raises, but stores the error."""
@@ -184,16 +207,53 @@ class Reductions:
     def _make_plan(self, call: ReductionCall, fingerprint: int) -> Plan:
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
+        tree = self.replicas.tree
         parts = _group_by_destinations(call.destinations, len(specs), self.group.topology.size)
         execution: Execution | None = None
-        if len(parts) == 1:
+        form, local_sums = "", None
+        if tree is not None and not (tree.is_flat and not any(spec.device for spec in specs)):
+            execution, form = self._rows(call, tree, specs, results), "rows"
+        elif len(parts) == 1:
             execution, form = self._fused(call, specs, results, next(iter(parts)))
         if execution is None:
             execution, form = self._packed(call, specs, parts)
-        details = f"{call.op} of {specs_text(specs)}, {self._algorithm.name_for(call.options)}, {form}"
-        return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details)
+        if tree is not None and form != "rows" and self.replicas.num_here > 1:
+            local_sums = self._local_sums(call.op, tree, specs)
+        details = f"{call.op} of {specs_text(specs)}, {self._name_for(call)}, {form}"
+        return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details, local_sums)
 
-    def _arithmetic(self, call: ReductionCall, ranks: Ranks) -> Arithmetic:
+    def _rows(
+        self, call: ReductionCall, tree: ReplicaTree, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]]
+    ) -> RowsExecution:
+        arithmetic = Arithmetic.in_tree(call.op, tree.total, tree.world)
+        groups: dict[tuple[np.dtype[Any], bool], list[int]] = {}
+        for index, spec in enumerate(specs):
+            groups.setdefault((arithmetic.dtypes(spec.dtype)[0], spec.device), []).append(index)
+        lists = [
+            RowList(tuple(indices), wire, device, *arithmetic.reduction(wire))
+            for (wire, device), indices in groups.items()
+        ]
+        rank = self.group.topology.rank
+        ranks = call.destinations
+        is_wanted = [ranks is None or rank in ranks[index] for index in range(len(specs))]
+        nbytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
+        self._log(call, len(specs), "in rows", nbytes, None)
+        local_sums = self._local_sums(call.op, tree, specs)
+        return RowsExecution(self.group, tree, lists, local_sums, specs, results, is_wanted)
+
+    def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
+        arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
+        wires = [arithmetic.dtypes(spec.dtype)[0] for spec in specs]
+        return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires)
+
+    def _name_for(self, call: ReductionCall) -> str:
+        return self._algorithm.name_for(call.options) if self.replicas.tree is None else "in the order of replicas"
+
+    def _arithmetic(self, call: ReductionCall, ranks: Ranks, is_fused: bool) -> Arithmetic:
+        tree = self.replicas.tree
+        if tree is not None:
+            folds = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
+            return Arithmetic.in_tree(call.op, tree.total, *folds)
         by_node = self._algorithm.compresses_between_nodes and ranks is None
         return Arithmetic.of(call.op, call.options, self.group.levels, by_node)
 
@@ -205,7 +265,7 @@ class Reductions:
         reducer = self._algorithm.fused_reducer_for(call.options, group.levels)
         if reducer is None or (ranks is not None and reducer.spans_nodes):
             return None, ""  # messages to the destinations alone send fewer bytes between nodes
-        lists = make_fused_lists(self._arithmetic(call, ranks), specs, reducer)
+        lists = make_fused_lists(self._arithmetic(call, ranks, is_fused=True), specs, reducer)
         if lists is None:
             return None, ""
         wants_results = ranks is None or group.topology.rank in ranks
@@ -219,7 +279,7 @@ class Reductions:
         options, algorithm = call.options, self._algorithm
         made, total = [], 0
         for ranks, indices in parts.items():
-            own, arithmetic = tuple(specs[index] for index in indices), self._arithmetic(call, ranks)
+            own, arithmetic = tuple(specs[index] for index in indices), self._arithmetic(call, ranks, is_fused=False)
             messages, num_packs = make_messages(
                 arithmetic, own, options.bytes_per_pack, algorithm.num_packs, self.group.levels
             )
@@ -245,7 +305,7 @@ class Reductions:
             form,
             size_text(nbytes),
             count_text(topology.size, "rank"),
-            self._algorithm.name_for(call.options),
+            self._name_for(call),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
 
@@ -280,7 +340,8 @@ class PendingResult:
         self._group, self._call = group, call
         self._form = None
         with suppress(Exception):  # of a value that is no nest: the call was refused, and `wait` raises why
-            self._form = nest.map_structure(lambda _: None, value)  # a copy, as the caller may change the list
+            like = value.nests[0] if isinstance(value, Contributions) else value
+            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change the list
         self._out, self._mirrored = out, mirrored
 
     def is_done(self) -> bool:

@@ -18,15 +18,16 @@ from mpidist.collectives import (
 )
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.transport import accumulator_dtype, arrays
-from mpidist.values import contribution, require_contributions
+from mpidist.replicas import Replicas
+from mpidist.transport import accumulator_dtype, arrays, value_text
+from mpidist.values import DistributedValues, PerReplica, components_of, require_contributions
 
 __all__ = ["reduce_along_axis"]
 
 
 def reduce_along_axis(
     ops: CrossDeviceOps,
-    num_ranks: int,
+    replicas: Replicas,
     reduce_op: ReduceOp | str,
     value: Any,
     axis: int | tuple[int, ...],
@@ -38,7 +39,7 @@ def reduce_along_axis(
 
     Args:
         ops: The algorithm, bound to the ranks.
-        num_ranks: Number of ranks.
+        replicas: Which replicas this rank carries.
         reduce_op: A `ReduceOp` or its name in any case.
         value: An array, a distributed value of one, or a nest. Lengths may differ between ranks along the axes.
         axis: An axis, or a tuple of them; negative counts from the end.
@@ -53,7 +54,7 @@ def reduce_along_axis(
         ValueError: If `reduce_op` is SUM or PROD of a value that is mirrored over several ranks.
     """
     leaves: list[Any] = []
-    partials: list[Any] = []
+    partials: list[list[Any]] = []
     error: Exception | None = None
     op = ReduceOp.SUM
     call = "reduce along an axis"
@@ -62,25 +63,43 @@ def reduce_along_axis(
         call = f"reduce along {axes_text(axes)}"  # ranks compare the name, and so the axes
         op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)
-        if num_ranks > 1:
-            require_contributions(op, leaves, ops.group)
+        require_contributions(op, leaves, ops.group, replicas.total)
+        components = [_components(op, leaf, replicas) for leaf in leaves]
+        leaves = [own[0] for own in components]
         require_values(leaves, value)
-        leaves = [contribution(leaf) for leaf in leaves]
-        partials = [_reduce_locally(op, leaf, axes) for leaf in leaves]
+        partials = [[_reduce_locally(op, one, axes) for one in own] for own in components]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    sums = nest.rebuild(value, [partial for partial, _, _ in partials]) if error is None else []
+    sums = (
+        nest.rebuild(value, [_joined([part for part, _, _ in own], replicas) for own in partials]) if not error else []
+    )
     if op is not ReduceOp.MEAN:
         results, _ = nest.flatten(ops.all_reduce(op, sums, options, call=call, error=error))
     else:
-        counts = [np.asarray(count, np.int64) for _, count, _ in partials]
+        counts = [_joined([np.asarray(count, np.int64) for _, count, _ in own], replicas) for own in partials]
         totals, counts = ops.all_reduce(ReduceOp.SUM, (sums, counts), options, call=call, error=error)
         results = [
-            _divide(total, int(count), dtype)
-            for total, count, (_, _, dtype) in zip(nest.flatten(totals)[0], counts, partials, strict=True)
+            _divide(total, int(count), own[0][2])
+            for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)
         ]
     restored = [arrays.library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
+
+
+def _components(op: ReduceOp, leaf: Any, replicas: Replicas) -> tuple[Any, ...]:
+    """Return what each replica of this rank contributes."""
+    if isinstance(leaf, DistributedValues):
+        return components_of(leaf, replicas.num_here)
+    if replicas.tree is None or op in (ReduceOp.MIN, ReduceOp.MAX):
+        return (leaf,) * replicas.num_here
+    raise ValueError(
+        f"{op} of {value_text(leaf)}: it is this rank's and no replica's, so its rows would count once for each rank. "
+        "Pass a PerReplica, as strategy.run() returns"
+    )
+
+
+def _joined(components: list[Any], replicas: Replicas) -> Any:
+    return components[0] if replicas.tree is None else PerReplica(tuple(components))
 
 
 def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, int, np.dtype[Any]]:

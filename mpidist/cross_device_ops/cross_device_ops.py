@@ -9,11 +9,12 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
+from itertools import chain
 from typing import Any, ClassVar, Final, final
 
-from mpidist import context_stack, nest
+from mpidist import context_stack
 from mpidist.collectives import (
-    NO_MIRRORED,
+    NO_CONTRIBUTIONS,
     Algorithm,
     MirroredLeaves,
     PendingResult,
@@ -26,10 +27,12 @@ from mpidist.collectives import (
     flatten_out,
     rebuild_results,
     require_num_packs,
+    require_tree_order,
     require_usable,
 )
 from mpidist.cross_device_ops.world_reductions import world_all_reduce, world_reduce, world_ring_all_reduce
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression, ReduceOp, options_or_hints
+from mpidist.replicas import Replicas
 from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGroup, ends_normally
 
 __all__ = ["CrossDeviceOps"]
@@ -115,19 +118,28 @@ class CrossDeviceOps(Algorithm):
         return bound
 
     @final
-    def bound_to(self, group: SyncGroup, options: CommunicationOptions | None = None) -> CrossDeviceOps:
+    def bound_to(
+        self, group: SyncGroup, options: CommunicationOptions | None = None, replicas: Replicas | None = None
+    ) -> CrossDeviceOps:
         """Make an object of the same class for a group that the caller owns and closes.
 
         Args:
             group: The ranks.
             options: Override this object's own.
+            replicas: Which replicas this rank carries; by default one.
 
         Raises:
             UnavailableError: If `options` ask for NCCL and it is not available.
+            ValueError: If `replicas` are to be added in the order of a tree, and the options or this algorithm ask for
+                another order, or for rounding on the way.
         """
         self.require_ranks(group.topology.size)
         bound = copy(self)
-        bound._options, bound._bound = self._merge(options), Reductions(group, bound)
+        carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
+        bound._bound = Reductions(group, bound, carried)
+        bound._options = bound._merge(options)
+        if carried.tree is not None:
+            bound._options = bound._merge(CommunicationOptions(reproducible=True))
         return bound
 
     @final
@@ -238,13 +250,19 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        made, kept = self._make_call(reductions.group, call, reduce_op, value, options, out, error)
+        made, kept = self._make_call(reductions, call, reduce_op, value, options, out, error)
         results = reductions.run(made)
         return out if out is not None else rebuild_results(value, results, kept)
 
     @final
     def start_all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None, *, out: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Any = None,
+        error: Exception | None = None,
     ) -> PendingResult:
         """Start an all-reduce, and return before it completes. Collective; all ranks start calls in the same order.
 
@@ -253,20 +271,26 @@ class CrossDeviceOps(Algorithm):
             value: As in `all_reduce`. It must not be changed until `wait` has returned.
             options: As in `all_reduce`.
             out: As in `all_reduce`.
+            error: As in `all_reduce`.
 
         Returns:
             A handle, whose `wait` returns or raises what `all_reduce` would.
         """
         reductions = self._reductions()
-        made, kept = self._make_call(reductions.group, "start_all_reduce", reduce_op, value, options, out, None)
+        made, kept = self._make_call(reductions, "start_all_reduce", reduce_op, value, options, out, error)
         return PendingResult(reductions.group, reductions.start(made), value, out, kept)
 
     def _make_call(
-        self, group: SyncGroup, call: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Exception | None
+        self,
+        reductions: Reductions,
+        call: str,
+        reduce_op: Any,
+        value: Any,
+        options: Any,
+        out: Any,
+        error: Exception | None,
     ) -> tuple[ReductionCall, MirroredLeaves]:
-        leaves: list[Any] = []
-        structure: nest.Structure = nest.LEAF
-        kept = NO_MIRRORED
+        flat = NO_CONTRIBUTIONS
         outs = None
         op = ReduceOp.SUM
         merged = self._options
@@ -274,12 +298,14 @@ class CrossDeviceOps(Algorithm):
             op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
             if options is not None:
                 merged = self._merge(options)
-            leaves, structure, kept = flatten_contributions(op, value, group)
+            flat = flatten_contributions(op, value, reductions.group, reductions.replicas)
             if out is not None:
-                outs = flatten_out(structure, bool(kept), out)
+                outs = flatten_out(flat.structure, bool(flat.mirrored), out)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
-        return ReductionCall(call, op, merged, leaves, structure, tuple(kept), None, outs, error), kept
+        kept = tuple(flat.mirrored)
+        made = ReductionCall(call, op, merged, flat.leaves, flat.structure, kept, None, outs, error, flat.others)
+        return made, flat.mirrored
 
     @final
     def broadcast(
@@ -318,13 +344,15 @@ class CrossDeviceOps(Algorithm):
         try:
             op = ReduceOp.of(reduce_op)
             merged = self._merge(options)
-            opened = [ValueWithDestinations.open(op, pair, group) for pair in pairs]
+            opened = [ValueWithDestinations.open(op, pair, group, reductions.replicas) for pair in pairs]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        leaves = [leaf for pair in opened for leaf in pair.leaves]
-        ranks = tuple(pair.ranks for pair in opened for _ in pair.leaves)
-        forms, kept = tuple(pair.structure for pair in opened), tuple(tuple(pair.mirrored) for pair in opened)
-        made = ReductionCall(call, op, merged, leaves, forms, kept, ranks, None, error)
+        leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
+        others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
+        ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)
+        forms = tuple(pair.flat.structure for pair in opened)
+        kept = tuple(tuple(pair.flat.mirrored) for pair in opened)
+        made = ReductionCall(call, op, merged, leaves, forms, kept, ranks, None, error, others)
         results = iter(reductions.run(made))
         return [pair.close(results, group.topology.rank) for pair in opened]
 
@@ -334,6 +362,8 @@ class CrossDeviceOps(Algorithm):
             return self._options
         merged = self._options.merge(options)
         require_usable(options)
+        if self._bound is not None and self._bound.replicas.tree is not None:
+            require_tree_order(merged, None if self._is_replaceable else type(self).__name__)
         if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
             name = type(self).__name__
             raise ValueError(f"this {name} adds by a function of its own, which a ring cannot call; leave one out")
@@ -351,7 +381,7 @@ class CrossDeviceOps(Algorithm):
             )
         group = entry.strategy.extended.group
         if self._in_scope is None or self._in_scope.group is not group:
-            self._in_scope = Reductions(group, self)
+            self._in_scope = Reductions(group, self, entry.strategy.extended.replicas)
         return self._in_scope
 
     @property

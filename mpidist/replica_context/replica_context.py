@@ -11,6 +11,7 @@ from mpidist.collectives import PendingResult
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
+from mpidist.replica_context.joint_calls import JointCalls, SharedResult
 from mpidist.transport import open_groups
 from mpidist.values import local_components
 
@@ -21,22 +22,32 @@ logger = logging.getLogger(__name__)
 
 @final
 class ReplicaContext:
-    """The replica that this rank carries, during one `Strategy.run`.
+    """A replica that this rank carries, during one `Strategy.run`.
 
     Get it with `mpidist.get_replica_context()`.
 
     Args:
         strategy: The strategy whose replica this is.
-        replica_id_in_sync_group: The rank among the strategy's ranks.
+        replica_id_in_sync_group: The replica's number among all replicas.
         cross_device_ops: The algorithm that combines values, bound to the strategy's ranks.
+        joint_calls: Makes calls together with the other replicas of the rank; `None` if each rank is one replica.
+            Also an attribute.
+        device: This replica's device; `None` for the rank's.
     """
 
     def __init__(
-        self, strategy: CurrentStrategy, replica_id_in_sync_group: int, cross_device_ops: CrossDeviceOps
+        self,
+        strategy: CurrentStrategy,
+        replica_id_in_sync_group: int,
+        cross_device_ops: CrossDeviceOps,
+        joint_calls: JointCalls | None = None,
+        device: str | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self._cross_device_ops = cross_device_ops
+        self.joint_calls = joint_calls
+        self._device = device
 
     @property
     def strategy(self) -> CurrentStrategy:
@@ -45,17 +56,19 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's number: the rank, 0 to `num_replicas_in_sync - 1`."""
+        """This replica's number, 0 to `num_replicas_in_sync - 1`: the rank, unless ranks carry several replicas."""
         return self._replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas that are combined at each step: the number of ranks."""
+        """Number of replicas that are combined at each step."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[str, ...]:
         """This replica's device, in a tuple of one: `("/rank:1/cpu:0",)`."""
+        if self._device is not None:
+            return (f"/rank:{self._strategy.topology.rank}{self._device}",)
         return tuple(self._strategy.extended.local_devices)
 
     def all_reduce(
@@ -77,7 +90,8 @@ class ReplicaContext:
             experimental_hints: The old name of `options` (deprecated).
 
         Returns:
-            `out`, if given; else a nest like `value`, of new arrays.
+            `out`, if given; else a nest like `value`, of new arrays. If the number of replicas was chosen, these are
+            shared by the replicas of a rank, and read-only.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
@@ -87,6 +101,8 @@ class ReplicaContext:
         self._require_current("all_reduce")
         if experimental_hints is not None:
             options = options_or_hints(options, experimental_hints)
+        if self.joint_calls is not None:
+            return self.joint_calls.all_reduce(reduce_op, value, options, out)
         return self._cross_device_ops.all_reduce(reduce_op, value, options, out=out)
 
     def start_all_reduce(
@@ -96,7 +112,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Any = None,
-    ) -> PendingResult:
+    ) -> PendingResult | SharedResult:
         """Start an all-reduce, of the gradients that are ready, say, and return before it completes. Collective.
 
         Every rank starts the same reductions in the same order. Started reductions progress while others are started.
@@ -111,6 +127,8 @@ class ReplicaContext:
             A handle. Its `wait()` returns or raises what `all_reduce` would.
         """
         self._require_current("start_all_reduce")
+        if self.joint_calls is not None:
+            return self.joint_calls.start_all_reduce(reduce_op, value, options, out)
         return self._cross_device_ops.start_all_reduce(reduce_op, value, options, out=out)
 
     def reduce_scatter(
@@ -132,6 +150,8 @@ class ReplicaContext:
             InvalidArgumentError: If the replicas' arguments differ, or cannot be reduced. On every rank.
         """
         self._require_current("reduce_scatter")
+        if self.joint_calls is not None:
+            return self.joint_calls.reduce_scatter(reduce_op, value, axis, options)
         return self._strategy.extended.reduce_scatter(reduce_op, value, axis, options)
 
     def all_gather(
@@ -158,6 +178,8 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         options = options_or_hints(options, experimental_hints)
+        if self.joint_calls is not None:
+            return self.joint_calls.all_gather(value, axis, options)
         return self._strategy.extended.all_gather("all_gather", value, axis, options)
 
     def merge_call(
@@ -172,8 +194,9 @@ class ReplicaContext:
 
         Args:
             merge_fn: The function.
-            args: The function's arguments after the strategy. They are passed unchanged, because a rank carries one
-                replica. A bare array is this rank's contribution to what the function reduces.
+            args: The function's arguments after the strategy. Where a rank is one replica, they are passed unchanged: a
+                bare array is the rank's contribution to what the function reduces. If the number of replicas was
+                chosen, arrays become `PerReplica` values, and so does what differs between the replicas of the rank.
             kwargs: The function's keyword arguments, likewise.
 
         Returns:
@@ -184,6 +207,8 @@ class ReplicaContext:
             RuntimeError: If this context is not the current one.
         """
         self._require_current("merge_call")
+        if self.joint_calls is not None:
+            return self.joint_calls.merge_call(merge_fn, args, kwargs)
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         given: list[Any] = []
         named: dict[str, Any] = {}

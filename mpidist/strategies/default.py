@@ -19,7 +19,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(
-            StrategyExtended.assemble(type(self).__name__, SyncGroup.solo(), CollectiveAllReduce(), Device("cpu"))
+            StrategyExtended.assemble(type(self).__name__, SyncGroup.solo(), CollectiveAllReduce(), [Device("cpu")])
         )
 
 

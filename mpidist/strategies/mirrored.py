@@ -7,9 +7,10 @@ from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
 from mpidist.errors import TopologyError
+from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup, Topology, choose_device, name_ranks
 from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MirroredStrategy"]
@@ -19,12 +20,16 @@ __all__ = ["MirroredStrategy"]
 class MirroredStrategy(Strategy):
     """Synchronous training on the ranks of one node, each with its own device and a copy of every variable.
 
-    Making one is collective over `comm`.
+    Making one is collective over `comm`. One rank is one replica, unless there are more devices than ranks, or
+    `replicas` is given: then a rank carries several replicas, and distributed values are `PerReplica` values of as many
+    components.
 
     Args:
-        devices: The device of every rank, in rank order, or one device string for this rank. By default each rank
-            takes the GPU of its local rank, or the CPU where there is none.
+        devices: The device of every replica, in order, or one device string for this rank. By default each rank takes
+            the GPU of its local rank, or the CPU where there is none.
         cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()`.
+        replicas: Number of replicas, at least the number of ranks, which lie over the ranks in blocks. Sums are then
+            the same bits on any number of ranks.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
         per_node_variables: Keep one copy of each mirrored variable for all ranks, in shared memory, instead of one copy
             per rank. Then assigning is collective, in every context.
@@ -33,7 +38,8 @@ class MirroredStrategy(Strategy):
         TopologyError: If the ranks are on several nodes.
         TypeError: If `devices` is neither a string nor a sequence, or `cross_device_ops` is no `CrossDeviceOps`.
         UnavailableError: If there is no MPI, or no such device.
-        ValueError: If the number of devices is not the number of ranks, or a device string is not understood.
+        ValueError: If there are fewer devices or replicas than ranks, if the numbers of devices and replicas differ, or
+            if a device string is not understood.
     """
 
     def __init__(
@@ -41,19 +47,21 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str] | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        replicas: int | None = None,
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
     ) -> None:
         group = SyncGroup.from_mpi(comm)
-        device, error = Device("cpu"), None
+        chosen, error, carried = [Device("cpu")], None, None
         try:
             _require_one_node(group)
-            device = _device_of(group, devices)
+            chosen, carried = _devices_of(group.topology, devices, replicas)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
         placement = OncePerNode(group, None) if per_node_variables else OnEachRank()
-        super().__init__(StrategyExtended.assemble(type(self).__name__, group, ops, device, None, placement, error))
+        name = type(self).__name__
+        super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))
 
 
 def _require_one_node(group: SyncGroup) -> None:
@@ -66,18 +74,25 @@ def _require_one_node(group: SyncGroup) -> None:
         )
 
 
-def _device_of(group: SyncGroup, devices: Sequence[str] | str | None) -> Device:
-    topology = group.topology
-    if devices is None:
-        return choose_device(topology)
-    if not isinstance(devices, Sequence):
+def _devices_of(
+    topology: Topology, devices: Sequence[str] | str | None, total: int | None
+) -> tuple[list[Device], Replicas | None]:
+    """Return the devices of this rank's replicas, and the replicas; `None` if each rank is one replica."""
+    if devices is not None and not isinstance(devices, Sequence):
         raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
-    if isinstance(devices, str):
-        return Device.parse(devices)
-    if len(devices) != topology.size:
+    if devices is None or isinstance(devices, str):
+        device = choose_device(topology) if devices is None else Device.parse(devices)
+        replicas = None if total is None else Replicas.in_blocks(total, topology)
+        return [device] * (1 if replicas is None else replicas.num_here), replicas
+    if len(devices) < topology.size:
         raise ValueError(
-            f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks; one rank is one replica on one "
-            f"device, so start as many ranks as devices: `mpiexec -n {len(devices)} python ...`"
+            f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks, and needs one for each rank at "
+            f"least; start fewer ranks: `mpiexec -n {max(len(devices), 1)} python ...`"
         )
+    if total is not None and total != len(devices):
+        raise ValueError(f"MirroredStrategy got {len(devices)} devices for replicas={total}; leave one of the two out")
     parsed = [Device.parse(text) for text in devices]  # all of them, so that every rank finds a bad one
-    return parsed[topology.rank]
+    if len(devices) == topology.size and total is None:
+        return [parsed[topology.rank]], None
+    replicas = Replicas.in_blocks(len(devices), topology)
+    return [parsed[replica_id] for replica_id in replicas.ids_here], replicas

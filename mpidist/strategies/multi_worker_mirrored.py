@@ -9,6 +9,7 @@ from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver, TFConf
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps, HierarchicalCopyAllReduce
 from mpidist.errors import TopologyError
 from mpidist.options import CommunicationOptions
+from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, mark_shared, name_ranks
@@ -21,7 +22,7 @@ __all__ = ["MultiWorkerMirroredStrategy"]
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all ranks, each with its own device and a copy of every variable.
 
-    Making one is collective over `comm`.
+    Making one is collective over `comm`. One rank is one replica, unless `replicas` is given.
 
     Args:
         cluster_resolver: The tasks of the cluster, which are compared with the ranks of MPI. By default a
@@ -30,6 +31,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: The defaults of all calls.
         cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()` on one node, and
             `HierarchicalCopyAllReduce()` on several.
+        replicas: Number of replicas, at least the number of ranks, which lie over the ranks in blocks. Distributed
+            values are then `PerReplica` values with a component for each replica of the rank, and sums are the same
+            bits on any number of ranks.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
         per_node_variables: Keep one copy of each mirrored variable for all ranks of a node, in shared memory, instead
             of one copy per rank. Then assigning is collective, in every context.
@@ -38,6 +42,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         TopologyError: If the resolver or TF_CONFIG contradicts MPI, or TF_CONFIG is set on some ranks only. On every
             rank.
         UnavailableError: If there is no MPI, or what the options ask for is missing, NCCL for example.
+        ValueError: If there are fewer replicas than ranks.
         TypeError: If the resolver, the options or `cross_device_ops` are of another type.
     """
 
@@ -47,14 +52,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        replicas: int | None = None,
         comm: Intracomm | None = None,
         per_node_variables: bool = False,
     ) -> None:
         group = SyncGroup.from_mpi(comm)
-        device, error = Device("cpu"), None
+        device, error, carried = Device("cpu"), None, None
         try:
             _require_kinds(cluster_resolver, communication_options)
             device = choose_device(group.topology)
+            carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
@@ -62,7 +69,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         timeout_seconds = getattr(communication_options, "timeout_seconds", None)  # options may be of a wrong type
         placement = OncePerNode(group, timeout_seconds) if per_node_variables else OnEachRank()
         name = type(self).__name__
-        extended = StrategyExtended.assemble(name, group, ops, device, communication_options, placement, error)
+        devices = [device] * (1 if carried is None else carried.num_here)
+        extended = StrategyExtended.assemble(
+            name, group, ops, devices, communication_options, placement, error, carried
+        )
         super().__init__(extended, _checked_resolver(cluster_resolver, group))
 
 

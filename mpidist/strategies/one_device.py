@@ -27,4 +27,4 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | None = None) -> None:
         group = SyncGroup.solo()
         chosen = choose_device(group.topology) if device is None else Device.parse(device)
-        super().__init__(StrategyExtended.assemble(type(self).__name__, group, CollectiveAllReduce(), chosen))
+        super().__init__(StrategyExtended.assemble(type(self).__name__, group, CollectiveAllReduce(), [chosen]))

@@ -262,7 +262,7 @@ class MirroredVariable(Variable):
     def _contribution(self, value: Any) -> Any:
         num_replicas = self._strategy.num_replicas_in_sync
         if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
-            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group)
+            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group, num_replicas)
             if is_python_number(value):
                 raise ValueError(
                     f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "

@@ -1,0 +1,113 @@
+"""Adds what the replicas of one rank contribute, before ranks exchange their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.collectives.arguments import Operands, Spec
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
+from mpidist.transport import Fold, arrays
+
+__all__ = ["LocalSums", "require_like_operands", "require_tree_order"]
+
+
+@final
+class LocalSums:
+    """Adds arrays of this rank's replicas in the order of a tree.
+
+    Args:
+        fold: From the replicas of this rank to this rank's rows.
+        ufunc: The elementwise operation.
+        specs: The arrays of one replica.
+        wires: The dtype in which each array is added.
+    """
+
+    def __init__(self, fold: Fold, ufunc: np.ufunc, specs: Sequence[Spec], wires: Sequence[np.dtype[Any]]) -> None:
+        self._fold, self._ufunc = fold, ufunc
+        self._specs, self._wires = specs, wires
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of this rank."""
+        return self._fold.num_rows
+
+    def add(self, components: Sequence[Sequence[Any]]) -> list[Any]:
+        """Add to one sum for each array, of a rank that has one row.
+
+        Args:
+            components: [replicas of this rank][arrays], native arrays.
+
+        Returns:
+            [arrays]. The arrays of the one replica themselves, if there is one.
+        """
+        if len(components) == 1:
+            return list(components[0])
+        sums = [
+            arrays.empty(spec.shape, wire, spec.device) for spec, wire in zip(self._specs, self._wires, strict=True)
+        ]
+        for index, total in enumerate(sums):
+            parts = [self._flat(own[index], index) for own in components]
+            self._fold.combine(self._ufunc, parts, [total.reshape(-1)])
+        return sums
+
+    def add_to_rows(self, components: Sequence[Sequence[Any]], indices: Sequence[int], rows: Sequence[Any]) -> None:
+        """Add some arrays to rows that hold one array after the other.
+
+        Args:
+            components: As in `add`.
+            indices: The arrays, all of one dtype `wire`.
+            rows: [rows of this rank], flat arrays of that dtype, which take the sums.
+        """
+        at = 0
+        for index in indices:
+            count = self._specs[index].num_elements
+            parts = [self._flat(own[index], index) for own in components]
+            self._fold.combine(self._ufunc, parts, [row[at : at + count] for row in rows])
+            at += count
+
+    def _flat(self, array: Any, index: int) -> Any:
+        wire = self._wires[index]
+        return array.astype(wire, copy=False).reshape(-1)
+
+
+def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:
+    """Check that the replicas of this rank pass arrays of the same shapes and dtypes.
+
+    Raises:
+        InvalidArgumentError: If they do not.
+    """
+    first = operands[0]
+    for replica_id, other in zip(replica_ids, operands, strict=True):
+        if other.key == first.key or other.specs == first.specs:
+            continue
+        index = next(at for at, pair in enumerate(zip(other.specs, first.specs, strict=True)) if pair[0] != pair[1])
+        raise InvalidArgumentError(
+            f"array {index} of replica {replica_id} is {other.specs[index]!r}, and that of replica {replica_ids[0]} is "
+            f"{first.specs[index]!r}; all replicas must pass arrays of one shape and dtype"
+        )
+
+
+def require_tree_order(options: CommunicationOptions, algorithm: str | None) -> None:
+    """Refuse options and algorithms that add in another order than that of the replicas, or round on the way.
+
+    Args:
+        options: The options.
+        algorithm: The name of an algorithm that adds by a rule of its own; `None` for others.
+
+    Raises:
+        ValueError: If an option is of this kind, or `algorithm` is given.
+    """
+    what = algorithm
+    if options.compression is not Compression.NONE:
+        what = f"compression={str(options.compression).lower()!r}"
+    elif options.implementation is not CommunicationImplementation.AUTO:
+        what = f"implementation={str(options.implementation)!r}"
+    if what is not None:
+        raise ValueError(
+            f"{what} cannot be used where the number of replicas is chosen: replicas are added in one order on any "
+            "number of ranks, and are not rounded on the way"
+        )

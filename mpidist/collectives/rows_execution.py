@@ -1,0 +1,107 @@
+"""Reductions in the order of a tree where some rank or node has several rows, or where arrays lie in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from mpidist.collectives.arguments import Spec
+from mpidist.collectives.call import Execution, ReductionCall
+from mpidist.collectives.local_sums import LocalSums
+from mpidist.collectives.out_arrays import target_arrays, write_outs
+from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SyncGroup, all_reduce_rows, arrays
+
+__all__ = ["RowList", "RowsExecution"]
+
+
+@final
+class RowList(NamedTuple):
+    """Arrays of one dtype and kind of memory, which are reduced as one.
+
+    Attributes:
+        indices: The arrays.
+        wire: The dtype in which the arrays are added.
+        device: Whether the arrays lie in device memory.
+        reduction: The elementwise operation.
+        divide_by: The divisor of the results.
+    """
+
+    indices: tuple[int, ...]
+    wire: np.dtype[Any]
+    device: bool
+    reduction: Reduction
+    divide_by: int
+
+
+@final
+class RowsExecution(Execution):
+    """Carries out the calls of one plan: replicas are added to rows, rows are exchanged, sums are copied out.
+
+    Args:
+        group: The ranks.
+        tree: The order in which replicas are added.
+        lists: The arrays, grouped.
+        local_sums: Adds the replicas of this rank.
+        specs: The arrays.
+        result_dtypes: The dtype of each result.
+        is_wanted: For each result, whether this rank is a destination.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        tree: ReplicaTree,
+        lists: Sequence[RowList],
+        local_sums: LocalSums,
+        specs: Sequence[Spec],
+        result_dtypes: Sequence[np.dtype[Any]],
+        is_wanted: Sequence[bool],
+    ) -> None:
+        self._group, self._tree, self._lists = group, tree, lists
+        self._local_sums, self._specs, self._result_dtypes = local_sums, specs, result_dtypes
+        self._is_wanted = is_wanted
+        self._uses_device = any(spec.device for spec in specs)
+
+    def prepare(self, call: ReductionCall, is_started: bool) -> None:
+        """Check that the GPU can be used now."""
+        if self._uses_device:
+            self._group.devices.require_usable(call.name)
+
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
+        """See `Execution`."""
+        shared, specs, dtypes = self._group.shared, self._specs, self._result_dtypes
+        if call.outs is None:
+            results = [arrays.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
+        else:
+            results = target_arrays(call.outs, specs, dtypes, shared)
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            for one in self._lists:
+                total = self._reduce(one, call.components)
+                at = 0
+                for index in one.indices:
+                    count = specs[index].num_elements
+                    part = total[at : at + count].reshape(specs[index].shape)
+                    results[index][...] = part if one.divide_by == 1 else part / one.divide_by
+                    at += count
+        if call.outs is not None:
+            return write_outs(call.outs, results, shared)
+        return [result if wanted else None for result, wanted in zip(results, self._is_wanted, strict=True)]
+
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
+        """See `Execution`."""
+        while not pending.may_block and self._group.topology.size > 1:
+            yield 0
+        return self.finish(call, has_same_places)
+
+    def _reduce(self, one: RowList, components: Sequence[Sequence[Any]]) -> Any:
+        """Return the sum of all replicas' arrays, one after the other. Collective."""
+        count = sum(self._specs[index].num_elements for index in one.indices)
+        rows = [arrays.empty((count,), one.wire, one.device) for _ in range(self._local_sums.num_rows)]
+        self._local_sums.add_to_rows(components, one.indices, rows)
+        if self._group.topology.size == 1:
+            return rows[0]
+        on_host = [arrays.to_host(row) for row in rows] if one.device else rows
+        all_reduce_rows(self._group.levels, self._tree, one.reduction.ufunc, on_host, on_host[0])
+        return arrays.to_device(on_host[0]) if one.device else on_host[0]

@@ -1,0 +1,51 @@
+"""One `Strategy.run` where the number of replicas was chosen: the function is called for each replica of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mpidist import context_stack
+from mpidist.context_stack import CurrentStrategy
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.replica_context.joint_calls import JointCalls
+from mpidist.replica_context.replica_context import ReplicaContext
+from mpidist.replica_context.turns import Turns
+from mpidist.replicas import Replicas
+from mpidist.transport import Device
+from mpidist.values import join_components, local_components
+
+__all__ = ["call_for_replicas"]
+
+
+def call_for_replicas(
+    strategy: CurrentStrategy,
+    cross_device_ops: CrossDeviceOps,
+    replicas: Replicas,
+    devices: Sequence[Device],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function for each replica of this rank, in the replica's context. As collective as the function is.
+
+    Args:
+        strategy: The strategy.
+        cross_device_ops: The algorithm, bound to the strategy's ranks.
+        replicas: Which replicas this rank carries.
+        devices: The device of each of these replicas.
+        fn: The function.
+        args: The function's arguments. Each replica gets its component of every distributed value.
+        kwargs: The function's keyword arguments, likewise.
+
+    Returns:
+        A nest of `PerReplica` values: see `join_components`.
+    """
+    joint_calls = JointCalls(strategy, cross_device_ops, replicas, Turns(replicas.ids_here, devices))
+    bodies: list[Callable[[], Any]] = []
+    for at, replica_id in enumerate(replicas.ids_here):
+        given, named = (local_components(part, at, replicas.num_here) for part in (list(args), dict(kwargs)))
+        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, str(devices[at]))
+        bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *given, **named))
+    return join_components(joint_calls.turns.run(bodies))

@@ -1,0 +1,223 @@
+"""Replicas of one rank take turns: each runs until it makes a call that joins replicas, where it waits for the others.
+
+All replicas of a rank run on the rank's own thread, one at a time, each on a stack of its own (a greenlet). When all of
+them wait at the same call, the rank makes that call once, for all of its replicas. So the order of calls, the thread
+that talks to MPI and the current device are those of a program with one replica on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from mpidist import context_stack
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport import Device
+
+__all__ = ["CarryOut", "Turns"]
+
+# Makes a call for all replicas of this rank, with the argument of each. If there is an error, the call raises an error
+# on all ranks. Returns a result for each replica.
+CarryOut = Callable[[Sequence[Any], "Exception | None"], Sequence[Any]]
+
+
+@final
+class _Meeting(NamedTuple):
+    """What a replica waits for.
+
+    Attributes:
+        call: The name of the call.
+        carry_out: Makes the call.
+        argument: What this replica passes to the call.
+    """
+
+    call: str
+    carry_out: CarryOut
+    argument: Any
+
+
+@final
+class _Replica:
+    """One replica: its stack, its contexts, and where it stands.
+
+    Args:
+        replica_id: The id of the replica.
+        body: What the replica runs.
+        device: The device to make current before each turn; `None` if all replicas of the rank have the same.
+
+    Attributes:
+        meeting: What the replica waits for; `None` before its first turn and after its end.
+        error: What ended the replica; `None` for nothing.
+        result: What `body` returned.
+        has_ended: Whether the replica has ended.
+    """
+
+    def __init__(self, replica_id: int, body: Callable[[], Any], device: Device | None) -> None:
+        self.replica_id = replica_id
+        self.meeting: _Meeting | None = None
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.has_ended = False
+        self._body, self._device = body, device
+        self._stack = greenlet(self._run)
+        self._contexts = context_stack.copy_entries()
+        self._outcome: Any = None
+        self._refusal: BaseException | None = None
+
+    def answer(self, outcome: Any) -> None:
+        """Store the result of the replica's call, with which the replica goes on at its next turn."""
+        self._outcome = outcome
+
+    def refuse(self, error: BaseException) -> None:
+        """Store an exception, which the replica's call raises at its next turn."""
+        self._refusal = error
+
+    def take_turn(self) -> None:
+        """Run the replica up to its next meeting, or to its end."""
+        if self._device is not None:
+            self._device.use()
+        outcome, refusal = self._outcome, self._refusal
+        self.meeting = self._outcome = self._refusal = None
+        outer = context_stack.exchange_entries(self._contexts)
+        try:
+            if refusal is not None:
+                self._stack.throw(refusal)
+            elif self._stack:
+                self._stack.switch(outcome)
+            else:
+                self._stack.switch()
+        finally:
+            self._contexts = context_stack.exchange_entries(outer)
+
+    def describe(self) -> str:
+        """Say what the replica did, for errors."""
+        if self.error is not None:
+            return f"replica {self.replica_id} raised {type(self.error).__name__}: {self.error}"
+        did = "returned from the function" if self.meeting is None else f"called {self.meeting.call}"
+        return f"replica {self.replica_id} {did}"
+
+    def _run(self) -> None:
+        try:
+            self.result = self._body()
+        except GreenletExit:  # `Turns` ends the replica because of another one
+            self.result = None
+        except BaseException as error:
+            self.error = error
+        self.has_ended = True
+
+
+@final
+class Turns:
+    """Runs the replicas of this rank by turns, and lets them meet in calls. Made for one `Strategy.run`.
+
+    Args:
+        replica_ids: The ids of the replicas of this rank.
+        devices: The device of each replica.
+    """
+
+    def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
+        self._ids = replica_ids
+        self._devices: Sequence[Device | None] = devices if len(set(map(str, devices))) > 1 else [None] * len(devices)
+        self._home = getcurrent()
+        self._running: _Replica | None = None
+        self._is_over = False
+
+    def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run a function for each replica of this rank. As collective as the functions are.
+
+        Returns:
+            What each function returned.
+
+        Raises:
+            InvalidArgumentError: If a replica made another call than the others, or returned before them. On all ranks
+                that make a call meanwhile.
+            Exception: What a function raised. If other replicas of the rank wait in a call, all ranks that make the
+                call raise an error that names the replica.
+        """
+        if len(bodies) == 1:
+            return [bodies[0]()]
+        replicas = [_Replica(*made) for made in zip(self._ids, bodies, self._devices, strict=True)]
+        try:
+            while not self._take_turns(replicas):
+                self._meet(replicas)
+        finally:
+            self._is_over = True
+            for replica in replicas:
+                if not replica.has_ended:
+                    replica.refuse(GreenletExit())
+                    self._resume(replica)
+        return [replica.result for replica in replicas]
+
+    def meet(self, call: str, carry_out: CarryOut, argument: Any) -> Any:
+        """Wait until all replicas of this rank make a call, and return this replica's result. Collective.
+
+        Args:
+            call: The name of the call.
+            carry_out: Makes the call for all replicas of this rank.
+            argument: What this replica passes to the call.
+        """
+        if self._running is None:  # the rank carries one replica
+            return carry_out([argument], None)[0]
+        if self._is_over:
+            raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
+        self._running.meeting = _Meeting(call, carry_out, argument)
+        return self._home.switch()
+
+    def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
+        """Let every replica run to its next meeting or to its end. Returns whether all have returned."""
+        for replica in replicas:
+            if not replica.has_ended:
+                self._resume(replica)
+                if replica.error is not None and not isinstance(replica.error, Exception):
+                    raise replica.error  # such as KeyboardInterrupt
+        if not all(replica.has_ended for replica in replicas):
+            return False
+        _raise_first(replicas)
+        return True
+
+    def _meet(self, replicas: Sequence[_Replica]) -> None:
+        """Make the call that the replicas wait for, once for all."""
+        waiting = [(replica, replica.meeting) for replica in replicas if replica.meeting is not None]
+        first, refusal = waiting[0][1], None
+        try:
+            outcomes = first.carry_out([meeting.argument for _, meeting in waiting], _difference(replicas))
+        except Exception as error:
+            refusal = error
+        if refusal is None:
+            for (replica, _), outcome in zip(waiting, outcomes, strict=True):
+                replica.answer(outcome)
+            return
+        _raise_first(replicas)
+        for replica, _ in waiting:
+            replica.refuse(refusal)
+
+    def _resume(self, replica: _Replica) -> None:
+        self._running = replica
+        try:
+            replica.take_turn()
+        finally:
+            self._running = None
+
+
+def _raise_first(replicas: Sequence[_Replica]) -> None:
+    """Raise what the lowest replica raised, if one did."""
+    for replica in replicas:
+        if replica.error is not None:
+            raise replica.error
+
+
+def _difference(replicas: Sequence[_Replica]) -> InvalidArgumentError | None:
+    """Say how the calls of replicas differ; `None` if they do not."""
+    if len({replica.meeting and replica.meeting.call for replica in replicas}) == 1:
+        return None
+    waiting = next(replica for replica in replicas if replica.meeting is not None)
+    other = next((replica for replica in replicas if replica.error is not None), None)
+    if other is None:
+        assert waiting.meeting is not None
+        call = waiting.meeting.call
+        other = next(replica for replica in replicas if replica.meeting is None or replica.meeting.call != call)
+    return InvalidArgumentError(
+        f"{other.describe()}, while {waiting.describe()}; all replicas must make the same calls in the same order"
+    )
