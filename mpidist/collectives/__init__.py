@@ -1,25 +1,30 @@
 """One collective call, from the user's values to a transport and back."""
 
 from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.arguments import axes_of, axes_text, axes_tuple, axis_of, native_dtype, require_values
-from mpidist.collectives.arithmetic import wire_and_result_dtypes
-from mpidist.collectives.broadcast import broadcast
-from mpidist.collectives.call import Algorithm, Reduce, ReductionCall
-from mpidist.collectives.destinations import (
+from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
     NO_MIRRORED,
     MirroredLeaves,
     ValueWithDestinations,
+    axes_of,
+    axes_text,
+    axes_tuple,
+    axis_of,
     flatten_contributions,
+    flatten_out,
+    native_dtype,
     ranks_of,
     rebuild_results,
+    require_usable,
+    require_values,
 )
+from mpidist.collectives.arithmetic import wire_and_result_dtypes
+from mpidist.collectives.broadcast import broadcast
+from mpidist.collectives.call import Algorithm, Reduce, ReductionCall
 from mpidist.collectives.local_sums import require_tree_order
-from mpidist.collectives.out_arrays import flatten_out
 from mpidist.collectives.plan import require_num_packs
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.collectives.reductions import PendingResult, Reductions
-from mpidist.collectives.signature import require_usable
 
 __all__ = [
     "Algorithm",

@@ -8,8 +8,14 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, axis_of, native_dtype, require_values
-from mpidist.collectives.signature import Arguments, agreed_call
+from mpidist.collectives.arguments import (
+    Arguments,
+    Operands,
+    agreed_call,
+    axis_of,
+    native_dtype,
+    require_values,
+)
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions

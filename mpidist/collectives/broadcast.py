@@ -8,9 +8,15 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, require_values, result_arrays
-from mpidist.collectives.destinations import ranks_of, send_to
-from mpidist.collectives.signature import Arguments, agreed_call
+from mpidist.collectives.arguments import (
+    Arguments,
+    Operands,
+    agreed_call,
+    ranks_of,
+    require_values,
+    result_arrays,
+    send_to,
+)
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions

@@ -8,9 +8,8 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arguments import CheckedOuts, Spec, copy_overwritten, target_arrays
 from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.out_arrays import CheckedOuts, copy_overwritten, target_arrays
 from mpidist.collectives.plan import FusedList
 from mpidist.transport import (
     FusedArrays,

@@ -10,10 +10,15 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec, result_arrays
+from mpidist.collectives.arguments import (
+    Spec,
+    copy_overwritten,
+    result_arrays,
+    send_to,
+    target_arrays,
+    write_outs,
+)
 from mpidist.collectives.call import Execution, Reduce, ReductionCall
-from mpidist.collectives.destinations import send_to
-from mpidist.collectives.out_arrays import copy_overwritten, target_arrays, write_outs
 from mpidist.collectives.plan import Message, Piece
 from mpidist.options import CommunicationImplementation
 from mpidist.transport import (

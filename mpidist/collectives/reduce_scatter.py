@@ -8,9 +8,15 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, axis_of, native_dtype, require_values
+from mpidist.collectives.arguments import (
+    Arguments,
+    Operands,
+    agreed_call,
+    axis_of,
+    native_dtype,
+    require_values,
+)
 from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
-from mpidist.collectives.signature import Arguments, agreed_call
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import Levels, Reduction, SyncGroup, Topology, arrays, shard_bounds

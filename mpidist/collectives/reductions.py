@@ -11,17 +11,23 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, Spec
+from mpidist.collectives.arguments import (
+    CheckedOuts,
+    MirroredLeaves,
+    Operands,
+    Spec,
+    native_outs,
+    rebuild_results,
+    specs_text,
+    write_outs,
+)
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
-from mpidist.collectives.destinations import MirroredLeaves, rebuild_results
 from mpidist.collectives.fused_execution import FusedExecution
 from mpidist.collectives.local_sums import LocalSums, require_like_operands
-from mpidist.collectives.out_arrays import CheckedOuts, native_outs, write_outs
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
-from mpidist.collectives.signature import specs_text
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import (

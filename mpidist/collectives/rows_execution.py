@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arguments import Spec, target_arrays, write_outs
 from mpidist.collectives.call import Execution, ReductionCall
 from mpidist.collectives.local_sums import LocalSums
-from mpidist.collectives.out_arrays import target_arrays, write_outs
 from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SyncGroup, all_reduce_rows, arrays
 
 __all__ = ["RowList", "RowsExecution"]

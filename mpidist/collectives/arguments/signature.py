@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from mpidist import nest
-from mpidist.collectives.arguments import Operands, Spec
+from mpidist.collectives.arguments.operands import Operands, Spec
 from mpidist.errors import UnavailableError
 from mpidist.nest import array_names
 from mpidist.options import CommunicationImplementation, CommunicationOptions

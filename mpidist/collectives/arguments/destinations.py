@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import require_values
+from mpidist.collectives.arguments.operands import require_values
 from mpidist.options import ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import Communicator, SyncGroup, value_text

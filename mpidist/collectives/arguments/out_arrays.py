@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.collectives.arguments import Spec, native_dtype
+from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
 from mpidist.transport import SharedArrays, fingerprint_of, places_digest
