@@ -9,22 +9,17 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
-from itertools import chain
 from typing import Any, ClassVar, Final, final
 
 from mpidist import context_stack
 from mpidist.collectives import (
-    NO_CONTRIBUTIONS,
     Algorithm,
-    MirroredLeaves,
     PendingResult,
     Reduce,
-    ReductionCall,
     Reductions,
-    ValueWithDestinations,
     broadcast,
-    flatten_contributions,
-    flatten_out,
+    open_all_reduce,
+    open_batch_reduce,
     rebuild_results,
     require_num_packs,
     require_tree_order,
@@ -250,7 +245,8 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        made, kept = self._make_call(reductions, call, reduce_op, value, options, out, error)
+        where = reductions.group, reductions.replicas, self._merge
+        made, kept = open_all_reduce(*where, call, reduce_op, value, options, out, error)
         results = reductions.run(made)
         return out if out is not None else rebuild_results(value, results, kept)
 
@@ -277,35 +273,9 @@ class CrossDeviceOps(Algorithm):
             A handle, whose `wait` returns or raises what `all_reduce` would.
         """
         reductions = self._reductions()
-        made, kept = self._make_call(reductions, "start_all_reduce", reduce_op, value, options, out, error)
+        where = reductions.group, reductions.replicas, self._merge
+        made, kept = open_all_reduce(*where, "start_all_reduce", reduce_op, value, options, out, error)
         return PendingResult(reductions.group, reductions.start(made), value, out, kept)
-
-    def _make_call(
-        self,
-        reductions: Reductions,
-        call: str,
-        reduce_op: Any,
-        value: Any,
-        options: Any,
-        out: Any,
-        error: Exception | None,
-    ) -> tuple[ReductionCall, MirroredLeaves]:
-        flat = NO_CONTRIBUTIONS
-        outs = None
-        op = ReduceOp.SUM
-        merged = self._options
-        try:
-            op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
-            if options is not None:
-                merged = self._merge(options)
-            flat = flatten_contributions(op, value, reductions.group, reductions.replicas)
-            if out is not None:
-                outs = flatten_out(flat.structure, bool(flat.mirrored), out)
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = error or problem
-        kept = tuple(flat.mirrored)
-        made = ReductionCall(call, op, merged, flat.leaves, flat.structure, kept, None, outs, error, flat.others)
-        return made, flat.mirrored
 
     @final
     def broadcast(
@@ -339,20 +309,7 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         reductions = self._reductions()
         group = reductions.group
-        op, merged, error = ReduceOp.SUM, self._options, None
-        opened: list[ValueWithDestinations] = []
-        try:
-            op = ReduceOp.of(reduce_op)
-            merged = self._merge(options)
-            opened = [ValueWithDestinations.open(op, pair, group, reductions.replicas) for pair in pairs]
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = problem
-        leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
-        others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
-        ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)
-        forms = tuple(pair.flat.structure for pair in opened)
-        kept = tuple(tuple(pair.flat.mirrored) for pair in opened)
-        made = ReductionCall(call, op, merged, leaves, forms, kept, ranks, None, error, others)
+        made, opened = open_batch_reduce(group, reductions.replicas, self._merge, call, reduce_op, pairs, options)
         results = iter(reductions.run(made))
         return [pair.close(results, group.topology.rank) for pair in opened]
 

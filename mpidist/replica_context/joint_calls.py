@@ -18,7 +18,7 @@ from mpidist.replicas import Replicas
 from mpidist.transport import shard_bounds
 from mpidist.values import Contributions, DistributedValues, PerReplica, contributions, local_components
 
-__all__ = ["JointCalls", "SharedResult"]
+__all__ = ["JointCalls", "SharedResult", "read_only"]
 
 
 @final
