@@ -32,14 +32,28 @@ def test_values_are_a_tuple_of_this_ranks_component(kind: type[DistributedValues
         assert isinstance(value, DistributedValues)
         assert value.values == (component,)
         assert local_component(value) is component
-    assert repr(kind((3,))) == f"{kind.__name__}((3,))"
+    assert repr(kind((3,))) == f"{kind.__name__}:{{0: 3}}"
+    assert repr(kind((3, "b"))) == f"{kind.__name__}:{{0: 3, 1: 'b'}}"
 
 
 @both
-@pytest.mark.parametrize("values", [(), [], (1, 2)])
-def test_number_of_components_is_one(kind: type[DistributedValues], values: Any) -> None:
-    with pytest.raises(ValueError, match=f"exactly one component.*got {len(values)}"):
+@pytest.mark.parametrize("values", [(), []])
+def test_there_is_a_component(kind: type[DistributedValues], values: Any) -> None:
+    with pytest.raises(ValueError, match="a component for each replica of this rank; got none"):
         kind(values)
+
+
+def test_components_are_as_many_as_replicas() -> None:
+    """Else a component would be lost in silence. Of a mirrored value all components are equal."""
+    value = PerReplica((1, 2))
+    assert local_component(value, 1, 2) == 2
+    assert local_components([value, 3], 1, 2) == [2, 3]
+    for use in (contribution, contributions, local_component, local_components):
+        with pytest.raises(ValueError, match="this PerReplica has 2 components, and this rank carries one replica"):
+            use(value)
+    with pytest.raises(ValueError, match="has 2 components, and this rank carries 3 replicas"):
+        local_component(value, 1, 3)
+    assert local_component(Mirrored((7,)), 1, 2) == 7
 
 
 @both

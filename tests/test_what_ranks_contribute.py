@@ -97,7 +97,9 @@ def test_what_is_mirrored_has_a_mean_and_no_sum(strategy: Strategy, comm: Intrac
                 assert reduced(strategy, op, value) == 0.1
                 continue
             what = "mirrored variable, 'variable'" if value is held else "Mirrored value"
-            with raises_everywhere(comm, ValueError, f"{what}.* same on all {comm.size} ranks.* {op.upper()} has no"):
+            with raises_everywhere(
+                comm, ValueError, f"{what}.* same on all {comm.size} replicas.* {op.upper()} has no"
+            ):
                 reduced(strategy, op, value)
 
 

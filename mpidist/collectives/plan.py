@@ -127,11 +127,13 @@ class _Wire:
 
     Attributes:
         dtype: The dtype in which the arrays are sent.
+        result: The dtype of the results.
         device: Whether the arrays lie in device memory.
         is_compressed: Whether the arrays are float32, and every rank rounds them to `dtype`.
     """
 
     dtype: np.dtype[Any]
+    result: np.dtype[Any]
     device: bool
     is_compressed: bool
 
@@ -140,8 +142,8 @@ def _group_by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], 
     """Group arrays that can be sent together, the last array first: the last layers' gradients are ready first."""
     groups: dict[_Wire, list[int]] = {}
     for index in reversed(range(len(specs))):
-        spec, wire = specs[index], dtypes[index][0]
-        groups.setdefault(_Wire(wire, spec.device, is_half(wire) and wire != spec.dtype), []).append(index)
+        spec, (wire, result) = specs[index], dtypes[index]
+        groups.setdefault(_Wire(wire, result, spec.device, is_half(wire) and wire != spec.dtype), []).append(index)
     return groups
 
 
@@ -170,7 +172,7 @@ def make_fused_lists(
             return None  # a partial sum must not be rounded between nodes
         full = tuple(index for index in indices if specs[index].num_elements)
         if full:
-            lists.append(_fused_list(arithmetic, specs, full, wire.dtype, dtypes[full[0]][1], reducer))
+            lists.append(_fused_list(arithmetic, specs, full, wire.dtype, wire.result, reducer))
     return tuple(lists) if sum(fused.nbytes for fused in lists) >= reducer.least_bytes else None
 
 

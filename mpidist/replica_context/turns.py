@@ -18,8 +18,8 @@ from mpidist.transport import Device
 
 __all__ = ["CarryOut", "Turns"]
 
-# Makes a call for all replicas of this rank, with the argument of each. If there is an error, the call raises an error
-# on all ranks. Returns a result for each replica.
+# Makes a call for all replicas of this rank, with the argument of each. If there is an error, some replicas may be
+# missing, and the call raises an error on all ranks. Returns a result for each replica.
 CarryOut = Callable[[Sequence[Any], "Exception | None"], Sequence[Any]]
 
 
@@ -181,8 +181,9 @@ class Turns:
         """Make the call that the replicas wait for, once for all."""
         waiting = [(replica, replica.meeting) for replica in replicas if replica.meeting is not None]
         first, refusal = waiting[0][1], None
+        arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
         try:
-            outcomes = first.carry_out([meeting.argument for _, meeting in waiting], _difference(replicas))
+            outcomes = first.carry_out(arguments, _difference(replicas))
         except Exception as error:
             refusal = error
         if refusal is None:

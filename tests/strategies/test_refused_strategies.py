@@ -233,7 +233,7 @@ def test_ranks_that_place_variables_differently_are_refused() -> None:
     placement = OnEachRank() if WORLD.rank == 0 else Elsewhere()
     group, algorithm = SyncGroup.from_mpi(None), CollectiveAllReduce()
     with raises_everywhere(WORLD, InvalidArgumentError, "variable placement: rank 0: OnEachRank; .*: Elsewhere"):
-        StrategyExtended.assemble("Trial", group, algorithm, Device("cpu"), variable_placement=placement)
+        StrategyExtended.assemble("Trial", group, algorithm, [Device("cpu")], variable_placement=placement)
 
 
 WRONG: dict[str, Callable[[Any], Strategy]] = {
@@ -290,7 +290,7 @@ def refuse_size() -> None:
 
 def refuse_device() -> None:
     with pytest.raises(ValueError, match="devices"):
-        MirroredStrategy(["/cpu:0"] * (WORLD.size + 1))
+        MirroredStrategy(["/cpu:0"] * (WORLD.size - 1))
 
 
 def refuse_gpu() -> None:

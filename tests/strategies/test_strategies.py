@@ -158,9 +158,11 @@ def test_mirrored_strategy_takes_a_device_or_one_per_rank(device: str) -> None:
             assert strategy.extended.worker_devices == expected
 
 
-def test_number_of_devices_is_that_of_ranks() -> None:
-    with pytest.raises(ValueError, match=rf"{WORLD.size + 1} devices for {WORLD.size} ranks.*mpiexec -n"):
-        MirroredStrategy(["/cpu:0"] * (WORLD.size + 1))
+@pytest.mark.parametrize("num_missing", [1, 2])
+def test_each_rank_needs_a_device(num_missing: int) -> None:
+    num_devices = max(0, WORLD.size - num_missing)
+    with pytest.raises(ValueError, match=rf"{num_devices} devices for {WORLD.size} ranks.*mpiexec -n"):
+        MirroredStrategy(["/cpu:0"] * num_devices)
 
 
 def test_device_that_is_not_understood_is_refused_on_all_ranks() -> None:

@@ -1,0 +1,17 @@
+"""A digest of what must be equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+__all__ = ["FINGERPRINT_MASK", "fingerprint_of"]
+
+FINGERPRINT_MASK: Final = (1 << 63) - 1  # fits into a signed 64-bit integer
+
+
+def fingerprint_of(signature: Any) -> int:
+    """Return 63 bits of a digest of `repr(signature)`."""
+    return (
+        int.from_bytes(hashlib.blake2b(repr(signature).encode(), digest_size=8).digest(), "little") & FINGERPRINT_MASK
+    )

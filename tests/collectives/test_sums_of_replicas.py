@@ -1,0 +1,199 @@
+"""Sums over a chosen number of replicas: the same bits on any number of ranks, nodes and transports."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.transports import set_sizes
+
+from mpidist import MultiWorkerMirroredStrategy, get_replica_context
+from mpidist.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def tree(ufunc: np.ufunc, parts: list[Any]) -> Any:
+    """Add in the order that is promised: halves of which the first has the largest power of two."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << ((len(parts) - 1).bit_length() - 1)
+    return ufunc(tree(ufunc, parts[:middle]), tree(ufunc, parts[middle:]))
+
+
+def simulate(op: str, parts: list[Any]) -> Any:
+    """Reduce the arrays of all replicas in one loop, without this library."""
+    dtype = parts[0].dtype
+    wide = np.dtype(np.float32) if dtype == np.float16 else dtype
+    if op == "mean" and dtype.kind in "iu":
+        wide = np.dtype({1: np.int32, 2: np.int32, 4: np.int64, 8: np.float64}[dtype.itemsize])
+    with np.errstate(all="ignore"):
+        total = tree(UFUNCS[op], [part.astype(wide) for part in parts])
+        if op == "mean":
+            result = np.float32 if dtype.kind in "iu" and dtype.itemsize < 4 else np.float64
+            return (total / len(parts)).astype(dtype if dtype.kind == "f" else result)
+        return total.astype(dtype)
+
+
+def numbers(replica: int, index: int, shape: tuple[int, ...], dtype: str) -> Any:
+    """Numbers of very different sizes, so that another order gives other bits."""
+    rng = np.random.default_rng([replica, index])
+    if np.dtype(dtype).kind in "iu":
+        return rng.integers(0, 100, shape).astype(dtype)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 3, shape)).astype(dtype)
+
+
+CASES = [
+    [((), "f8")],
+    [((5,), "f4"), ((0,), "f4"), ((3, 2), "f8"), ((7,), "f2")],
+    [((4000,), "f4"), ((3000,), "f4"), ((11,), "i1"), ((2, 2), "i8"), ((1,), "u4")],
+    [((70_000,), "f4")],
+    [((1000,), "f4")] * 20,
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("total", [4, 5, 7, 8])
+def test_bits_are_those_of_the_simulation(
+    total: int, case: int, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, chunk_bytes=16 << 10, least_bytes=256, one_shot_bytes=2 << 10)
+    specs = CASES[case]
+    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
+        for op in UFUNCS:
+
+            def step(op: str = op) -> Any:
+                own = get_replica_context().replica_id_in_sync_group
+                return get_replica_context().all_reduce(op, [numbers(own, at, *spec) for at, spec in enumerate(specs)])
+
+            result = strategy.experimental_local_results(strategy.run(step))[0]
+            for at, spec in enumerate(specs):
+                expected = simulate(op, [numbers(replica, at, *spec) for replica in range(total)])
+                got = np.asarray(result[at])
+                assert got.dtype == expected.dtype
+                assert got.tobytes() == expected.tobytes(), (op, spec)
+
+
+@pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
+def test_hard_sum_is_exact_on_any_ranks(transport: str, comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """Acceptance (3): in rank order this is 5.0, or 4.0, by the number of ranks."""
+    hard = [1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0]
+    with MultiWorkerMirroredStrategy(replicas=8) as strategy:
+        value = strategy.experimental_distribute_values_from_function(lambda own: hard[own.replica_id_in_sync_group])
+        assert strategy.reduce("sum", value) == 4.0
+        arrays = strategy.experimental_distribute_values_from_function(
+            lambda own: np.full(50_000, hard[own.replica_id_in_sync_group])
+        )
+        assert (strategy.reduce("sum", arrays) == 4.0).all()
+        roots = strategy.extended.batch_reduce_to("sum", [(arrays, 0), (value, "all"), (value, comm.size - 1)])
+        assert [root is not None for root in roots] == [comm.rank == 0, True, comm.rank == comm.size - 1]
+        assert all((np.asarray(root) == 4.0).all() for root in roots if root is not None)
+
+
+def digest_of_training(strategy: Any, steps: int) -> str:
+    """Train a small network with float32 numbers; the data and each replica's part depend on the replicas alone."""
+    rng, total = np.random.default_rng(0), strategy.num_replicas_in_sync
+    x = rng.normal(size=(512, 10)).astype("f4")
+    y = np.tanh(x @ rng.normal(size=(10, 1)).astype("f4"))
+    first, second = rng.normal(size=(10, 16)).astype("f4"), rng.normal(size=(16, 1)).astype("f4")
+
+    def gradients(step: int) -> Any:
+        own = get_replica_context().replica_id_in_sync_group
+        rows = np.random.default_rng([7, step]).permutation(512)[own * 64 // total : (own + 1) * 64 // total]
+        hidden = np.tanh(x[rows] @ first)
+        error = hidden @ second - y[rows]
+        grads = x[rows].T @ (error @ second.T * (1 - hidden * hidden)), hidden.T @ error
+        return get_replica_context().all_reduce("sum", grads)
+
+    for step in range(steps):
+        one, other = strategy.experimental_local_results(strategy.run(gradients, args=(step,)))[0]
+        first, second = first - np.float32(0.01) * one, second - np.float32(0.01) * other
+    return hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize("total", [4, 8])
+def test_training_gives_the_same_bits_on_any_ranks(total: int, comm: Intracomm, placement: tuple[int, ...]) -> None:
+    """Acceptance (4). Compared with one rank alone, which adds all replicas itself."""
+    from mpi4py import MPI
+
+    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
+        together = digest_of_training(strategy, 20)
+    with MultiWorkerMirroredStrategy(replicas=total, comm=MPI.COMM_SELF) as strategy:
+        assert digest_of_training(strategy, 20) == together
+
+
+@pytest.mark.parametrize("total", [8])
+def test_bytes_are_those_of_the_rows(total: int, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance (13): with a power of two of ranks as many bytes as without replicas; with three, 4/3 as many sent."""
+    monkeypatch.setenv("MPIDIST_TRANSPORT", "mpi")
+    count = 3 * 4 * 1000
+
+    def sent(strategy: Any, options: CommunicationOptions | None = None) -> int:
+        traffic = strategy.extended.group.levels.world.traffic
+        traffic.clear()
+        strategy.run(lambda: get_replica_context().all_reduce("sum", np.ones(count), options))
+        return comm.allreduce(sum(traffic.nbytes.values()))
+
+    with MultiWorkerMirroredStrategy() as strategy:
+        today = sent(strategy, CommunicationOptions(reproducible=True))
+    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
+        rows = sent(strategy)
+    assert rows == today if comm.size != 3 else rows == sum(busier_directions(count * 8, {8: (2, 2, 1)}[total]))
+
+
+def busier_directions(nbytes: int, rows: tuple[int, ...]) -> list[int]:
+    """Return the bytes of the busier direction of each rank's link, for ranks that send so many rows."""
+    shard = nbytes // len(rows)
+    rest = nbytes - shard
+    sent = [own * rest + rest for own in rows]
+    received = [(sum(rows) - own) * shard + rest for own in rows]
+    assert sum(sent) == sum(received) == 2 * rest * len(rows) * 4 // 3
+    return list(map(max, sent, received))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Any:
+    """Reductions in a random order: (op, specs, whether it is started) of each."""
+    shapes = st.sampled_from([(), (1,), (3,), (64,), (5, 7), (5000,), (0, 2)])
+    specs = st.lists(st.tuples(shapes, st.sampled_from(["f4", "f8", "f2", "i4"])), min_size=1, max_size=4)
+    return draw(st.lists(st.tuples(st.sampled_from(list(UFUNCS)), specs, st.booleans()), min_size=1, max_size=5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_are_those_of_the_simulation(
+    seed: int, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, chunk_bytes=4 << 10, least_bytes=256, one_shot_bytes=1 << 10)
+    totals = np.random.default_rng(seed).integers(comm.size, 17, 2)
+    strategies = [MultiWorkerMirroredStrategy(replicas=int(total)) for total in totals]
+
+    @settings(max_examples=8, database=None, derandomize=True, deadline=None)
+    @given(programs())
+    def run(program: Any) -> None:
+        for strategy in strategies:
+
+            def step() -> Any:
+                own, results = get_replica_context(), []
+                for op, specs, is_started in program:
+                    value = [numbers(own.replica_id_in_sync_group, at, *spec) for at, spec in enumerate(specs)]
+                    results.append(own.start_all_reduce(op, value) if is_started else own.all_reduce(op, value))
+                return [result.wait() if hasattr(result, "wait") else result for result in results]
+
+            results = strategy.experimental_local_results(strategy.run(step))[0]
+            for (op, specs, _), arrays in zip(program, results, strict=True):
+                for at, spec in enumerate(specs):
+                    parts = [numbers(replica, at, *spec) for replica in range(strategy.num_replicas_in_sync)]
+                    assert np.asarray(arrays[at]).tobytes() == simulate(op, parts).tobytes(), (op, spec)
+
+    run()
+    for strategy in strategies:
+        strategy.close()

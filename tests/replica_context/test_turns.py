@@ -1,0 +1,171 @@
+"""Replicas of one rank take turns between the calls in which they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from mpidist import OneDeviceStrategy, context_stack
+from mpidist.context_stack import Entry
+from mpidist.errors import InvalidArgumentError
+from mpidist.replica_context.turns import Turns
+from mpidist.transport import Device
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+
+class Log:
+    """Calls that replicas made together."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def add(self, arguments: Sequence[Any], error: Exception | None) -> list[Any]:
+        if error is not None:
+            raise error
+        self.calls.append(tuple(arguments))
+        return [sum(arguments)] * len(arguments)
+
+
+def turns_of(*replica_ids: int) -> Turns:
+    return Turns(replica_ids, [Device("cpu")] * len(replica_ids))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_replicas_meet_in_each_call_once(count: int) -> None:
+    turns, log, order = turns_of(*range(count)), Log(), []
+
+    def body(at: int) -> int:
+        total = 0
+        for step in range(3):
+            order.append((step, at))
+            total += turns.meet("add", log.add, 10**at)
+        return total
+
+    each = sum(10**at for at in range(count))
+    assert turns.run([lambda at=at: body(at) for at in range(count)]) == [3 * each] * count
+    assert log.calls == [tuple(10**at for at in range(count))] * 3
+    assert order == [(step, at) for step in range(3) for at in range(count)]  # in turn, by replica
+
+
+def test_replicas_that_make_no_call_just_run() -> None:
+    assert turns_of(4, 5).run([lambda: "a", lambda: "b"]) == ["a", "b"]
+
+
+def differ(first: Callable[[Turns, Log], Any], second: Callable[[Turns, Log], Any]) -> Exception:
+    turns, log = turns_of(6, 7), Log()
+    with pytest.raises((InvalidArgumentError, KeyError)) as raised:
+        turns.run([lambda: first(turns, log), lambda: second(turns, log)])
+    assert log.calls == []
+    return raised.value
+
+
+def add(turns: Turns, log: Log) -> Any:
+    return turns.meet("add", log.add, 1)
+
+
+def fail(turns: Turns, log: Log) -> Any:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (lambda turns, log: 3, "replica 7 returned from the function, while replica 6 called add"),
+        (lambda turns, log: turns.meet("sub", log.add, 1), "replica 7 called sub, while replica 6 called add"),
+    ],
+)
+def test_unlike_calls_are_an_error_that_names_the_replicas(second: Callable[[Turns, Log], Any], text: str) -> None:
+    assert text in str(differ(add, second))
+
+
+def test_error_of_a_replica_ends_the_others() -> None:
+    """Their `finally` clauses run, and make no further call."""
+    seen: list[str] = []
+
+    def waits(turns: Turns, log: Log) -> None:
+        try:
+            add(turns, log)
+        finally:
+            try:
+                add(turns, log)
+            except RuntimeError as error:
+                seen.append(str(error))
+
+    assert repr(differ(waits, fail)) == "KeyError('mine')"
+    assert seen == ["add: replica 6 was ended, as another replica has failed"]
+    assert repr(differ(fail, waits)) == "KeyError('mine')"
+
+
+def test_error_reaches_the_other_ranks_with_the_replica_that_had_it() -> None:
+    """Where other replicas wait in a call, that call is made, with an error."""
+    turns, given = turns_of(6, 7), []
+
+    def call(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
+        given.append(str(error))
+        raise InvalidArgumentError(str(error))
+
+    with pytest.raises(KeyError, match="mine"):
+        turns.run([lambda: turns.meet("add", call, 1), lambda: fail(turns, Log())])
+    advice = "all replicas must make the same calls in the same order"
+    assert given == [f"replica 7 raised KeyError: 'mine', while replica 6 called add; {advice}"]
+
+
+def test_error_of_a_call_can_be_caught_by_every_replica() -> None:
+    turns, log = turns_of(0, 1), Log()
+
+    def refuse(arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
+        raise InvalidArgumentError("no")
+
+    def body() -> Any:
+        with pytest.raises(InvalidArgumentError, match="no"):
+            turns.meet("refused", refuse, 1)
+        return turns.meet("add", log.add, 1)
+
+    assert turns.run([body, body]) == [2, 2]
+
+
+def test_cause_of_an_error_is_kept() -> None:
+    def chained() -> None:
+        raise ValueError("outer") from KeyError("inner")
+
+    turns = turns_of(0, 1)
+    with pytest.raises(ValueError, match="outer") as raised:
+        turns.run([lambda: add(turns, Log()), chained])
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_interrupt_ends_all_replicas_at_once() -> None:
+    turns, log, ended = turns_of(0, 1), Log(), []
+
+    def waits() -> None:
+        try:
+            turns.meet("add", log.add, 1)
+        finally:
+            ended.append(True)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.run([waits, interrupt])
+    assert (log.calls, ended) == ([], [True])
+
+
+def test_each_replica_has_contexts_of_its_own() -> None:
+    turns, log, strategy = turns_of(0, 1), Log(), OneDeviceStrategy("/cpu:0")
+
+    def body(entry: Entry) -> list[bool]:
+        def inner() -> list[bool]:
+            seen = [context_stack.innermost() is entry]
+            turns.meet("add", log.add, 1)
+            return [*seen, context_stack.innermost() is entry]
+
+        return context_stack.call(entry, inner)
+
+    entries = [Entry(strategy), Entry(strategy)]
+    outer = context_stack.copy_entries()
+    assert turns.run([lambda: body(entries[0]), lambda: body(entries[1])]) == [[True, True], [True, True]]
+    assert context_stack.copy_entries() == outer
