@@ -4,7 +4,7 @@ Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, mismatch_error
+from mpidist.transport.agreement import Call, CallRecord, fingerprint_of, mismatch_error
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
     LEADER_BYTES,
@@ -21,7 +21,6 @@ from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, choose_device
 from mpidist.transport.failures import FILE_VERSION, ends_normally, open_groups
-from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.gpu import Launched
 from mpidist.transport.group import (
     DeviceLevels,
