@@ -53,6 +53,7 @@ from mpidist.transport.shared_memory import (
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
 from mpidist.transport.topology import Topology
+from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "DeviceQueue",
     "ErrorReport",
     "FILE_VERSION",
+    "Fold",
     "GpuFacts",
     "InPlace",
     "Intracomm",
@@ -78,6 +80,7 @@ __all__ = [
     "Place",
     "Placement",
     "Reduction",
+    "ReplicaTree",
     "Schedule",
     "SharedArrays",
     "SharedMemoryCommunicator",

@@ -75,6 +75,11 @@ class MpiCommunicator(Communicator):
         """All ranks but this one, from the next one on."""
         return self._others
 
+    @property
+    def max_chunk_bytes(self) -> int:
+        """The largest array that goes in one call."""
+        return self._max_chunk_bytes
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         nbytes = count * dtype.itemsize
         if self._pack.size < nbytes:
@@ -285,7 +290,7 @@ class MpiCommunicator(Communicator):
 
 def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
     """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
-    if reduction.in_rank_order or is_half(dtype):
+    if reduction.in_rank_order or reduction.fold is not None or is_half(dtype):
         return False
     # MPI's MIN and MAX may drop a NaN, and then not on every rank.
     return dtype.kind in "iu" or reduction.op in ("sum", "prod")
