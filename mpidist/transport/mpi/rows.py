@@ -1,0 +1,83 @@
+"""All-reduce of rows of a replica tree by messages: whoever adds a shard receives the rows of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mpidist.transport.communicator import Array, shard_bounds
+from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.tree import Fold
+
+__all__ = ["all_reduce_rows", "row_traffic"]
+
+
+def all_reduce_rows(
+    communicator: MpiCommunicator,
+    fold: Fold,
+    num_rows: Sequence[int],
+    ufunc: np.ufunc,
+    rows: Sequence[Array],
+    out: Array,
+) -> None:
+    """Add the rows of all ranks on every rank. Collective.
+
+    Every rank sends each other rank its rows of that rank's shard, adds its own shard, and sends the sum to all: two
+    rounds of messages, of which the first has one message for each row. With P ranks, S bytes and k rows on this rank,
+    whose shard has s bytes, it sends k (S - s) + (P - 1) s bytes.
+
+    Args:
+        communicator: The ranks.
+        fold: From the rows of all ranks, in rank order, to the sum.
+        num_rows: Number of rows of each rank.
+        ufunc: The operation on two arrays.
+        rows: This rank's rows, each [n], flat, contiguous and of one dtype.
+        out: [n], takes the sum. May be one of `rows`.
+    """
+    bounds = shard_bounds(out.size, communicator.size)
+    own = (bounds[communicator.rank + 1] - bounds[communicator.rank]) * out.itemsize
+    communicator.traffic.add("all_reduce", max(row_traffic(num_rows, communicator.rank, out.nbytes, own)))
+    step = max(1, communicator.max_chunk_bytes // (out.itemsize * max(num_rows)))
+    room = np.empty((fold.num_parts, -(-min(step, out.size) // communicator.size)), out.dtype)
+    for start in range(0, out.size, step):
+        chunk = slice(start, start + step)
+        _all_reduce(communicator, fold, num_rows, ufunc, [row[chunk] for row in rows], out[chunk], room)
+
+
+def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tuple[int, int]:
+    """Return how many bytes a rank sends and receives if ranks exchange rows, and then the sums of shards.
+
+    Args:
+        num_rows: Number of rows of each rank.
+        rank: The rank.
+        nbytes: Size of a row.
+        own: Size of the rank's shard.
+    """
+    of_others = sum(num_rows) - num_rows[rank]
+    return num_rows[rank] * (nbytes - own) + (len(num_rows) - 1) * own, of_others * own + nbytes - own
+
+
+def _all_reduce(
+    communicator: MpiCommunicator,
+    fold: Fold,
+    num_rows: Sequence[int],
+    ufunc: np.ufunc,
+    rows: Sequence[Array],
+    out: Array,
+    room: Array,
+) -> None:
+    rank, others = communicator.rank, communicator.others
+    bounds = shard_bounds(out.size, communicator.size)
+    shards = [slice(start, stop) for start, stop in pairwise(bounds)]
+    own = out[shards[rank]]
+    parts = list(room[:, : own.size])
+    first = [sum(num_rows[:source]) for source in range(communicator.size)]
+    parts[first[rank] : first[rank] + num_rows[rank]] = [row[shards[rank]] for row in rows]
+    communicator.transfer(
+        [(row[shards[other]], other) for other in others for row in rows],
+        [(parts[first[other] + at], other) for other in others for at in range(num_rows[other])],
+    )
+    fold.combine(ufunc, parts, (own,))
+    communicator.transfer([(own, other) for other in others], [(out[shards[other]], other) for other in others])
