@@ -137,6 +137,44 @@ def test_calls_do_not_overtake_each_other(levels: Levels, topology: Topology, se
 
 
 @pytest.mark.ranks(min=2)
+def test_traffic_is_that_of_rows_and_of_sums(levels: Levels, topology: Topology) -> None:
+    """For the busier direction of this rank's link; shards of whole elements and whole chunks on one node."""
+    tree, rank, size, count = replica_tree(13, topology), topology.rank, topology.size, 960
+    reduced(levels, tree, "sum", unlike_numbers(13, count, np.float32))
+    calls, nbytes = levels.world.traffic.calls["all_reduce"], levels.world.traffic.nbytes["all_reduce"]
+    total, own = 4 * count, 4 * count // size
+    sent = tree.num_rows[rank] * (total - own) + (size - 1) * own
+    received = (sum(tree.num_rows) - tree.num_rows[rank]) * own + total - own
+    if topology.num_nodes == 1 or levels.fused is None or topology.num_nodes == size:
+        most = 0 if levels.fused is None else 15 * max(tree.num_rows)  # shards begin at whole cache lines
+        assert calls == 1
+        assert abs(nbytes - max(sent, received)) <= 4 * size * most
+    else:
+        assert calls == 0
+        assert levels.within_node.traffic.calls["all_reduce"] == 1
+        lanes = min(topology.node_sizes)
+        has_lane = topology.local_rank < lanes
+        across = levels.across_nodes.traffic.nbytes["all_reduce"]
+        assert (across >= 2 * total // lanes * (topology.num_nodes - 1) // topology.num_nodes - 64) == has_lane
+
+
+@pytest.mark.ranks(min=2)
+def test_waits_check_on_peers(levels: Levels, topology: Topology) -> None:
+    """So that they end when a peer is lost."""
+    checks = 0
+
+    def check_peers() -> None:
+        nonlocal checks
+        checks += 1
+
+    levels.set_wait_hook(check_peers)
+    if topology.rank == 0:
+        time.sleep(0.05)
+    assert (reduced(levels, replica_tree(8, topology), "sum", cancelling(100)) == 4).all()
+    assert checks > 0 or topology.rank == 0
+
+
+@pytest.mark.ranks(min=2)
 def test_levels_that_compress_are_refused(levels: Levels, topology: Topology) -> None:
     tree = replica_tree(8, topology)
     rows = rows_of_this_rank(tree, np.add, unlike_numbers(8, 10, np.float32))
