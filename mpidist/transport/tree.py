@@ -27,6 +27,7 @@ Row = tuple[int, int]  # the subtree of replicas a to b - 1: (a, b)
 
 _BLOCK_BYTES: Final = 128 << 10  # of each part: partial sums of a block stay in the cache, and need little memory
 _OUT: Final = -1  # the last register
+_NOT_LATE: Final = (False,)
 
 
 @final
@@ -97,10 +98,7 @@ class Fold:
         """
         first, is_device = outs[0], arrays.is_device(outs[0])
         call = ufunc if is_device else partial(without_float_errors, ufunc)
-        are_late = [
-            any(_overlap(out, parts[at]) for at in output.read_later)
-            for out, output in zip(outs, self._outputs, strict=True)
-        ]
+        are_late = _NOT_LATE if self.num_rows == 1 else self._are_late(parts, outs)
         if is_device or first.nbytes <= _BLOCK_BYTES:
             self._add(call, parts, outs, are_late)
             return
@@ -108,6 +106,13 @@ class Fold:
         for start in range(0, first.size, step):
             block = slice(start, start + step)
             self._add(call, [part[block] for part in parts], [out[block] for out in outs], are_late)
+
+    def _are_late(self, parts: Sequence[Any], outs: Sequence[Any]) -> list[bool]:
+        """Whether each out has to wait, because later outputs read what it overwrites."""
+        return [
+            any(_overlap(out, parts[at]) for at in output.read_later)
+            for out, output in zip(outs, self._outputs, strict=True)
+        ]
 
     def _add(
         self, call: Callable[..., Any], parts: Sequence[Any], outs: Sequence[Any], are_late: Sequence[bool]
