@@ -4,7 +4,7 @@ Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, mismatch_error
+from mpidist.transport.agreement import Call, CallRecord, fingerprint_of, mismatch_error
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
     LEADER_BYTES,
@@ -21,7 +21,6 @@ from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, choose_device
 from mpidist.transport.failures import FILE_VERSION, ends_normally, open_groups
-from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.gpu import Launched
 from mpidist.transport.group import (
     DeviceLevels,
@@ -31,6 +30,7 @@ from mpidist.transport.group import (
     Pending,
     Steps,
     SyncGroup,
+    all_reduce_rows,
     narrow,
     raise_reported,
     raise_together,
@@ -54,6 +54,7 @@ from mpidist.transport.shared_memory import (
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
 from mpidist.transport.topology import Topology
+from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "DeviceQueue",
     "ErrorReport",
     "FILE_VERSION",
+    "Fold",
     "GpuFacts",
     "InPlace",
     "Intracomm",
@@ -79,6 +81,7 @@ __all__ = [
     "Place",
     "Placement",
     "Reduction",
+    "ReplicaTree",
     "Schedule",
     "SharedArrays",
     "SharedMemoryCommunicator",
@@ -90,6 +93,7 @@ __all__ = [
     "TwoShot",
     "TuningKey",
     "accumulator_dtype",
+    "all_reduce_rows",
     "arrays",
     "bfloat16",
     "choose_device",

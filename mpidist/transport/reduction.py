@@ -12,6 +12,7 @@ import numpy as np
 
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
+from mpidist.transport.tree import Fold
 
 __all__ = ["Reduction", "accumulator_dtype", "is_half", "narrow", "widen"]
 
@@ -32,16 +33,23 @@ class Reduction:
         in_rank_order: Whether contributions must be reduced in rank order, whatever is faster for the transport.
         counts_overflow: Whether to count numbers that become infinite: those of compressed float32 numbers. Sums of
             the caller's own float16 numbers overflow as they do in NumPy.
+        fold: The order in which contributions are added; `None` for rank order. Contributions are then rows of a
+            `ReplicaTree`, of no half precision, and the caller divides.
+        fold_across: The order of the phases after the first.
     """
 
     op: str = "sum"
     divisor: int = 1
     in_rank_order: bool = False
     counts_overflow: bool = False
+    fold: Fold | None = None
+    fold_across: Fold | None = None
 
     @property
     def rest(self) -> Reduction:
-        """The reduction for the phases after the first: the same, with the division done."""
+        """The reduction for the phases after the first: the same, with the division done, in the order that follows."""
+        if self.fold is not None:
+            return replace(self, divisor=1, fold=self.fold_across, fold_across=None)
         return self if self.divisor == 1 else replace(self, divisor=1)
 
     @functools.cached_property
@@ -63,6 +71,9 @@ class Reduction:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
         ufunc = self.ufunc
+        if self.fold is not None:
+            self.fold.combine(ufunc, parts, (out,))
+            return 0
         if is_half(out.dtype):
             with np.errstate(all="ignore"):
                 overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)

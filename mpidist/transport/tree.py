@@ -9,9 +9,9 @@ in the same tree. All of it is elementwise, so chunks, packs and algorithms cann
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple, final
 
@@ -27,6 +27,7 @@ Row = tuple[int, int]  # the subtree of replicas a to b - 1: (a, b)
 
 _BLOCK_BYTES: Final = 128 << 10  # of each part: partial sums of a block stay in the cache, and need little memory
 _OUT: Final = -1  # the last register
+_NOT_LATE: Final = (False,)
 
 
 @final
@@ -95,28 +96,34 @@ class Fold:
             parts: [num_parts], the input rows.
             outs: [num_rows], the arrays that take the output rows. Each may be one of `parts`.
         """
-        first = outs[0]
-        are_late = [
-            any(_overlap(out, parts[at]) for at in output.read_later)
-            for out, output in zip(outs, self._outputs, strict=True)
-        ]
-        if first.nbytes <= _BLOCK_BYTES or arrays.is_device(first):
-            self._add(ufunc, parts, outs, are_late)
+        first, is_device = outs[0], arrays.is_device(outs[0])
+        call = ufunc if is_device else partial(without_float_errors, ufunc)
+        are_late = _NOT_LATE if self.num_rows == 1 else self._are_late(parts, outs)
+        if is_device or first.nbytes <= _BLOCK_BYTES:
+            self._add(call, parts, outs, are_late)
             return
         step = max(1, _BLOCK_BYTES // first.itemsize)
         for start in range(0, first.size, step):
             block = slice(start, start + step)
-            self._add(ufunc, [part[block] for part in parts], [out[block] for out in outs], are_late)
+            self._add(call, [part[block] for part in parts], [out[block] for out in outs], are_late)
 
-    def _add(self, ufunc: np.ufunc, parts: Sequence[Any], outs: Sequence[Any], are_late: Sequence[bool]) -> None:
+    def _are_late(self, parts: Sequence[Any], outs: Sequence[Any]) -> list[bool]:
+        """Whether each out has to wait, because later outputs read what it overwrites."""
+        return [
+            any(_overlap(out, parts[at]) for at in output.read_later)
+            for out, output in zip(outs, self._outputs, strict=True)
+        ]
+
+    def _add(
+        self, call: Callable[..., Any], parts: Sequence[Any], outs: Sequence[Any], are_late: Sequence[bool]
+    ) -> None:
         """Add; outs that later outputs read as parts are written at the end."""
         registers: list[Any] = [*parts, *[None] * self._num_scratch, None]
         late = []
         for output, out, is_late in zip(self._outputs, outs, are_late, strict=True):
             registers[_OUT] = None if is_late else out
             for left, right, target in output.steps:
-                operands = registers[left], registers[right]
-                registers[target] = without_float_errors(ufunc, *operands, out=registers[target])
+                registers[target] = call(registers[left], registers[right], out=registers[target])
             if output.source is not None:
                 registers[_OUT] = _copied(parts[output.source], registers[_OUT])
             if is_late:

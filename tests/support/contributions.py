@@ -6,14 +6,17 @@ dtype and in any order of adding, so results are compared with `==`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from mpidist.transport import ReplicaTree, Topology, shard_bounds
+
 __all__ = [
-    "COMPLEX", "DTYPES", "HALVES", "INTEGERS", "REALS", "bits", "contribution", "in_rank_order", "reduction_of",
+    "COMPLEX", "DTYPES", "HALVES", "INTEGERS", "REALS", "UFUNCS", "bits", "cancelling", "contribution", "flat_trees",
+    "in_rank_order", "in_tree_order", "reduction_of", "replica_tree", "rows_of_this_rank", "unlike_numbers",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +28,7 @@ REALS: list[DType] = [np.dtype(code) for code in "fdg"]
 COMPLEX: list[DType] = [np.dtype(code) for code in "FDG"]
 DTYPES = INTEGERS + HALVES + REALS + COMPLEX
 
+UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _JOIN: dict[str, Any] = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
     "prod": lambda rows: rows.prod(axis=0, dtype=rows.dtype),
@@ -68,3 +72,54 @@ def bits(array: Any) -> bytes:
         return flat.tobytes()
     used = 10 if np.finfo(np.longdouble).nmant == 63 else 16  # x86: 80 bits in 16 bytes
     return np.frombuffer(flat.tobytes(), np.uint8).reshape(-1, 16)[:, :used].tobytes()
+
+
+# Of replicas, several on a rank
+
+
+def in_tree_order(ufunc: np.ufunc, replicas: Sequence[Array]) -> Array:
+    """Join the contributions of replicas in the order of `transport.tree`, by its definition."""
+    if len(replicas) == 1:
+        return replicas[0]
+    middle = 1
+    while 2 * middle < len(replicas):
+        middle *= 2
+    with np.errstate(all="ignore"):
+        left, right = in_tree_order(ufunc, replicas[:middle]), in_tree_order(ufunc, replicas[middle:])
+        return ufunc(left, right)  # type: ignore[no-any-return]
+
+
+def unlike_numbers(total: int, count: int, dtype: Any) -> list[Array]:
+    """Return what each of `total` replicas contributes, [count], so that every order of adding rounds otherwise."""
+    random = np.random.default_rng(1000 * total + count)
+    dtype = np.dtype(dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return list(random.integers(limits.min, limits.max, (total, count), dtype, endpoint=True))
+    numbers = random.standard_normal((total, count)) * 10.0 ** random.integers(-8, 9, (total, count))
+    return list(numbers.astype(dtype))
+
+
+def replica_tree(total: int, topology: Topology) -> ReplicaTree:
+    return ReplicaTree(tuple(shard_bounds(total, topology.size)), topology)
+
+
+def flat_trees(topology: Topology) -> Iterator[ReplicaTree]:
+    """Yield trees of several replicas on a rank, and of one, that are flat; there may be none."""
+    for total in dict.fromkeys([8, topology.size, 2 * topology.size, 4 * topology.size]):
+        tree = replica_tree(total, topology)
+        if tree.is_flat:
+            yield tree
+
+
+def rows_of_this_rank(tree: ReplicaTree, ufunc: np.ufunc, numbers: Sequence[Any]) -> list[Any]:
+    """Add the numbers of this rank's replicas to its rows; `numbers` are those of all replicas."""
+    start, stop = tree.bounds[tree.topology.rank :][:2]
+    rows = [np.empty_like(numbers[0]) for _ in range(tree.local.num_rows)]
+    tree.local.combine(ufunc, numbers[start:stop], rows)
+    return rows
+
+
+def cancelling(count: int) -> list[Any]:
+    """What 8 replicas contribute whose sum is 4 in the order of the tree, and 5 in that of replicas."""
+    return [np.full(count, number) for number in (1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0)]

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, REALS, contribution, in_rank_order, reduction_of
+from support.contributions import (
+    COMPLEX,
+    DTYPES,
+    HALVES,
+    INTEGERS,
+    REALS,
+    UFUNCS,
+    bits,
+    contribution,
+    flat_trees,
+    in_rank_order,
+    in_tree_order,
+    reduction_of,
+    rows_of_this_rank,
+    unlike_numbers,
+)
 from support.everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
@@ -16,6 +31,7 @@ from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
 from mpidist.transport.shared_memory.window import LINE_BYTES
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -26,7 +42,6 @@ CHUNK_BYTES = 28  # 7 numbers of float32, and less than one of complex longdoubl
 KINDS = ["solo", "mpi", "mpi in chunks", "shared", "shared in chunks"]
 A_FEW = [np.dtype(np.int32), np.dtype(np.float64), HALVES[1]]
 OPS = ["sum", "prod", "min", "max"]
-UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 @pytest.fixture(params=KINDS)
@@ -266,6 +281,24 @@ def test_rank_order_is_kept_to_the_bit(communicator: Communicator) -> None:
         buffer = parts[communicator.rank].copy()
         communicator.reduce(buffer, reduction, 0)
         assert communicator.rank or (buffer == expected).all(), dtype
+
+
+def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: Communicator) -> None:
+    """Where every rank has one row of the replica tree. By each method that reduces."""
+    size, rank = communicator.size, communicator.rank
+    for tree in flat_trees(Topology.from_labels(rank, [0] * size, ["host"] * size)):
+        for op, dtype in [("sum", "f"), ("sum", "D"), ("prod", "f"), ("max", "d"), ("sum", "i")]:
+            numbers = unlike_numbers(tree.total, 2 * size + 5, dtype)
+            expected = in_tree_order(UFUNCS[op], numbers)
+            (row,) = rows_of_this_rank(tree, UFUNCS[op], numbers)
+            reduction = Reduction(op, fold=tree.world)
+            communicator.all_reduce(buffer := row.copy(), reduction)
+            assert bits(buffer) == bits(expected), (tree, op, dtype)
+            communicator.reduce(buffer := row.copy(), reduction, size - 1)
+            assert rank < size - 1 or bits(buffer) == bits(expected), (tree, op, dtype)
+            start, stop = shard_bounds(row.size, size)[rank:][:2]
+            shard = communicator.reduce_scatter(row.copy(), reduction)
+            assert bits(shard) == bits(expected[start:stop]), (tree, op, dtype)
 
 
 def test_a_divided_sum_does_not_overflow(communicator: Communicator) -> None:

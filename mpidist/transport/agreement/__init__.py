@@ -2,6 +2,7 @@
 
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds
+from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import mismatch_error
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 
@@ -14,5 +15,6 @@ __all__ = [
     "MpiAgreement",
     "NodeRounds",
     "SoloAgreement",
+    "fingerprint_of",
     "mismatch_error",
 ]

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, final
 
-from mpidist.transport.fingerprint import fingerprint_of
+from mpidist.transport.agreement.fingerprint import fingerprint_of
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
 

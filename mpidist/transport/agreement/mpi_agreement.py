@@ -11,9 +11,9 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.agreement.comparison_rounds import MpiRounds, Rounds
+from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
 from mpidist.transport.failures import BROKE_OFF, CallWatchdog
-from mpidist.transport.fingerprint import fingerprint_of
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
 from mpidist.transport.text import text_of

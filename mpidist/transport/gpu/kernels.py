@@ -142,7 +142,7 @@ class DeviceKernels:
 
         The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
         round once, and for which of two zeros or of two NaNs the minimum is. Floating-point numbers and sums of complex
-        ones take one launch; others go by CuPy's operations, one for each piece.
+        ones take one launch; others go by CuPy's operations, one for each piece, and so do all with a `fold`.
 
         Args:
             parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
@@ -161,6 +161,9 @@ class DeviceKernels:
             )
         if not all(map(_is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
+        if reduction.fold is not None:
+            reduction.fold.combine(reduction.ufunc, rows, (out,))
+            return
         dtype = out.dtype
         if dtype.kind == "c" and reduction.op == "sum" and rows[0].dtype == dtype:  # the pair of the parts' sums
             real = np.dtype(f"f{dtype.itemsize // 2}")

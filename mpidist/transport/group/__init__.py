@@ -4,6 +4,7 @@ from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
+from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
 
@@ -15,6 +16,7 @@ __all__ = [
     "Pending",
     "Steps",
     "SyncGroup",
+    "all_reduce_rows",
     "narrow",
     "raise_reported",
     "raise_together",

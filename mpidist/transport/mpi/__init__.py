@@ -5,11 +5,13 @@ from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.launch import check_launch
 from mpidist.transport.mpi.library import Intracomm, command_line, load_mpi, ranks_in_world
 from mpidist.transport.mpi.ring import ring_all_reduce
+from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 
 __all__ = [
     "Intracomm",
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
+    "all_reduce_rows",
     "check_launch",
     "command_line",
     "is_forked_from_rank",
@@ -18,4 +20,5 @@ __all__ = [
     "ranks_in_world",
     "require_no_child",
     "ring_all_reduce",
+    "row_traffic",
 ]

@@ -75,6 +75,11 @@ class MpiCommunicator(Communicator):
         """All ranks but this one, from the next one on."""
         return self._others
 
+    @property
+    def max_chunk_bytes(self) -> int:
+        """The largest array that goes in one call."""
+        return self._max_chunk_bytes
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         nbytes = count * dtype.itemsize
         if self._pack.size < nbytes:
@@ -117,7 +122,7 @@ class MpiCommunicator(Communicator):
             return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
         if _is_right_in_mpi(buffer.dtype, reduction):
             mpi_dtype = _mpi_dtype(buffer.dtype)
-            received = self._scratch_of(own.size, buffer.dtype) if into is None else into
+            received = self.scratch(own.size, buffer.dtype) if into is None else into
             counts = [stop - start for start, stop in pairwise(bounds)]
             # MPI's in-place form would leave the shard at the front of the buffer
             op = self._ops[reduction.op]
@@ -205,6 +210,13 @@ class MpiCommunicator(Communicator):
         if requests:
             self._wait_all(requests, *(part for part, _ in (*sends, *receives)))
 
+    def scratch(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return memory to receive into [count], uninitialised, until the next call overwrites it. Local."""
+        nbytes = count * dtype.itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
     def test_all(self, requests: list[Request]) -> bool:
         """Return whether messages are complete, and advance them. Local."""
         return bool(self._test_all(requests))
@@ -236,12 +248,6 @@ class MpiCommunicator(Communicator):
     def _byte_chunks(self, buffer: Array) -> Iterator[Array]:
         return (_bytes(chunk) for chunk in self._chunks(buffer))
 
-    def _scratch_of(self, count: int, dtype: np.dtype[Any]) -> Array:
-        nbytes = count * dtype.itemsize
-        if self._scratch.size < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return self._scratch[:nbytes].view(dtype)
-
     def _reduce_scatter_in_pieces(self, buffer: Array, reduction: Reduction, bounds: Sequence[int]) -> Array:
         for root in range(self.size):
             for chunk in self._chunks(buffer[bounds[root] : bounds[root + 1]]):
@@ -269,7 +275,7 @@ class MpiCommunicator(Communicator):
     def _combine_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard, and combine them in rank order."""
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        rows = self._scratch_of(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
+        rows = self.scratch(self.size * own.size, buffer.dtype).reshape(self.size, own.size)
         self._wait_all(self.start_parts(buffer, bounds, rows, 0), buffer, rows)
         self.join_parts(rows, own, reduction, shard)
 
@@ -285,7 +291,7 @@ class MpiCommunicator(Communicator):
 
 def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
     """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
-    if reduction.in_rank_order or is_half(dtype):
+    if reduction.in_rank_order or reduction.fold is not None or is_half(dtype):
         return False
     # MPI's MIN and MAX may drop a NaN, and then not on every rank.
     return dtype.kind in "iu" or reduction.op in ("sum", "prod")

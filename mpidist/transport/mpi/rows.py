@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -40,10 +40,9 @@ def all_reduce_rows(
     own = (bounds[communicator.rank + 1] - bounds[communicator.rank]) * out.itemsize
     communicator.traffic.add("all_reduce", max(row_traffic(num_rows, communicator.rank, out.nbytes, own)))
     step = max(1, communicator.max_chunk_bytes // (out.itemsize * max(num_rows)))
-    room = np.empty((fold.num_parts, -(-min(step, out.size) // communicator.size)), out.dtype)
     for start in range(0, out.size, step):
         chunk = slice(start, start + step)
-        _all_reduce(communicator, fold, num_rows, ufunc, [row[chunk] for row in rows], out[chunk], room)
+        _all_reduce(communicator, fold, num_rows, ufunc, [row[chunk] for row in rows], out[chunk])
 
 
 def row_traffic(num_rows: Sequence[int], rank: int, nbytes: int, own: int) -> tuple[int, int]:
@@ -66,14 +65,13 @@ def _all_reduce(
     ufunc: np.ufunc,
     rows: Sequence[Array],
     out: Array,
-    room: Array,
 ) -> None:
     rank, others = communicator.rank, communicator.others
     bounds = shard_bounds(out.size, communicator.size)
     shards = [slice(start, stop) for start, stop in pairwise(bounds)]
     own = out[shards[rank]]
-    parts = list(room[:, : own.size])
-    first = [sum(num_rows[:source]) for source in range(communicator.size)]
+    parts = list(communicator.scratch(fold.num_parts * own.size, out.dtype).reshape(fold.num_parts, own.size))
+    first = list(accumulate(num_rows, initial=0))  # of the parts of each rank
     parts[first[rank] : first[rank] + num_rows[rank]] = [row[shards[rank]] for row in rows]
     communicator.transfer(
         [(row[shards[other]], other) for other in others for row in rows],

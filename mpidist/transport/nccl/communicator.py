@@ -179,7 +179,7 @@ class NcclCommunicator(Communicator):
     def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
         """Return NCCL's dtype for a reduction, and how many numbers make an element; `None` if NCCL cannot do it."""
         dtype = buffer.dtype
-        if reduction.in_rank_order or is_half(dtype):
+        if reduction.in_rank_order or reduction.fold is not None or is_half(dtype):
             return None
         if dtype.kind == "c":  # the sum of pairs is the pair of sums
             code = self._codes.get(f"f{dtype.itemsize // 2}")

@@ -5,6 +5,7 @@ from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicato
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
 from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.inter_node import ShardExchange
+from mpidist.transport.shared_memory.rows import all_reduce_rows, fits_into_slots
 from mpidist.transport.shared_memory.schedule import Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.symmetric import Place, SharedArrays, places_digest
@@ -26,5 +27,7 @@ __all__ = [
     "FusedArrays",
     "FusedReducer",
     "TwoShot",
+    "all_reduce_rows",
+    "fits_into_slots",
     "places_digest",
 ]

@@ -56,6 +56,7 @@ class FusedReducer:
         least_bytes: The smallest list that is faster fused than in one pack, in bytes.
         spans_nodes: Whether there are several nodes.
         keeps_rank_order: Whether contributions can be added in rank order.
+        traffic: That of the argument.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class FusedReducer:
         self.keeps_rank_order = across is None or across.is_in_blocks
         self._exchange = None if across is None else across.exchange
         self._one_shot_bytes = min(one_shot_bytes, slots.slot_bytes)
-        self._traffic = traffic
+        self.traffic = traffic
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
         self.one_shot = lru_cache(_SCHEDULES)(self._one_shot)
 
@@ -83,7 +84,7 @@ class FusedReducer:
 
     def count(self, nbytes: int) -> None:
         """Count the traffic of an all-reduce within the node. `ShardExchange` counts that across nodes."""
-        self._traffic.add("all_reduce", 2 * nbytes * (self.slots.size - 1) // self.slots.size)
+        self.traffic.add("all_reduce", 2 * nbytes * (self.slots.size - 1) // self.slots.size)
 
     def is_small(self, nbytes: int) -> bool:
         """Whether a list of this size is reduced by a one-shot all-reduce."""
@@ -108,7 +109,7 @@ class FusedReducer:
             small = self.one_shot(buffer.size, buffer.dtype)
             parts = small.stage([buffer])
             self.synchronize()
-            self._traffic.overflowed += small.add(parts, reduction, 1, buffer)
+            self.traffic.overflowed += small.add(parts, reduction, 1, buffer)
         else:
             self.run(self.two_shot(FusedArrays(buffer.dtype, [buffer], [buffer]), reduction))
 
@@ -125,4 +126,4 @@ class FusedReducer:
         """Execute a two-shot all-reduce. Collective."""
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(transfer.steps(has_passed_barrier=False), self.check_peers)
-        self._traffic.overflowed += transfer.overflowed
+        self.traffic.overflowed += transfer.overflowed

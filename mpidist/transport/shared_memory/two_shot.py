@@ -161,7 +161,7 @@ class TwoShot:
     def _start_exchange(self, exchange: ShardExchange, chunk: Chunk, views: Sequence[Array]) -> ShardAllReduce:
         """Add this rank's shard of a chunk, and start to all-reduce the shard across nodes."""
         shard = views[self._slots.rank][chunk.bounds[self._lane] : chunk.bounds[self._lane + 1]]
-        if self._reduction.in_rank_order:
+        if self._reduction.in_rank_order and self._reduction.fold is None:  # a fold has its order in any algorithm
             return exchange.start_chain(shard, partial(self._fold, chunk, views))
         self._fold(chunk, views, None)
         return exchange.start(shard, self._reduction.rest, self._half)

@@ -17,8 +17,8 @@ from mpidist import CommunicationOptions, HierarchicalCopyAllReduce, Mirrored, R
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import InvalidArgumentError, PeerFailedError, TopologyError
 from mpidist.transport.agreement import Call, SoloAgreement
+from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
-from mpidist.transport.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -18,7 +18,7 @@ import pytest
 from standin import kernels as standin_kernels
 from standin.gpus import down, standin, up
 from standin.nccl import StandIn
-from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
+from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order, in_tree_order, unlike_numbers
 
 from mpidist.collectives import wire_and_result_dtypes
 from mpidist.options import ReduceOp
@@ -26,6 +26,7 @@ from mpidist.transport import cuda
 from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, tables_of
 from mpidist.transport.gpu.kernels import KERNEL_OPTIONS, DeviceKernels, kernel_source
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.tree import Fold
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -354,6 +355,18 @@ def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: Any, op
                     assert same(down(out), expected), (count, num_parts)
     by_kernels = dtype.kind == "f" or dtype in HALVES or (dtype.kind == "c" and op == "sum")
     assert kernels.num_launches == 4 * 4 * 2 * by_kernels
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, np.dtype(np.int16)], ids=str)
+def test_pieces_are_joined_in_the_order_of_a_fold(kernels: DeviceKernels, dtype: Any) -> None:
+    for total in (1, 2, 7, 8):
+        rows = unlike_numbers(total, 300, dtype)
+        reduction = Reduction("sum", fold=Fold(total, [[replica] for replica in range(total)]))
+        for parts in (up(np.stack(rows)), [up(row) for row in rows]):
+            kernels.combine(parts, reduction, out := empty(300, dtype))
+            assert bits(down(out)) == bits(in_tree_order(np.add, rows)), total
+            kernels.combine(parts, reduction, parts[0])
+            assert bits(down(parts[0])) == bits(in_tree_order(np.add, rows)), total
 
 
 @pytest.mark.parametrize("op", OPS)

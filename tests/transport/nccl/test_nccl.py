@@ -14,7 +14,20 @@ import pytest
 from standin.device_checks import check_gathers, check_reductions, check_uneven_shards
 from standin.gpus import down, gpus, standin, up
 from standin.nccl import StandIn
-from support.contributions import COMPLEX, DTYPES, HALVES, INTEGERS, contribution, in_rank_order, reduction_of
+from support.contributions import (
+    COMPLEX,
+    DTYPES,
+    HALVES,
+    INTEGERS,
+    bits,
+    contribution,
+    flat_trees,
+    in_rank_order,
+    in_tree_order,
+    reduction_of,
+    rows_of_this_rank,
+    unlike_numbers,
+)
 from support.everywhere import raises_everywhere
 
 from mpidist.collectives import all_gather, reduce_scatter
@@ -35,6 +48,7 @@ from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -120,6 +134,16 @@ def test_half_precision_is_joined_in_float32_in_rank_order(communicator: NcclCom
         buffer = up(parts[communicator.rank])
         communicator.all_reduce(buffer, Reduction("sum", divisor=3))
         assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
+
+
+def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: NcclCommunicator) -> None:
+    """NCCL brings the parts, and CuPy adds them."""
+    size = communicator.size
+    for tree in flat_trees(Topology.from_labels(communicator.rank, [0] * size, ["host"] * size)):
+        numbers = unlike_numbers(tree.total, 2 * size + 5, np.float32)
+        buffer = up(rows_of_this_rank(tree, np.add, numbers)[0])
+        communicator.all_reduce(buffer, Reduction("sum", fold=tree.world))
+        assert bits(down(buffer)) == bits(in_tree_order(np.add, numbers)), tree
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,0 +1,182 @@
+"""Rows of any replica tree, all-reduced over any transport: the bits of the tree on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import (
+    UFUNCS,
+    bits,
+    cancelling,
+    in_tree_order,
+    replica_tree,
+    rows_of_this_rank,
+    unlike_numbers,
+)
+from support.transports import set_sizes
+
+from mpidist.transport import ReplicaTree, Topology
+from mpidist.transport.group.levels import Levels
+from mpidist.transport.group.row_reduction import all_reduce_rows
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [pytest.mark.core]
+
+CHUNK_BYTES = 512
+MAX_CHUNK_BYTES = 400  # of messages
+TRANSPORTS = ["shared_memory", "mpi", "mpi in chunks"]
+
+
+@pytest.fixture
+def topology(comm: Intracomm, placement: tuple[int, ...]) -> Topology:
+    return Topology.from_labels(comm.rank, placement, ["host"] * comm.size)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def levels(
+    request: pytest.FixtureRequest, comm: Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Levels]:
+    if comm.size == 1:
+        yield Levels.solo()
+        return
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_shot_bytes=0, depth=2)
+    sizes = {"max_chunk_bytes": MAX_CHUNK_BYTES} if "chunks" in request.param else {}
+    made = Levels.from_mpi(comm, topology, transport=request.param.split()[0], **sizes)
+    yield made
+    comm.Barrier()
+    made.free()
+
+
+def trees(topology: Topology) -> Iterator[ReplicaTree]:
+    for total in (4, 5, 7, 8, 13, 16):
+        if total >= topology.size:
+            yield replica_tree(total, topology)
+
+
+def reduced(levels: Levels, tree: ReplicaTree, op: str, numbers: list[Any], in_place: bool = False) -> Any:
+    """Add the numbers of all replicas. Collective."""
+    rows = rows_of_this_rank(tree, UFUNCS[op], numbers)
+    out = rows[0] if in_place else np.empty_like(rows[0])
+    all_reduce_rows(levels, tree, UFUNCS[op], rows, out)
+    return out
+
+
+def test_every_tree_gives_its_bits(levels: Levels, topology: Topology) -> None:
+    for tree in trees(topology):
+        for in_place in (False, True):
+            numbers = unlike_numbers(tree.total, 300, np.float32)
+            result = reduced(levels, tree, "sum", numbers, in_place)
+            assert bits(result) == bits(in_tree_order(np.add, numbers)), (tree, in_place)
+
+
+def test_every_length_is_added(levels: Levels, topology: Topology) -> None:
+    """None, fewer than ranks, and several chunks with a shorter last one."""
+    for tree in trees(topology):
+        for count in sorted({0, 1, 2, topology.size - 1, topology.size, topology.size + 1, 1000}):
+            numbers = unlike_numbers(tree.total, count, np.float64)
+            result = reduced(levels, tree, "sum", numbers, in_place=bool(count % 2))
+            assert bits(result) == bits(in_tree_order(np.add, numbers)), (tree, count)
+
+
+def test_every_operation_and_dtype_is_right(levels: Levels, topology: Topology) -> None:
+    for tree in trees(topology):
+        for op, dtype in [("sum", "h"), ("sum", "F"), ("prod", "i"), ("prod", "d"), ("min", "f"), ("max", "Q")]:
+            numbers = unlike_numbers(tree.total, 70, dtype)
+            result = reduced(levels, tree, op, numbers)
+            assert result.dtype == np.dtype(dtype)
+            assert bits(result) == bits(in_tree_order(UFUNCS[op], numbers)), (tree, op, dtype)
+
+
+def test_large_arrays_are_added(comm: Intracomm, topology: Topology) -> None:
+    """In chunks of the size that the cost model gives."""
+    levels = Levels.from_mpi(comm, topology) if comm.size > 1 else Levels.solo()
+    for total in (5, 8):
+        tree = replica_tree(total, topology)
+        numbers = unlike_numbers(tree.total, 300_001, np.float32)
+        assert bits(reduced(levels, tree, "sum", numbers)) == bits(in_tree_order(np.add, numbers)), tree
+    comm.Barrier()
+    levels.free()
+
+
+def test_a_sum_that_cancels_is_four(levels: Levels, topology: Topology) -> None:
+    """In the order of ranks it is 5."""
+    assert (reduced(levels, replica_tree(8, topology), "sum", cancelling(100)) == 4).all()
+
+
+def test_rows_that_do_not_fit_into_slots_are_sent(
+    comm: Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, chunk_bytes=128, one_shot_bytes=0)
+    levels = Levels.from_mpi(comm, topology) if comm.size > 1 else Levels.solo()
+    tree = replica_tree(40 + topology.size, topology)  # more rows than a slot of 128 bytes has long doubles
+    for dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)):
+        numbers = [(1 + number % 7) * np.ones(9, dtype) for number in range(tree.total)]
+        assert (reduced(levels, tree, "sum", numbers) == sum(numbers)).all()
+    comm.Barrier()
+    levels.free()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_do_not_overtake_each_other(levels: Levels, topology: Topology, seed: int) -> None:
+    """One after the other, of all lengths, some ranks slow."""
+    same, mine = random.Random(seed), random.Random(100 * seed + topology.rank)
+    every = list(trees(topology))
+    for _ in range(30):
+        tree, count = same.choice(every), same.choice([1, 5, 130, 700])
+        numbers = unlike_numbers(tree.total, count, same.choice(["f", "d"]))
+        if mine.random() < 0.2:
+            time.sleep(mine.choice([0, 0.0001, 0.002]))
+        assert bits(reduced(levels, tree, "sum", numbers)) == bits(in_tree_order(np.add, numbers)), (tree, count)
+
+
+@pytest.mark.ranks(min=2)
+def test_traffic_is_that_of_rows_and_of_sums(levels: Levels, topology: Topology) -> None:
+    """For the busier direction of this rank's link; shards of whole elements and whole chunks on one node."""
+    tree, rank, size, count = replica_tree(13, topology), topology.rank, topology.size, 960
+    reduced(levels, tree, "sum", unlike_numbers(13, count, np.float32))
+    calls, nbytes = levels.world.traffic.calls["all_reduce"], levels.world.traffic.nbytes["all_reduce"]
+    total, own = 4 * count, 4 * count // size
+    sent = tree.num_rows[rank] * (total - own) + (size - 1) * own
+    received = (sum(tree.num_rows) - tree.num_rows[rank]) * own + total - own
+    if topology.num_nodes == 1 or levels.fused is None or topology.num_nodes == size:
+        most = 0 if levels.fused is None else 15 * max(tree.num_rows)  # shards begin at whole cache lines
+        assert calls == 1
+        assert abs(nbytes - max(sent, received)) <= 4 * size * most
+    else:
+        assert calls == 0
+        assert levels.within_node.traffic.calls["all_reduce"] == 1
+        lanes = min(topology.node_sizes)
+        has_lane = topology.local_rank < lanes
+        across = levels.across_nodes.traffic.nbytes["all_reduce"]
+        assert (across >= 2 * total // lanes * (topology.num_nodes - 1) // topology.num_nodes - 64) == has_lane
+
+
+@pytest.mark.ranks(min=2)
+def test_waits_check_on_peers(levels: Levels, topology: Topology) -> None:
+    """So that they end when a peer is lost."""
+    checks = 0
+
+    def check_peers() -> None:
+        nonlocal checks
+        checks += 1
+
+    levels.set_wait_hook(check_peers)
+    if topology.rank == 0:
+        time.sleep(0.05)
+    assert (reduced(levels, replica_tree(8, topology), "sum", cancelling(100)) == 4).all()
+    assert checks > 0 or topology.rank == 0
+
+
+@pytest.mark.ranks(min=2)
+def test_levels_that_compress_are_refused(levels: Levels, topology: Topology) -> None:
+    tree = replica_tree(8, topology)
+    rows = rows_of_this_rank(tree, np.add, unlike_numbers(8, 10, np.float32))
+    with pytest.raises(TypeError, match="CompressingCommunicator; pass the levels for host memory"):
+        all_reduce_rows(levels.compressed(np.dtype(np.float16)), tree, np.add, rows, rows[0])

@@ -1,0 +1,142 @@
+"""Where every rank and node has one row of the replica tree, reductions of a node give the bits of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import (
+    UFUNCS,
+    bits,
+    cancelling,
+    flat_trees,
+    in_tree_order,
+    replica_tree,
+    rows_of_this_rank,
+    unlike_numbers,
+)
+from support.transports import set_sizes
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.in_place import InPlace
+from mpidist.transport.shared_memory.symmetric import SharedArrays
+from mpidist.transport.shared_memory.two_shot import FusedArrays
+from mpidist.transport.topology import Topology
+from mpidist.transport.tree import ReplicaTree
+from mpidist.transport.waiting import complete
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
+
+CHUNK_BYTES = 128
+COUNTS = [1, 3, 16, 300]
+
+
+@pytest.fixture(params=[0, CHUNK_BYTES], ids=["two-shot", "one-shot"])
+def strategy(
+    comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Strategy]:
+    set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_shot_bytes=request.param, depth=2, fine_count=20)
+    with Strategy(comm=comm) as made:
+        yield made
+        comm.Barrier()  # arrays that all reach are compared
+
+
+@pytest.fixture
+def reducer(strategy: Strategy) -> FusedReducer:
+    made = strategy.extended.group.levels.fused
+    assert made is not None
+    return made
+
+
+@pytest.fixture
+def topology(strategy: Strategy) -> Topology:
+    return strategy.extended.group.topology
+
+
+@pytest.fixture
+def shared(strategy: Strategy) -> SharedArrays:
+    return strategy.extended.group.shared
+
+
+def folded(op: str, tree: ReplicaTree) -> Reduction:
+    return Reduction(op, fold=tree.within_node, fold_across=tree.across_nodes)
+
+
+def test_all_reduces_of_a_node_follow_the_tree(reducer: FusedReducer, topology: Topology) -> None:
+    for tree in flat_trees(topology):
+        for op, dtype in [("sum", "f"), ("sum", "F"), ("sum", "h"), ("prod", "d"), ("max", "f"), ("min", "q")]:
+            for count in COUNTS:
+                numbers = unlike_numbers(tree.total, count, dtype)
+                (buffer,) = rows_of_this_rank(tree, UFUNCS[op], numbers)
+                reducer.all_reduce(buffer, folded(op, tree))
+                assert bits(buffer) == bits(in_tree_order(UFUNCS[op], numbers)), (tree, op, dtype, count)
+
+
+def test_one_rank_that_asks_for_rank_order_gets_the_order_of_the_tree(
+    reducer: FusedReducer, topology: Topology
+) -> None:
+    for tree in flat_trees(topology):
+        numbers = unlike_numbers(tree.total, 300, np.float32)
+        (buffer,) = rows_of_this_rank(tree, np.add, numbers)
+        reduction = Reduction("sum", in_rank_order=True, fold=tree.within_node, fold_across=tree.across_nodes)
+        reducer.all_reduce(buffer, reduction)
+        assert bits(buffer) == bits(in_tree_order(np.add, numbers)), tree
+
+
+@pytest.mark.parametrize("lengths", [[300], [7] * 40, [3, 0, 200, 3]])
+def test_symmetric_arrays_follow_the_tree(
+    reducer: FusedReducer, shared: SharedArrays, topology: Topology, comm: Intracomm, lengths: list[int]
+) -> None:
+    """From and to shared memory, and in place; divided by those who add."""
+    for tree in flat_trees(topology):
+        numbers = unlike_numbers(tree.total, sum(lengths), np.float32)
+        right = bits(in_tree_order(np.add, numbers) / np.float32(tree.total))
+        for outs_are_new in (True, False):
+            like = [((length,), np.dtype(np.float32)) for length in lengths]
+            mine = shared.empty(like, per_node=False)
+            outs = shared.empty(like, per_node=False) if outs_are_new else mine
+            fill(mine, rows_of_this_rank(tree, np.add, numbers)[0])
+            comm.Barrier()
+            arrays = FusedArrays(np.dtype(np.float32), mine, peers=everyones(shared, mine))
+            arrays.shared = everyones(shared, outs)
+            reducer.run(reducer.two_shot(arrays, folded("sum", tree), tree.total))
+            assert bits(np.concatenate(outs)) == right, (tree, outs_are_new)
+            comm.Barrier()
+            if topology.num_nodes == 1:
+                fill(mine, rows_of_this_rank(tree, np.add, numbers)[0])
+                places, into = shared.places(mine), shared.places(outs)
+                assert places is not None
+                assert into is not None
+                runs = shared.runs(places, into, np.dtype(np.float32))
+                transfer = InPlace(runs, reducer.slots, folded("sum", tree), tree.total)
+                complete(transfer.steps(has_passed_barrier=False), reducer.check_peers)
+                assert bits(np.concatenate(outs)) == right, (tree, outs_are_new)
+                comm.Barrier()
+
+
+def fill(arrays: list[Any], numbers: Any) -> None:
+    for array, part in zip(arrays, np.split(numbers, np.cumsum([array.size for array in arrays])[:-1]), strict=True):
+        array[...] = part
+
+
+def everyones(shared: SharedArrays, arrays: list[Any]) -> list[list[Any]]:
+    """[ranks][pieces]"""
+    places = shared.places(arrays)
+    assert places is not None
+    return [list(row) for row in zip(*(place.arrays for place in places), strict=True)]
+
+
+def test_a_sum_that_cancels_is_four(reducer: FusedReducer, topology: Topology) -> None:
+    """In rank order it is 5 on two ranks."""
+    tree = replica_tree(8, topology)
+    if tree.is_flat:
+        (buffer,) = rows_of_this_rank(tree, np.add, cancelling(50))
+        reducer.all_reduce(buffer, folded("sum", tree))
+        assert (buffer == 4).all()

@@ -1,0 +1,258 @@
+"""The tree over replicas: rows, folds, and the same bits however replicas are spread."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support.contributions import bits, in_tree_order, unlike_numbers
+from support.placements import PLACEMENTS
+
+from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.topology import Topology
+from mpidist.transport.tree import Fold, ReplicaTree, rows_of
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.whole]
+
+MOST_REPLICAS = 16
+LARGE = 100_003  # elements: several blocks
+
+
+def topology_of(rank: int, nodes: Sequence[int]) -> Topology:
+    return Topology.from_labels(rank, nodes, ["host"] * len(nodes))
+
+
+def nodes_of(size: int) -> Iterator[tuple[int, ...]]:
+    """Every kind of nodes that tests pretend, of `size` ranks."""
+    yield from dict.fromkeys(tuple(place(rank, size) for rank in range(size)) for place in PLACEMENTS.values())
+
+
+def trees(total: int, size: int, nodes: Sequence[int], bounds: Sequence[int] | None = None) -> list[ReplicaTree]:
+    """The tree as each rank has it."""
+    bounds = shard_bounds(total, size) if bounds is None else bounds
+    return [ReplicaTree(tuple(bounds), topology_of(rank, nodes)) for rank in range(size)]
+
+
+def combined(fold: Fold, ufunc: np.ufunc, parts: Sequence[Any]) -> list[Any]:
+    outs = [np.full_like(parts[0], 99) for _ in range(fold.num_rows)]
+    assert len(parts) == fold.num_parts
+    fold.combine(ufunc, parts, outs)
+    return outs
+
+
+def rows_of_ranks(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[Any]) -> list[list[Any]]:
+    bounds = of[0].bounds
+    return [
+        combined(tree.local, ufunc, numbers[start:stop])
+        for tree, (start, stop) in zip(of, pairwise(bounds), strict=True)
+    ]
+
+
+def joined(of: Sequence[ReplicaTree], ufunc: np.ufunc, numbers: Sequence[Any]) -> dict[str, Any]:
+    """The sum, by way of the ranks, and by way of the nodes."""
+    rows = rows_of_ranks(of, ufunc, numbers)
+    (flat,) = combined(of[0].world, ufunc, [row for its in rows for row in its])
+    topology = of[0].topology
+    of_nodes = [
+        combined(of[ranks[-1]].within_node, ufunc, [row for rank in ranks for row in rows[rank]])
+        for ranks in topology.nodes
+    ]
+    (by_nodes,) = combined(of[-1].across_nodes, ufunc, [row for its in of_nodes for row in its])
+    assert of[0].num_rows == tuple(map(len, rows))
+    assert of[0].num_node_rows == tuple(map(len, of_nodes))
+    return {"world": flat, "nodes": by_nodes}
+
+
+def subtrees(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    yield start, stop
+    if stop - start > 1:
+        middle = max(start + 2**power for power in range(10) if 2**power < stop - start)
+        yield from subtrees(start, middle)
+        yield from subtrees(middle, stop)
+
+
+def test_rows_are_the_largest_subtrees_of_a_set() -> None:
+    choose = random.Random(1)
+    for total in range(1, 34):
+        for _ in range(30):
+            replicas = sorted(choose.sample(range(total), choose.randint(1, total)))
+            inside = [row for row in subtrees(0, total) if {*range(*row)} <= {*replicas}]
+            largest = [
+                row for row in inside if not any(row != other and {*range(*row)} < {*range(*other)} for other in inside)
+            ]
+            assert rows_of(total, replicas) == sorted(largest), (total, replicas)
+
+
+@pytest.mark.parametrize("total", range(1, MOST_REPLICAS + 1))
+def test_every_spread_gives_the_bits_of_the_tree(total: int) -> None:
+    numbers = unlike_numbers(total, 50, np.float32)
+    right = bits(in_tree_order(np.add, numbers))
+    for size in range(1, total + 1):
+        for nodes in nodes_of(size):
+            for way, result in joined(trees(total, size, nodes), np.add, numbers).items():
+                assert bits(result) == right, (size, nodes, way)
+
+
+def test_the_order_matters_for_these_numbers() -> None:
+    """Else no test here could fail."""
+    for total in range(4, MOST_REPLICAS + 1):
+        numbers = unlike_numbers(total, 50, np.float32)
+        in_order = numbers[0]
+        for other in numbers[1:]:
+            in_order = in_order + other
+        assert bits(in_order) != bits(in_tree_order(np.add, numbers)), total
+
+
+def test_blocks_need_not_be_even() -> None:
+    choose = random.Random(2)
+    for _ in range(200):
+        total = choose.randint(1, 40)
+        size = choose.randint(1, total)
+        bounds = [0, *sorted(choose.sample(range(1, total), size - 1)), total]
+        nodes = [choose.randrange(3) for _ in range(size)]
+        numbers = unlike_numbers(total, 20, np.float32)
+        right = bits(in_tree_order(np.add, numbers))
+        for way, result in joined(trees(total, size, nodes, bounds), np.add, numbers).items():
+            assert bits(result) == right, (bounds, nodes, way)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_sum_that_cancels_is_four(size: int) -> None:
+    """In rank order it is 5 on one rank."""
+    numbers = [np.full(3, number) for number in (1e16, 1.0, -1e16, 1.0, 1.0, 1.0, 1.0, 1.0)]
+    for nodes in nodes_of(size):
+        for way, result in joined(trees(8, size, nodes), np.add, numbers).items():
+            assert (result == 4).all(), (nodes, way, result)
+
+
+@pytest.mark.parametrize(
+    ("ufunc", "dtype"),
+    [(np.add, "b"), (np.add, "Q"), (np.multiply, "i"), (np.multiply, "d"), (np.add, "F"), (np.maximum, "q")],
+)
+def test_every_operation_follows_the_tree(ufunc: np.ufunc, dtype: str) -> None:
+    """Integers wrap around."""
+    for total, size in [(7, 3), (8, 3), (13, 5), (16, 4)]:
+        numbers = unlike_numbers(total, 33, dtype)
+        for nodes in nodes_of(size):
+            for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
+                assert result.dtype == np.dtype(dtype)
+                assert bits(result) == bits(in_tree_order(ufunc, numbers)), (total, nodes, way)
+
+
+@pytest.mark.parametrize("ufunc", [np.minimum, np.maximum])
+def test_zeros_and_nan_follow_the_tree(ufunc: np.ufunc) -> None:
+    """Which of two zeros is the least depends on their order, but not on how replicas are spread."""
+    choose = np.random.default_rng(3)
+    for total, size in [(7, 3), (8, 3), (16, 4)]:
+        numbers = list(choose.choice([0.0, -0.0, np.nan, 1.0, -1.0], (total, 64), p=[0.4, 0.4, 0.02, 0.09, 0.09]))
+        for nodes in nodes_of(size):
+            for way, result in joined(trees(total, size, nodes), ufunc, numbers).items():
+                assert bits(result) == bits(in_tree_order(ufunc, numbers)), (total, nodes, way)
+
+
+def test_outs_may_be_any_of_the_parts() -> None:
+    choose = random.Random(4)
+    for _ in range(300):
+        total = choose.randint(1, 16)
+        size = choose.randint(1, min(total, 4))
+        tree = choose.choice(trees(total, size, [choose.randrange(2) for _ in range(size)]))
+        fold = choose.choice([tree.local, tree.world, tree.within_node, tree.across_nodes])
+        parts = unlike_numbers(fold.num_parts, 10, np.float64)
+        right = [bits(row) for row in combined(fold, np.add, [part.copy() for part in parts])]
+        assert fold.num_rows <= fold.num_parts
+        outs = choose.sample(parts, fold.num_rows)
+        if choose.random() < 0.5:  # other objects, the same memory
+            outs = [out[:] for out in outs]
+        fold.combine(np.add, parts, outs)
+        assert [bits(out) for out in outs] == right, (tree.bounds, fold.num_parts)
+
+
+def test_large_parts_go_block_by_block() -> None:
+    (tree, *_) = trees(8, 3, [0, 0, 0])
+    numbers = unlike_numbers(8, LARGE, np.float32)
+    assert bits(joined(trees(8, 3, [0, 1, 0]), np.add, numbers)["nodes"]) == bits(in_tree_order(np.add, numbers))
+    right = [bits(row) for row in combined(tree.local, np.add, [part.copy() for part in numbers[:3]])]
+    outs = [numbers[2], numbers[0]]
+    tree.local.combine(np.add, numbers[:3], outs)
+    assert [bits(out) for out in outs] == right
+
+
+@pytest.mark.parametrize("total", [2, 8, 64, 63, 33])
+def test_few_partial_sums_are_held_at_once(total: int) -> None:
+    fold = Fold(total, [[replica] for replica in range(total)])
+    made = 0
+
+    def counting(one: Any, other: Any, out: Any = None) -> Any:
+        nonlocal made
+        made += out is None
+        return np.add(one, other, out=out)
+
+    (out, *parts) = [np.ones(4) for _ in range(total + 1)]
+    fold.combine(counting, parts, [out])  # type: ignore[arg-type]
+    assert (out == total).all()
+    assert made <= math.ceil(math.log2(total))
+
+
+def test_overflows_raise_nothing() -> None:
+    parts = [np.full(2, 3e38, np.float32) for _ in range(4)]
+    with np.errstate(all="raise"):
+        (result,) = combined(Fold(4, [range(1), range(1, 2), range(2, 3), range(3, 4)]), np.add, parts)
+    assert np.isinf(result).all()
+
+
+def test_flat_trees_have_one_row_a_rank_and_a_node() -> None:
+    flat = {
+        (total, size, nodes)
+        for total in (3, 4, 6, 8)
+        for size in (1, 2, 3, 4)
+        if size <= total
+        for nodes in nodes_of(size)
+        if trees(total, size, nodes)[0].is_flat
+    }
+    assert (8, 4, (0, 0, 0, 0)) in flat
+    assert (8, 4, (0, 0, 1, 1)) in flat
+    assert (8, 4, (0, 1, 0, 1)) not in flat
+    assert (8, 4, (0, 0, 0, 1)) not in flat
+    assert (8, 3, (0, 0, 0)) not in flat
+    assert (6, 3, (0, 0, 1)) in flat
+    assert (8, 1, (0,)) in flat
+
+
+def test_ranks_can_compare_their_trees() -> None:
+    some = {repr(tree) for tree in trees(8, 3, [0, 0, 1])}
+    assert some == {"ReplicaTree(bounds=(0, 3, 6, 8))"}
+    assert trees(8, 3, [0, 0, 1])[0].total == 8
+    assert trees(8, 3, [0, 0, 1])[0].num_rows == (2, 2, 1)
+
+
+@pytest.mark.parametrize("bounds", [(0, 4), (0, 4, 4, 8), (1, 3, 5, 8), (0, 5, 3, 8)])
+def test_bounds_give_every_rank_a_replica(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="3 ranks; needed 4 rising numbers"):
+        ReplicaTree(bounds, topology_of(0, [0, 0, 0]))
+
+
+def test_no_replica_is_in_two_groups() -> None:
+    with pytest.raises(ValueError, match="in two groups"):
+        Fold(4, [[0, 1], [1]])
+
+
+def test_a_reduction_goes_on_in_the_order_across_nodes() -> None:
+    (tree, *_) = trees(8, 4, [0, 0, 1, 1])
+    reduction = Reduction("sum", fold=tree.within_node, fold_across=tree.across_nodes)
+    rest = reduction.rest
+    assert (rest.fold, rest.fold_across, rest.op) == (tree.across_nodes, None, "sum")
+    assert Reduction("max").rest == Reduction("max")
+
+
+def test_a_reduction_follows_its_fold() -> None:
+    numbers = unlike_numbers(7, 40, np.float32)
+    fold = Fold(7, [[replica] for replica in range(7)])
+    Reduction("sum", fold=fold).combine(numbers, out := numbers[3])
+    numbers = unlike_numbers(7, 40, np.float32)
+    assert bits(out) == bits(in_tree_order(np.add, numbers))
