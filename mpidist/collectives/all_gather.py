@@ -134,7 +134,14 @@ def _joined(parts: Sequence[Any], axis: int) -> Any:
                 f"Shape mismatch off axis {axis}: replicas of this rank pass {first.dtype.name}{list(first.shape)} and "
                 f"{part.dtype.name}{list(part.shape)}"
             )
-    return np.concatenate([_require_gatherable(part) for part in parts], axis=at)
+    lengths = [_require_gatherable(part).shape[at] for part in parts]
+    shape = (*first.shape[:at], sum(lengths), *first.shape[at + 1 :])
+    joined = arrays.empty(shape, native_dtype(first.dtype), arrays.is_device(first))
+    start = 0
+    for part, length in zip(parts, lengths, strict=True):
+        joined.swapaxes(0, at)[start : start + length] = part.swapaxes(0, at)
+        start += length
+    return joined
 
 
 def _off_axis(array: Any, axis: int) -> tuple[int, ...]:

@@ -217,7 +217,7 @@ class Reductions:
         parts = _group_by_destinations(call.destinations, len(specs), self.group.topology.size)
         execution: Execution | None = None
         form, local_sums = "", None
-        if tree is not None and not (tree.is_flat and not any(spec.device for spec in specs)):
+        if tree is not None and not tree.is_flat:
             execution, form = self._rows(call, tree, specs, results), "rows"
         elif len(parts) == 1:
             execution, form = self._fused(call, specs, results, next(iter(parts)))

@@ -1,4 +1,4 @@
-"""Reductions in the order of a tree where some rank or node has several rows, or where arrays lie in device memory."""
+"""Reductions in the order of a tree where a rank or a node has several rows. Those of GPUs go through the host."""
 
 from __future__ import annotations
 

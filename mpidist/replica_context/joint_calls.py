@@ -15,7 +15,7 @@ from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import shard_bounds
+from mpidist.transport import arrays, shard_bounds
 from mpidist.values import Contributions, DistributedValues, PerReplica, contributions, local_components
 
 __all__ = ["JointCalls", "SharedResult", "read_only"]
@@ -52,24 +52,27 @@ class JointCalls:
 
     def all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
-        return self.turns.meet("all_reduce", self._all_reduce, _Reduction(op, _own(value), options, out))
+        result = self.turns.meet("all_reduce", self._all_reduce, _Reduction(op, contributions(value), options, out))
+        return self._deliver(result, out)
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
         """See `ReplicaContext.start_all_reduce`."""
-        started: SharedResult = self.turns.meet(
-            "start_all_reduce", self._start_all_reduce, _Reduction(op, _own(value), options, out)
-        )
-        return started
+        own = _Reduction(op, contributions(value), options, out)
+        pending = self.turns.meet("start_all_reduce", self._start_all_reduce, own)
+        return SharedResult(pending, partial(self._deliver, out=out))
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
         call = f"reduce_scatter along axis {axis}"
-        return self.turns.meet(call, partial(self._reduce_scatter, axis), _Reduction(op, _own(value), options, None))
+        own = _Reduction(op, contributions(value), options, None)
+        return self._here(self.turns.meet(call, partial(self._reduce_scatter, axis), own))
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.all_gather`."""
         call = f"all_gather along axis {axis}"
-        return self.turns.meet(call, partial(self._all_gather, axis, options), _own(value))
+        return self._deliver(
+            self.turns.meet(call, partial(self._all_gather, axis, options), contributions(value)), None
+        )
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """See `ReplicaContext.merge_call`."""
@@ -79,12 +82,12 @@ class JointCalls:
     def _all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
         result = self._ops.all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        return _shared_out(result, given)
+        return [result] * len(given)
 
     def _start_all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
         pending = self._ops.start_all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        return [SharedResult(pending, one.out, made.out) for one in given]
+        return [pending] * len(given)
 
     def _reduce_scatter(self, axis: int, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
@@ -100,7 +103,7 @@ class JointCalls:
 
     def _all_gather(self, axis: int, options: Any, given: Sequence[Any], error: Exception | None) -> Sequence[Any]:
         result = self._strategy.extended.all_gather("all_gather", Contributions(given), axis, options, error)
-        return [read_only(result)] * len(given)
+        return [result] * len(given)
 
     def _merge(
         self, merge_fn: Callable[..., Any], name: str, given: Sequence[Any], error: Exception | None
@@ -133,13 +136,32 @@ class JointCalls:
                 error = InvalidArgumentError("some replicas of the rank pass out=, and others do not")
         return first._replace(value=Contributions([one.value for one in given])), error
 
+    def _deliver(self, result: Any, out: Any) -> Any:
+        """Give this replica a result that all replicas of the rank share: in `out`, or read-only. In its own turn."""
+        if out is None:
+            return read_only(self._here(result))
+        if out is not result:
+            for source, target in zip(nest.flatten(result)[0], nest.flatten(out)[0], strict=True):
+                if target is not source:
+                    target[...] = self._here(source)
+        return out
+
+    def _here(self, result: Any) -> Any:
+        """Bring arrays to this replica's device."""
+        return nest.map_structure(arrays.on_current_device, result) if self.turns.has_several_gpus else result
+
 
 @final
 class SharedResult:
-    """A started all-reduce, as one of the replicas of a rank holds it: see `PendingResult`."""
+    """A started all-reduce, as one of the replicas of a rank holds it: see `PendingResult`.
 
-    def __init__(self, pending: PendingResult, out: Any, written: Any) -> None:
-        self._pending, self._out, self._written = pending, out, written
+    Args:
+        pending: The all-reduce of the rank.
+        deliver: Gives the replica the result.
+    """
+
+    def __init__(self, pending: PendingResult, deliver: Callable[[Any], Any]) -> None:
+        self._pending, self._deliver = pending, deliver
 
     def is_done(self) -> bool:
         """Whether the result is there: `PendingResult.is_done`."""
@@ -147,11 +169,7 @@ class SharedResult:
 
     def wait(self) -> Any:
         """Wait for the result: `PendingResult.wait`."""
-        result = self._pending.wait()
-        if self._out is None:
-            return read_only(result)
-        _copy_out(self._written, self._out)
-        return self._out
+        return self._deliver(self._pending.wait())
 
 
 def read_only(result: Any) -> Any:
@@ -162,32 +180,10 @@ def read_only(result: Any) -> Any:
     return result
 
 
-def _own(value: Any) -> Any:
-    """Take this replica's own copy of every variable in a nest, in the replica's context."""
-    return contributions(value)
-
-
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
     """Copy a replica's part of an array along an axis."""
     bounds = shard_bounds(array.shape[axis], num_replicas)
     return array.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
-
-
-def _shared_out(result: Any, given: Sequence[_Reduction]) -> Sequence[Any]:
-    if given[0].out is None:
-        return [read_only(result)] * len(given)
-    for other in given[1:]:
-        _copy_out(result, other.out)
-    return [one.out for one in given]
-
-
-def _copy_out(written: Any, out: Any) -> None:
-    """Copy a result to the arrays that another replica of the rank passed as `out`."""
-    if out is written:
-        return
-    for source, target in zip(nest.flatten(written)[0], nest.flatten(out)[0], strict=True):
-        if target is not source:
-            target[...] = source
 
 
 def _merged(components: Sequence[Any]) -> Any:

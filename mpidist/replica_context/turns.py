@@ -14,7 +14,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from mpidist import context_stack
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import Device
+from mpidist.transport import Device, arrays
 
 __all__ = ["CarryOut", "Turns"]
 
@@ -115,11 +115,14 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
+
+    Attributes:
+        has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
     def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
-        self._ids = replica_ids
-        self._devices: Sequence[Device | None] = devices if len(set(map(str, devices))) > 1 else [None] * len(devices)
+        self._ids, self._devices = replica_ids, devices
+        self.has_several_gpus = len(set(devices)) > 1 and any(device.is_gpu for device in devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False
@@ -138,7 +141,8 @@ class Turns:
         """
         if len(bodies) == 1:
             return [bodies[0]()]
-        replicas = [_Replica(*made) for made in zip(self._ids, bodies, self._devices, strict=True)]
+        devices = self._devices if self.has_several_gpus else [None] * len(bodies)
+        replicas = [_Replica(*made) for made in zip(self._ids, bodies, devices, strict=True)]
         try:
             while not self._take_turns(replicas):
                 self._meet(replicas)
@@ -148,6 +152,8 @@ class Turns:
                 if not replica.has_ended:
                     replica.refuse(GreenletExit())
                     self._resume(replica)
+            if self.has_several_gpus:
+                self._devices[0].use()
         return [replica.result for replica in replicas]
 
     def meet(self, call: str, carry_out: CarryOut, argument: Any) -> Any:
@@ -163,6 +169,8 @@ class Turns:
         if self._is_over:
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = _Meeting(call, carry_out, argument)
+        if self.has_several_gpus:  # the call reads this replica's arrays on another device
+            arrays.wait_for_stream()
         return self._home.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
@@ -182,11 +190,15 @@ class Turns:
         waiting = [(replica, replica.meeting) for replica in replicas if replica.meeting is not None]
         first, refusal = waiting[0][1], None
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
+        if self.has_several_gpus:
+            self._devices[0].use()
         try:
             outcomes = first.carry_out(arguments, _difference(replicas))
         except Exception as error:
             refusal = error
         if refusal is None:
+            if self.has_several_gpus:
+                arrays.wait_for_stream()
             for (replica, _), outcome in zip(waiting, outcomes, strict=True):
                 replica.answer(outcome)
             return

@@ -228,6 +228,18 @@ def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
     return _cupy().asarray(array)
 
 
+def on_current_device(value: Any) -> Any:
+    """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged."""
+    if not hasattr(value, "__cuda_array_interface__") or not isinstance(value, _cupy().ndarray):
+        return value
+    return _cupy().asarray(value)
+
+
+def wait_for_stream() -> None:
+    """Wait until the work on the current device's current stream is done."""
+    _cupy().cuda.get_current_stream().synchronize()
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeArray:
     """Allocate an uninitialised array in host memory, or on the current device."""
     return _cupy().empty(shape, dtype) if device else np.empty(shape, dtype)

@@ -53,7 +53,8 @@ class NcclError(RuntimeError):
 class Allocation:
     """Device memory."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: int = 0) -> None:
+        self.device = device
         self.memory = np.empty(nbytes + 16, np.uint8)
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
@@ -173,6 +174,7 @@ class FakeArray:
     itemsize = property(lambda self: self._numbers.itemsize)
     strides = property(lambda self: self._numbers.strides)
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._numbers.flags.c_contiguous))
+    device = property(lambda self: SimpleNamespace(id=self._allocation.device))
     data = property(lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0]))
     __cuda_array_interface__ = property(lambda self: {"version": 3})
 
@@ -276,14 +278,18 @@ class StandIn:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        allocation = Allocation(nbytes)
+        allocation = Allocation(nbytes, self.device)
         self.allocations[allocation.address] = allocation
         weakref.finalize(allocation, self._freed, allocation.address).atexit = False
         return FakeArray(self, allocation.memory[:nbytes].view(dtype).reshape(shape), allocation)
 
     def asarray(self, value: Any) -> FakeArray:
         if isinstance(value, FakeArray):
-            return value
+            if value.device.id == self.device:
+                return value
+            copied = self.empty(value.shape, value.dtype)
+            np.copyto(copied._numbers, value._numbers)  # from device to device, once both streams are idle
+            return copied
         value = np.asarray(value)
         if value.dtype.char in "gG":
             raise TypeError(f"a GPU has no {value.dtype}")
@@ -315,6 +321,8 @@ class StandIn:
 
     def touch(self, stream: Stream, array: FakeArray, is_write: bool = False) -> None:
         """Let a stream work on an array at once: what the stream holds is done before."""
+        if array._allocation.device != self.device:
+            self.problems.append(f"work on GPU {self.device} with an array of GPU {array._allocation.device}")
         self.until(lambda: not stream.queue and all(event.is_complete() for event in stream.waits))
         stream.waits.clear()
         stream.issue()
@@ -410,7 +418,9 @@ def _learn(one: dict[int, int], other: dict[int, int]) -> None:
 
 def _cupy_module(world: StandIn) -> Any:
     def device(index: int) -> Any:
-        return SimpleNamespace(id=index, use=lambda: None, pci_bus_id=f"0000:{index:02x}:00.0")
+        return SimpleNamespace(
+            id=index, use=lambda: setattr(world, "device", index), pci_bus_id=f"0000:{index:02x}:00.0"
+        )
 
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 8,

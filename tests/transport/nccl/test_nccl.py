@@ -340,7 +340,7 @@ def test_gather_and_reduce_scatter_go_by_levels(group: SyncGroup, comm: Intracom
             assert (down(part) == whole[start:stop]).all(), (dtype, count)
             mean = reduce_scatter(group, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
             assert np.allclose(down(mean).astype(float), whole[start:stop].astype(float) / size, rtol=1e-2)
-            everything = all_gather(group, "all_gather", part, 0, CommunicationOptions())
+            everything = all_gather(group, "all_gather", part, 0, CommunicationOptions(), replicas)
             assert (down(everything) == whole).all(), (dtype, count)
 
 
