@@ -40,6 +40,7 @@ from mpidist.cross_device_ops import (
 )
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
+from mpidist.replicas import Replicas
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.group import NcclReach, SyncGroup
@@ -340,6 +341,7 @@ def test_gather_and_reduce_scatter_go_by_levels(group: SyncGroup, comm: Intracom
             assert (down(part) == whole[start:stop]).all(), (dtype, count)
             mean = reduce_scatter(group, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
             assert np.allclose(down(mean).astype(float), whole[start:stop].astype(float) / size, rtol=1e-2)
+            replicas = Replicas.one_per_rank(group.topology)
             everything = all_gather(group, "all_gather", part, 0, CommunicationOptions(), replicas)
             assert (down(everything) == whole).all(), (dtype, count)
 
