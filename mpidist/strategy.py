@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, final
 from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cross_device_ops import reduce_along_axis
-from mpidist.datasets import DistributedDataset, InputContext, InputOptions, require_batches
+from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Topology, arrays, ends_normally
@@ -222,18 +222,18 @@ class Strategy(ABC):
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Give every rank its part of each global batch.
+        """Give every replica its part of each global batch.
 
         Not collective, but iterating is: each step is one small round, in which the ranks compare pass, step and batch.
 
         Args:
             dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays of one length
-                on axis 0; rank r gets the r-th contiguous part. Lengths of parts differ by at most one. Parts are views
-                of the batch: copy a part before you change its numbers.
+                on axis 0; replica i gets the i-th contiguous part. Lengths of parts differ by at most one. Parts are
+                views of the batch: copy a part before you change its numbers.
             options: The memory that parts are put into, and how far to read ahead.
 
         Returns:
-            An iterable of this rank's parts.
+            An iterable of this rank's parts; of nests of `PerReplica` values, if the number of replicas was chosen.
 
         Raises:
             TypeError: If `dataset` can be iterated only once, or is one batch.
@@ -249,10 +249,15 @@ class Strategy(ABC):
         Collective, and so is iterating: each step is one small round. A rank whose own batches have ended gets empty
         batches until those of all ranks have.
 
+        If the number of replicas was chosen, a step gives nests of `PerReplica` values. With `PER_REPLICA` each replica
+        makes its own batches, which do not depend on the number of ranks. With `PER_WORKER` a step takes a batch for
+        each replica of the rank from the rank's data set, and a warning says that results depend on the number of
+        ranks.
+
         Args:
-            dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this replica's
-                batches.
-            options: The memory that batches are put into, and how far to read ahead.
+            dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this rank's batches.
+                If the number of replicas was chosen, and with `PER_REPLICA`, called once for each replica.
+            options: The memory that batches are put into, how far to read ahead, and the `InputReplicationMode`.
 
         Returns:
             An iterable of this rank's batches.
@@ -262,12 +267,7 @@ class Strategy(ABC):
             Exception: What `dataset_fn` raised on the lowest rank where it raised. On every rank.
         """
         self._extended.require_cross_replica("distribute_datasets_from_function")
-        topology = self.topology
-        context = InputContext(topology.size, topology.rank, self._extended.replicas.total)
-        with self.raise_together("distribute_datasets_from_function"):
-            dataset = dataset_fn(context)
-            require_batches(dataset)
-        return DistributedDataset.from_own_batches(self._extended, dataset, options)
+        return DistributedDataset.from_function(self._extended, dataset_fn, options)
 
     def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
         """Allocate an array that all ranks of a node can reach. Collective.

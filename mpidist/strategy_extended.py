@@ -140,6 +140,11 @@ class StrategyExtended:
         return self._local_devices[0]
 
     @property
+    def devices_here(self) -> tuple[Device, ...]:
+        """The devices of this rank's replicas, which `local_devices` names."""
+        return self._local_devices
+
+    @property
     def local_devices(self) -> tuple[str, ...]:
         """The devices of this rank's replicas."""
         return tuple(f"/rank:{self._group.topology.rank}{device}" for device in self._local_devices)

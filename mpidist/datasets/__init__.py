@@ -1,6 +1,5 @@
-"""Data sets of batches: every rank gets its part of each batch, and all ranks make the same number of steps."""
+"""Data sets of batches: every replica gets its part of each batch, and all ranks make the same number of steps."""
 
-from mpidist.datasets.batches import require_batches
 from mpidist.datasets.distributed_dataset import DistributedDataset
 from mpidist.datasets.distributed_iterator import DistributedIterator, OptionalBatch
 from mpidist.datasets.input_options import InputContext, InputOptions, InputReplicationMode
@@ -12,5 +11,4 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "OptionalBatch",
-    "require_batches",
 ]

@@ -1,19 +1,22 @@
-"""The batches of a data set: a part of every global batch for each rank, or each rank's own batches."""
+"""The batches of a data set: a part of every global batch for each replica, or batches of a rank's or replica's own."""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import zip_longest
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist import nest
+from mpidist.datasets.parts import MISSING
 from mpidist.errors import InvalidArgumentError
+from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
 
-__all__ = ["IN_STEP", "BatchSource", "GlobalBatches", "OwnBatches", "empty_like", "require_batches"]
+__all__ = ["IN_STEP", "BatchSource", "GlobalBatches", "OwnBatches", "num_batches", "require_batches"]
 
 _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
 
@@ -30,18 +33,21 @@ _SAME_CONTENT: Final = (
 
 
 class BatchSource(ABC):
-    """The batches of a data set, and which part of each batch is this rank's.
+    """The batches of a data set, and which parts of them are those of this rank's replicas.
 
     Attributes:
-        batches: A re-iterable of batches.
+        batches: A re-iterable with what this rank reads at each step.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
 
     @abstractmethod
-    def part_of(self, batch: Any) -> Any:
-        """Return this rank's part of a batch.
+    def parts_of(self, batch: Any) -> Sequence[Any]:
+        """Return the part of each replica of this rank; `MISSING` for a replica whose own batches have ended.
+
+        Args:
+            batch: What this rank read at a step.
 
         Raises:
             InvalidArgumentError: If the batch cannot be cut.
@@ -52,7 +58,7 @@ class BatchSource(ABC):
         """Describe what must be equal on all ranks in a batch, by name.
 
         Args:
-            batch: The whole batch.
+            batch: What this rank read at a step.
             is_first: Whether the batch is the first one of a pass.
         """
 
@@ -72,30 +78,29 @@ class BatchSource(ABC):
 
 @final
 class GlobalBatches(BatchSource):
-    """Batches that are the same on every rank: rank r takes the r-th contiguous part of each.
+    """Batches that are the same on every rank: replica i takes the i-th contiguous part of each.
 
     Args:
         batches: A re-iterable of global batches: nests of arrays of one length on axis 0.
-        rank: This rank.
-        size: Number of ranks.
+        replicas: Which replicas this rank carries.
         compares_numbers: Whether ranks compare a checksum of the first batch of each pass.
     """
 
-    def __init__(self, batches: Iterable[Any], rank: int, size: int, compares_numbers: bool) -> None:
+    def __init__(self, batches: Iterable[Any], replicas: Replicas, compares_numbers: bool) -> None:
         super().__init__(batches)
-        self._rank, self._size = rank, size
+        self._replicas = replicas
         self._compares_numbers = compares_numbers
 
-    def part_of(self, batch: Any) -> Any:
+    def parts_of(self, batch: Any) -> Sequence[Any]:
         leaves, _ = nest.flatten(batch)
-        bounds = shard_bounds(_length_of(leaves), self._size)
-        start, stop = bounds[self._rank], bounds[self._rank + 1]
-        return nest.rebuild(batch, [leaf[start:stop] for leaf in leaves])
+        bounds = shard_bounds(_length_of(leaves), self._replicas.total)
+        of_replicas = [slice(bounds[replica_id], bounds[replica_id + 1]) for replica_id in self._replicas.ids_here]
+        return [nest.rebuild(batch, [leaf[rows] for leaf in leaves]) for rows in of_replicas]
 
     def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
         leaves, _ = nest.flatten(batch)
         fields = {"global batch": f"{_length_of(leaves)} rows"}
-        if is_first and self._compares_numbers and self._size > 1:
+        if is_first and self._compares_numbers:
             fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
         return fields
 
@@ -109,10 +114,18 @@ class GlobalBatches(BatchSource):
 
 @final
 class OwnBatches(BatchSource):
-    """Batches that each rank made by itself. The numbers of batches may differ between ranks."""
+    """Batches that each rank, or each replica, made by itself. The numbers of batches may differ.
 
-    def part_of(self, batch: Any) -> Any:
-        return batch
+    Args:
+        pipelines: This rank's input pipelines, re-iterables of batches.
+        num_per_step: How many batches a step takes from each pipeline, each batch for another replica.
+    """
+
+    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int) -> None:
+        super().__init__(_Pipelines(pipelines, num_per_step))
+
+    def parts_of(self, batch: Any) -> Sequence[Any]:
+        return tuple(batch)
 
     def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
         return {}
@@ -123,6 +136,36 @@ class OwnBatches(BatchSource):
 
     def advice_for(self, everyone: list[dict[str, str]]) -> str:
         return IN_STEP
+
+
+@final
+class _Pipelines:
+    """Input pipelines in step: a re-iterable of tuples, with `MISSING` where a pipeline has no batch left."""
+
+    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int) -> None:
+        self._pipelines, self._num_per_step = pipelines, num_per_step
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        passes = [iter(pipeline) for pipeline in self._pipelines]
+        return zip_longest(*(one for one in passes for _ in range(self._num_per_step)), fillvalue=MISSING)
+
+    def __len__(self) -> int:
+        return max(-(-num_batches(pipeline) // self._num_per_step) for pipeline in self._pipelines)
+
+    @property
+    def element_spec(self) -> Any:
+        return getattr(self._pipelines[0], "element_spec", None)
+
+
+def num_batches(batches: Iterable[Any]) -> int:
+    """Return the length of an iterable of batches.
+
+    Raises:
+        TypeError: If it has no length.
+    """
+    if not isinstance(batches, Sized):
+        raise TypeError(f"the source of this data set, a {type(batches).__name__}, has no len()")
+    return len(batches)
 
 
 def require_batches(batches: Any) -> None:
@@ -151,13 +194,6 @@ def require_batches(batches: Any) -> None:
             f"a data set must be one that can be iterated again, and a {kind} is used up after "
             "one pass; pass a list, or an object whose __iter__ starts anew"
         )
-
-
-def empty_like(leaf: Any) -> Any:
-    """Return an array like a leaf of a batch, but of length 0 on axis 0. A number counts as one row."""
-    if not hasattr(leaf, "shape") or leaf.shape == ():
-        return np.empty(0, np.asarray(leaf).dtype)
-    return leaf[:0]
 
 
 def _is_array(value: Any) -> bool:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
-from typing import Any, NamedTuple, final
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, require_batches
+from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
-from mpidist.datasets.input_options import InputOptions, InputReplicationMode
+from mpidist.datasets.input_options import InputContext, InputOptions, InputReplicationMode
+from mpidist.datasets.parts import is_missing
 from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["ArraySpec", "DistributedDataset"]
+
+logger = logging.getLogger(__name__)
+
+_DEPENDS_ON_RANKS: Final = (
+    "distribute_datasets_from_function makes one input pipeline for each rank, from which the rank's replicas take "
+    "batches in turn. So which batches a replica gets, and the results, depend on the number of ranks. To give each of "
+    "the %d replicas a pipeline of its own, pass InputOptions(experimental_replication_mode='PER_REPLICA')"
+)
 
 
 @final
@@ -30,21 +40,21 @@ class DistributedDataset:
 
     All ranks make the same number of steps. If ranks make their own batches, a rank whose batches have ended gets empty
     ones, of length 0 on axis 0, until those of all ranks have. `strategy.reduce("MEAN", x, axis=0)` weighs them right.
+    If the number of replicas was chosen, a step gives a nest of `PerReplica` values, with a batch for each replica of
+    the rank.
 
     Args:
-        extended: The strategy's ranks and device.
-        source: The batches, and which part of each is this rank's.
+        extended: The strategy's ranks, replicas and devices.
+        source: The batches, and which parts of them are those of this rank's replicas.
         options: The memory that batches are put into, and how far to read ahead.
-
-    Raises:
-        TypeError: If the source's batches are no re-iterable of batches.
     """
 
     def __init__(self, extended: StrategyExtended, source: BatchSource, options: InputOptions) -> None:
-        require_batches(source.batches)
         self._extended = extended
         self._source = source
-        self._fetches_to_device = options.experimental_fetch_to_device and extended.device.is_gpu
+        self._fetches_to_device = options.experimental_fetch_to_device and any(
+            device.is_gpu for device in extended.devices_here
+        )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = extended.next_dataset_number()
 
@@ -52,7 +62,7 @@ class DistributedDataset:
     def from_global_batches(
         cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
-        """Cut every batch into contiguous parts, one per rank. Their lengths differ by at most one row. Local.
+        """Cut every batch into contiguous parts, one per replica. Their lengths differ by at most one row. Local.
 
         Raises:
             NotImplementedError: With `InputReplicationMode.PER_REPLICA`.
@@ -64,36 +74,46 @@ class DistributedDataset:
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function; a data set of global "
                 "batches is cut for the replicas anyway"
             )
-        replica, check = extended.replicas.ids_here[0], extended.group.settings.check
-        return cls(extended, GlobalBatches(dataset, replica, extended.replicas.total, check), options)
+        require_batches(dataset)
+        compares_numbers = extended.group.settings.check and extended.group.topology.size > 1
+        return cls(extended, GlobalBatches(dataset, extended.replicas, compares_numbers), options)
 
     @classmethod
-    def from_own_batches(
-        cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
+    def from_function(
+        cls,
+        extended: StrategyExtended,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None,
     ) -> DistributedDataset:
-        """Let every rank iterate its own batches. Local."""
-        return cls(extended, OwnBatches(dataset), _options(options))
+        """Let every rank, or every replica, make batches of its own. Collective.
+
+        Raises:
+            TypeError: If the function returned no re-iterable of batches on some rank. On every rank.
+            Exception: What the function raised on the lowest rank where it raised. On every rank.
+        """
+        with extended.raise_together("distribute_datasets_from_function"):
+            source = _own_batches(extended, dataset_fn, options)
+        return cls(extended, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._extended, self._number, self._source, self._num_ahead, self._fetches_to_device)
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches: of global batches, the steps of a pass. Local.
+        """Return the number of this rank's batches, or of steps until all replicas of the rank have had theirs. Local.
+
+        Of global batches that is the number of steps of a pass.
 
         Raises:
             TypeError: If the iterable of batches has no length.
         """
-        batches = self._source.batches
-        if not isinstance(batches, Sized):
-            raise TypeError(f"the source of this data set, a {type(batches).__name__}, has no len()")
-        return len(batches)
+        return num_batches(self._source.batches)
 
     def __bool__(self) -> bool:
         return True  # else Python would call `__len__`, which may raise
 
     @property
     def element_spec(self) -> Any:
-        """The form of a batch: a nest with an `ArraySpec` for each array. Local.
+        """The form of a batch, as one replica gets it: a nest with an `ArraySpec` for each array. Local.
 
         The `element_spec` of the iterable of batches, if it has that attribute; else the form of the first batch, for
         which a pass is begun: if the iterable counts passes, read this property on all ranks.
@@ -105,8 +125,27 @@ class DistributedDataset:
         if spec is not None:
             return spec
         for batch in self._source.batches:
-            return nest.map_structure(_spec_of, self._source.part_of(batch))
+            parts = self._source.parts_of(batch)
+            return nest.map_structure(_spec_of, next(part for part in parts if not is_missing(part)))
         raise ValueError("an empty data set has no element_spec")
+
+
+def _own_batches(
+    extended: StrategyExtended, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None
+) -> OwnBatches:
+    """Call a function that makes batches: once for each replica of this rank, or once for the rank."""
+    replicas, topology = extended.replicas, extended.group.topology
+    contexts, num_per_step = [InputContext(topology.size, topology.rank, replicas.total)], replicas.num_here
+    if replicas.tree is not None:
+        if _options(options).experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            ids_here, num_per_step = replicas.ids_here, 1
+            contexts = [InputContext(replicas.total, replica_id, replicas.total) for replica_id in ids_here]
+        elif topology.rank == 0:
+            logger.warning(_DEPENDS_ON_RANKS, replicas.total)
+    pipelines = [dataset_fn(context) for context in contexts]
+    for pipeline in pipelines:
+        require_batches(pipeline)
+    return OwnBatches(pipelines, num_per_step)
 
 
 def _spec_of(leaf: Any) -> ArraySpec:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
-import numpy as np
-
 from mpidist import context_stack, nest
-from mpidist.datasets.batches import IN_STEP, BatchSource, empty_like
+from mpidist.datasets.batches import IN_STEP, BatchSource
+from mpidist.datasets.parts import empty_like, is_missing, join_parts, put_on_devices
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import ErrorReport, arrays, fingerprint_of, mark_shared, mismatch_error, raise_reported
+from mpidist.transport import ErrorReport, fingerprint_of, mark_shared, mismatch_error, raise_reported
 
 __all__ = ["DistributedIterator", "OptionalBatch"]
 
@@ -50,7 +49,7 @@ class _Step(NamedTuple):
     """What a rank read at a step.
 
     Attributes:
-        part: This rank's part of the batch; `_END` after the last batch.
+        part: What this rank's replicas get of the batch; `_END` after the last batch.
         common_fields: What must be equal on all ranks, by name.
         error: What reading the batch raised.
     """
@@ -77,7 +76,7 @@ class _StepReport(NamedTuple):
     Attributes:
         common_fields: As in `_Step`.
         error: The rank's error.
-        empty_batches: An empty batch, in a tuple; an empty tuple if the rank has not read a batch yet.
+        empty_batches: An empty batch for one replica, in a tuple; an empty tuple if the rank has not read a batch yet.
     """
 
     common_fields: dict[str, str]
@@ -97,7 +96,7 @@ class DistributedIterator(Iterator[Any]):
         number: The number of the data set among those of the strategy.
         source: The batches.
         num_ahead: How many batches a thread may read ahead.
-        fetches_to_device: Whether batches are copied to this rank's GPU.
+        fetches_to_device: Whether batches are copied to the GPUs of this rank's replicas.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class DistributedIterator(Iterator[Any]):
             self._is_over = part is _END
         if self._is_over:
             raise StopIteration
-        return nest.map_structure(_to_device, part) if self._fetches_to_device else part
+        return put_on_devices(part, self._extended.devices_here) if self._fetches_to_device else part
 
     def get_next(self) -> Any:
         """Return the next batch, as `next` does. Collective.
@@ -154,18 +153,10 @@ class DistributedIterator(Iterator[Any]):
         if not self._num_steps:
             self._first_call = self._extended.group.agreement.sequence
         self._num_steps += 1
-        if step.has_part and step.error is None and not self._empty_batches:
-            self._make_empty_batch(step.part)
         if has_same_variant and step.error is None:
             return step.part
         empty_batch = self._compare(step)
         return step.part if step.has_part else empty_batch
-
-    def _make_empty_batch(self, part: Any) -> None:
-        try:
-            self._empty_batches = (nest.map_structure(empty_like, part),)
-        except Exception as problem:  # of any array library; raised only if another rank needs the empty batch
-            self._empty_error = problem
 
     def _read(self) -> _Step:
         """Read the next batch. Local; never raises."""
@@ -176,15 +167,34 @@ class DistributedIterator(Iterator[Any]):
             batch = next(self._batches, _END)
             if batch is _END:
                 return _Step(_END, self._source.end_fields)
-            return _Step(self._source.part_of(batch), self._source.common_fields(batch, not self._num_steps))
+            parts = self._source.parts_of(batch)
+            fields = self._source.common_fields(batch, not self._num_steps)
+            return _Step(join_parts(self._filled(parts), self._extended.replicas), fields)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return _Step(None, {}, problem)
+
+    def _filled(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Put an empty batch in the place of each part that is missing."""
+        if not self._empty_batches:
+            self._make_empty_batch(next(part for part in parts if not is_missing(part)))
+        if not any(map(is_missing, parts)):
+            return parts
+        if not self._empty_batches and self._empty_error is not None:
+            raise self._empty_error
+        return [self._empty_batches[0] if is_missing(part) else part for part in parts]
+
+    def _make_empty_batch(self, part: Any) -> None:
+        try:
+            self._empty_batches = (nest.map_structure(empty_like, part),)
+        except Exception as problem:  # of any array library; raised only if a replica needs the empty batch
+            self._empty_error = problem
 
     def _compare(self, step: _Step) -> Any:
         """Exchange what differs between ranks at a step. Collective.
 
         Returns:
-            An empty batch of some rank, for ranks whose own batches have ended; `_END` if those of all ranks have.
+            Empty batches like those of some rank, for a rank whose own batches have ended; `_END` if those of all ranks
+            have.
 
         Raises:
             InvalidArgumentError: If the ranks have different global batches. On every rank.
@@ -200,8 +210,6 @@ class DistributedIterator(Iterator[Any]):
             problem = mismatch_error([call | fields for fields in everyone], group.agreement.sequence)
             mark_shared(problem, group.agreement.ranks)
             raise problem
-        return next((batch for report in reports for batch in report.empty_batches), _END)
-
-
-def _to_device(leaf: Any) -> Any:
-    return arrays.to_device(leaf) if isinstance(leaf, np.ndarray) else leaf
+        empty_batches = [batch for report in reports for batch in report.empty_batches]
+        replicas = self._extended.replicas
+        return join_parts(empty_batches[:1] * replicas.num_here, replicas) if empty_batches else _END

@@ -13,7 +13,10 @@ __all__ = ["InputContext", "InputOptions", "InputReplicationMode"]
 
 @final
 class InputReplicationMode(CaseInsensitiveEnum):
-    """How many input pipelines there are. With one replica per rank, both mean one on every rank."""
+    """How many input pipelines there are: one on every rank, or one for every replica.
+
+    Both mean the same, unless the number of replicas was chosen.
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -31,8 +34,8 @@ class InputOptions:
             `distribute_datasets_from_function` alone.
         experimental_place_dataset_on_device: The function of `distribute_datasets_from_function` makes its batches on
             the device, so they are not copied. Needs `PER_REPLICA`, and excludes `experimental_fetch_to_device`.
-        experimental_per_replica_buffer_size: Number of batches that may be in memory at a time. With more than 1, a
-            thread reads ahead while the program works on one batch.
+        experimental_per_replica_buffer_size: Number of batches, of each replica, that may be in memory at a time. With
+            more than 1, a thread reads ahead while the program works on one batch.
 
     Raises:
         TypeError: If a flag is not a bool, or the buffer's size not a whole number.
@@ -83,8 +86,8 @@ class InputContext:
     """The argument of the function of `distribute_datasets_from_function`.
 
     Args:
-        num_input_pipelines: Number of input pipelines: one on every rank.
-        input_pipeline_id: The number of this rank's pipeline.
+        num_input_pipelines: Number of input pipelines: of ranks, or of replicas with `PER_REPLICA`.
+        input_pipeline_id: The number of this pipeline: the rank, or the replica's id with `PER_REPLICA`.
         num_replicas_in_sync: Number of replicas.
     """
 

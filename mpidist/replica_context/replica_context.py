@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
+
 from mpidist import context_stack
 from mpidist.collectives import PendingResult
 from mpidist.context_stack import CurrentStrategy
@@ -70,6 +72,30 @@ class ReplicaContext:
         if self._device is not None:
             return (f"/rank:{self._strategy.topology.rank}{self._device}",)
         return tuple(self._strategy.extended.local_devices)
+
+    def rng(self, seed: int, *key: int) -> np.random.Generator:
+        """Make a random generator that is this replica's alone. Local.
+
+        Its numbers follow from the seed, the key and the replica's id, so they are the same on any number of ranks, and
+        after a restart at any step. For dropout, put the step into the key:
+
+            ctx = mpidist.get_replica_context()
+            mask = ctx.rng(7, step).random(x.shape) >= 0.1
+
+        A second call with the same arguments starts with the same numbers again: give each use, such as each layer, a
+        key of its own, `ctx.rng(7, step, layer)`.
+
+        Args:
+            seed: A whole number >= 0, the same on all replicas.
+            key: Whole numbers >= 0, such as the step: another key, other numbers.
+
+        Raises:
+            TypeError: If `seed` or a part of `key` is no whole number.
+            ValueError: If one is negative.
+        """
+        entropy = _whole_number("seed", seed)
+        spawn_key = self._replica_id, *(_whole_number(f"key[{at}]", part) for at, part in enumerate(key))
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy, spawn_key=spawn_key)))
 
     def all_reduce(
         self,
@@ -251,3 +277,11 @@ class ReplicaContext:
             f"ReplicaContext.{call}: mismatching ReplicaContext; this one was current in another call of run() or on "
             "another thread. Ask mpidist.get_replica_context() for the current one"
         )
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"ReplicaContext.rng: {name} must be a whole number >= 0, got {value!r}; pass int(...) of it")
+    if value < 0:
+        raise ValueError(f"ReplicaContext.rng: {name} must be a whole number >= 0, got {value}")
+    return int(value)
