@@ -1,11 +1,12 @@
 """Train a small network on scikit-learn's handwritten digits, on any number of ranks.
 
     python digits.py                      one rank, no launcher
-    mpiexec -n 4 python digits.py         four ranks, the same result but for rounding
+    mpiexec -n 4 python digits.py         four ranks, the same weights, bit for bit
     mpiexec -n 4 python digits.py --device gpu
 
-Every rank holds the whole network. At each step a rank computes the gradients of its part of the batch, the
-gradients are summed over all ranks, and every rank takes the same step.
+Every rank holds the whole network, and carries some of the replicas, whose number is chosen. At each step a replica
+computes the gradients of its part of the batch, the gradients are summed over all replicas in one order, whatever the
+number of ranks, and every rank takes the same step.
 """
 
 from __future__ import annotations
@@ -56,26 +57,26 @@ def forward(xp: Any, weights: list[Any], images: Any) -> tuple[Any, Any]:
     return hidden, powers / powers.sum(axis=1, keepdims=True)
 
 
-def backward(xp: Any, weights: list[Any], images: Any, labels: Any) -> tuple[list[Any], Any]:
-    """Return the gradients of this rank's images, summed and not averaged, and their summed loss."""
+def backward(xp: Any, weights: list[Any], images: Any, labels: Any) -> tuple[list[Any], float, int]:
+    """Return the gradients of this replica's images, summed and not averaged, their summed loss, and their number."""
+    images, labels = xp.asarray(images), xp.asarray(labels)
     hidden, probability = forward(xp, weights, images)
     rows = xp.arange(len(labels))
     loss = -xp.log(probability[rows, labels] + 1e-12).sum()
     error = probability.copy()
     error[rows, labels] -= 1
     back = (error @ weights[2].T) * (hidden > 0)
-    return [images.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)], loss
+    return [images.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)], float(loss), len(labels)
 
 
 def train_step(
-    xp: Any, network: list[mpidist.Variable], velocity: list[Any], images: Any, labels: Any, rate: float
+    strategy: mpidist.Strategy, xp: Any, network: list[mpidist.Variable], velocity: list[Any], batch: Any, rate: float
 ) -> tuple[float, int]:
     """Take one step, the same on every rank, and return the loss and the number of images of the whole batch."""
-    context = mpidist.get_replica_context()
-    assert context is not None
-    gradients, loss = backward(xp, [variable.local_value() for variable in network], images, labels)
-    # Sums over all ranks, and the count with them: ranks with fewer images weigh less, with none nothing.
-    gradients, (loss, count) = context.all_reduce("sum", (gradients, (float(loss), len(labels))))
+    weights = [variable.local_value() for variable in network]
+    of_replicas = strategy.run(backward, args=(xp, weights, *batch))
+    # Sums over all replicas, and the count with them: replicas with fewer images weigh less, with none nothing.
+    gradients, loss, count = strategy.reduce("sum", of_replicas)
     for variable, speed, gradient in zip(network, velocity, gradients, strict=True):
         speed *= 0.9
         speed -= rate * gradient / count
@@ -83,7 +84,7 @@ def train_step(
     return loss, count
 
 
-def digest(network: list[mpidist.Variable]) -> np.ndarray:
+def digest(network: list[mpidist.Variable]) -> Any:
     """Return the first bytes of a hash of all weights of this rank."""
     content = b"".join(variable.numpy().tobytes() for variable in network)
     return np.frombuffer(hashlib.sha256(content).digest()[:8], np.uint8)
@@ -96,6 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="images of all ranks together")
     parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=8, help="at least the number of ranks")
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     options = parser.parse_args()
     if options.epochs < 1:
@@ -115,7 +117,7 @@ def main() -> None:
         (data / 16).astype(np.float32), target, test_size=0.2, stratify=target, random_state=options.seed
     )
     start = time.perf_counter()
-    strategy = mpidist.MultiWorkerMirroredStrategy()
+    strategy = mpidist.MultiWorkerMirroredStrategy(replicas=options.replicas)
     with strategy.scope():
         network = make_network(xp, options.seed, images.shape[1])
         velocity = [xp.zeros(variable.shape, np.float32) for variable in network]
@@ -123,22 +125,24 @@ def main() -> None:
         dataset = strategy.experimental_distribute_dataset(batches)
         for epoch in range(1, options.epochs + 1):
             batches.epoch, loss, count = epoch, 0.0, 0
-            for part, part_labels in dataset:
-                args = (xp, network, velocity, xp.asarray(part), xp.asarray(part_labels), options.learning_rate)
-                step_loss, step_count = strategy.run(train_step, args=args)
-                loss, count = loss + step_loss, count + step_count
+            for batch in dataset:
+                step = train_step(strategy, xp, network, velocity, batch, options.learning_rate)
+                loss, count = loss + step[0], count + step[1]
             if strategy.is_chief and (epoch % 10 == 0 or epoch == options.epochs):
                 print(f"epoch {epoch} of {options.epochs}: loss {loss / count:.4f}", flush=True)
     _, probability = forward(xp, [variable.local_value() for variable in network], xp.asarray(test_images))
     correct = float((probability.argmax(axis=1) == xp.asarray(test_labels)).mean())
-    digests = strategy.gather(digest(network)[None, :], axis=0)
+    own = digest(network)
     if strategy.is_chief:
         seconds = time.perf_counter() - start
         print(f"{correct:.1%} of {len(test_labels)} held-out digits, {seconds:.1f} s, {strategy.topology}")
-    if not (digests == digests[0]).all():
-        raise SystemExit(f"the ranks hold different weights: {[bytes(row).hex() for row in digests]}")
+    everyone = strategy.experimental_distribute_values_from_function(lambda _: own)
+    if (strategy.reduce("min", everyone) != strategy.reduce("max", everyone)).any():
+        raise SystemExit(f"the ranks hold different weights; those of rank {strategy.topology.rank} are {own}")
     if strategy.is_chief:
-        print(f"weights {bytes(digests[0]).hex()}, the same on all {len(digests)} ranks")
+        print(
+            f"weights {bytes(own).hex()} of {strategy.num_replicas_in_sync} replicas, the same on any number of ranks"
+        )
     strategy.close()
 
 
