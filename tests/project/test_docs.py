@@ -39,6 +39,7 @@ NOT_RUN = {
     "needs Slurm": 2,
     "needs TensorFlow": 1,
     "needs torch": 4,
+    "prints bits of one machine": 1,
     "takes minutes": 8,
 }
 
