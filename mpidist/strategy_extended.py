@@ -17,7 +17,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
-from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
+from mpidist.transport import Call, Device, Service, SyncGroup, Topology, fingerprint_of, raise_together
 from mpidist.values import local_component, local_components
 from mpidist.variables import OnEachRank, Variable, VariablePlacement
 
@@ -51,8 +51,8 @@ class StrategyExtended:
         replicas: Replicas,
         variable_placement: VariablePlacement,
     ) -> None:
-        self.replicas = replicas
-        self.variable_placement = variable_placement
+        self.service: Service | None = None
+        self.replicas, self.variable_placement = replicas, variable_placement
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._local_devices = tuple(local_devices)
@@ -73,6 +73,7 @@ class StrategyExtended:
         variable_placement: VariablePlacement | None = None,
         error: Exception | None = None,
         replicas: Replicas | None = None,
+        service: Service | None = None,
     ) -> StrategyExtended:
         """Check the parts of a strategy on all ranks, and assemble them. Collective.
 
@@ -85,6 +86,7 @@ class StrategyExtended:
             variable_placement: Where mirrored variables live; by default on each rank.
             error: What the caller found wrong with this rank's arguments; raised on all ranks.
             replicas: Which replicas this rank carries; by default one.
+            service: What ranks that are not in lock step have beside `group`.
 
         Raises:
             InvalidArgumentError: If the ranks chose different parts. On every rank.
@@ -111,7 +113,9 @@ class StrategyExtended:
             raise
         names = group.agreement.all_gather_object([f"/rank:{group.topology.rank}{device}" for device in devices])
         everyone = [name for of_rank in names for name in of_rank]
-        return cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
+        own = cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
+        own.service = service
+        return own
 
     def attach_to(self, strategy: CurrentStrategy) -> None:
         """Store the strategy that these parts belong to."""
@@ -128,6 +132,11 @@ class StrategyExtended:
     def group(self) -> SyncGroup:
         """The ranks, their topology and communicators."""
         return self._group
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that do the same as this one, and their nodes."""
+        return self._group.topology if self.service is None else self.service.topology
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -147,7 +156,7 @@ class StrategyExtended:
     @property
     def local_devices(self) -> tuple[str, ...]:
         """The devices of this rank's replicas."""
-        return tuple(f"/rank:{self._group.topology.rank}{device}" for device in self._local_devices)
+        return tuple(f"/rank:{self.topology.rank}{device}" for device in self._local_devices)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -239,7 +248,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
-        """Create variables on the devices of another one. Of no effect: every variable is on all ranks. Local.
+        """Create variables beside another one. Of no effect where every variable is on all ranks. Local.
 
         Raises:
             ValueError: If the variable is not this strategy's.
@@ -249,7 +258,8 @@ class StrategyExtended:
         entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
             raise RuntimeError("colocate_vars_with: need to be inside `with strategy.scope():`")
-        yield
+        with self.variable_placement.colocated_with(var):
+            yield
 
     def value_container(self, value: Any) -> Any:
         """Return the variable or distributed value that a component belongs to: the value itself."""
@@ -288,6 +298,8 @@ class StrategyExtended:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
+        if self.service is not None:
+            self.service.close(error)
         self._group.close(self._options.timeout_seconds, error)
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:

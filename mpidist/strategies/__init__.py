@@ -4,10 +4,13 @@ from mpidist.strategies.default import make_default
 from mpidist.strategies.mirrored import MirroredStrategy
 from mpidist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from mpidist.strategies.one_device import OneDeviceStrategy
+from mpidist.strategies.parameter_server import ParameterServerStrategy, Server
 
 __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
+    "Server",
     "make_default",
 ]

@@ -1,6 +1,9 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
+from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.casting import cast_for
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
+from mpidist.variables.sparse_updates import SparseUpdates, change_rows, checked_rows
 from mpidist.variables.variable import (
     MirroredVariable,
     SyncOnReadVariable,
@@ -13,9 +16,14 @@ __all__ = [
     "MirroredVariable",
     "OnEachRank",
     "OncePerNode",
+    "ReadsAsArray",
+    "SparseUpdates",
     "SyncOnReadVariable",
     "Variable",
     "VariableAggregation",
     "VariablePlacement",
     "VariableSynchronization",
+    "cast_for",
+    "change_rows",
+    "checked_rows",
 ]

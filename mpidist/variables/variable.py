@@ -72,9 +72,13 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     _is_trainable_by_default: ClassVar[bool]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind: type[Variable] = cls
         if cls is Variable:
+            strategy = context_stack.current_strategy()
+            own = strategy.extended.variable_placement.make(strategy, *args, **kwargs)
+            if own is not None:  # no subclass, so `__init__` is not called
+                return own
             kind = MirroredVariable
             with suppress(ValueError):  # `__init__` raises it, on all ranks
                 if VariableSynchronization(kwargs.get("synchronization", "AUTO")) is VariableSynchronization.ON_READ:
