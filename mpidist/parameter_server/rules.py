@@ -122,7 +122,10 @@ class Momentum(Rule):
 
 @final
 class Adam(Rule):
-    """Adam, of Kingma and Ba, with the bias correction by the number of gradients that have arrived."""
+    """Adam, as TensorFlow computes it: `epsilon` is the "epsilon hat" of Kingma and Ba.
+
+    The bias is corrected by the number of gradients that have arrived from all workers.
+    """
 
     name = "Adam"
     slots = ("mean", "variance")
