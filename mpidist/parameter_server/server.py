@@ -106,6 +106,7 @@ class ParameterServer:
         finally:
             for connection in self._connections:
                 connection.close()
+            self.store.variables.clear()
 
     def _advance(self) -> bool:
         """Give every worker one turn. Returns whether anything got on."""

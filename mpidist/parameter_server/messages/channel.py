@@ -174,6 +174,7 @@ class Channel:
             self._incoming.Cancel()
             self._incoming.Wait()
         self._incoming.Free()
+        self._scratch = np.empty(0, np.uint8)
         self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
         if not self._test_all(self._sends):
             never_free((self._sends, self._request))

@@ -179,6 +179,7 @@ class Connection:
             self._incoming.Cancel()
             self._incoming.Wait()
         self._incoming.Free()
+        self._buffers = []
         if self._sent is not None and not self._sent.Test():
             never_free((self._sent, self._reply))
 
