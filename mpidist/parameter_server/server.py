@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, final
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
-    HEADER,
     HEADER_BYTES,
     INLINE_BYTES,
+    WHOLE_NUMBERS,
     Change,
     Connection,
     Header,
@@ -30,7 +31,7 @@ __all__ = ["ParameterServer"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
-_REQUESTS_PER_CHECK: Final = 256
+_TURNS_PER_CHECK: Final = 256
 
 Array = np.ndarray[Any, Any]
 Steps = Generator[bool, None, None]  # what a request that takes a while does between others: whether it got on
@@ -59,6 +60,7 @@ class ParameterServer:
         self.num_requests = 0
         self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
         self._connections = [Connection(group.comm, rank, worker) for worker, rank in enumerate(workers.ranks)]
+        self._num_open = len(self._connections)
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -76,7 +78,7 @@ class ParameterServer:
     @property
     def has_ended(self) -> bool:
         """Whether all workers have ended their parts."""
-        return all(connection.has_ended for connection in self._connections)
+        return not self._num_open
 
     @property
     def has_lost_workers(self) -> bool:
@@ -95,14 +97,16 @@ class ParameterServer:
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
             raise type(watchdog.broken)(str(watchdog.broken))
-        awaited.what, awaited.timeout = f"serve() of {self._name}", None
+        awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
+        awaited.ranks = self._workers.live_ranks
+        watchdog.begin()
         try:
             while not self.has_ended:
-                awaited.ranks = self._workers.live_ranks
-                watchdog.begin()
-                poll(self._advance, watchdog.check_peers)
-                if self.num_requests % _REQUESTS_PER_CHECK == 0:  # also where there is always something to do
-                    watchdog.require_no_notes()
+                watchdog.require_no_notes()  # also where there is always something to do
+                for _ in range(_TURNS_PER_CHECK):
+                    poll(self._advance, watchdog.check_peers)
+                    if self.has_ended:
+                        break
         finally:
             for connection in self._connections:
                 connection.close()
@@ -127,7 +131,7 @@ class ParameterServer:
 
     def _begin(self, connection: Connection) -> None:
         message = connection.message
-        op, sequence, key, _, change = HEADER.unpack_from(message.data)[:5]
+        op, sequence, key, _, change, _ = WHOLE_NUMBERS.unpack_from(message.data)
         if sequence != connection.sequence + 1:
             self._answer_out_of_order(connection, sequence)
             return
@@ -149,7 +153,9 @@ class ParameterServer:
     def _finish(self, connection: Connection) -> None:
         self.num_requests += 1
         connection.steps = None
-        if not connection.has_ended:
+        if connection.has_ended:
+            self._num_open -= 1
+        else:
             connection.listen()
 
     def _answer_out_of_order(self, connection: Connection, sequence: int) -> None:
@@ -317,6 +323,7 @@ class ParameterServer:
         """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
         data = yield from connection.receive_all()
         worker, workers = connection.worker, self._workers
+        self._awaited.ranks = [rank for rank in self._awaited.ranks if rank != workers.ranks[worker]]
         if header.op == Op.LEAVE:
             why = str(from_json(data))
             workers.end(worker, why)

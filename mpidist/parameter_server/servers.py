@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -41,6 +42,16 @@ class Location:
     dtype: np.dtype[Any]
     name: str
 
+    @cached_property
+    def read_call(self) -> str:
+        """What reading it is called, for people."""
+        return f"read of {self.name!r}"
+
+    @cached_property
+    def change_call(self) -> str:
+        """What changing it is called, for people."""
+        return f"change of {self.name!r}"
+
 
 class Servers(ABC):
     """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
@@ -60,11 +71,11 @@ class Servers(ABC):
         """Read some rows of an array, a snapshot of them."""
 
     @abstractmethod
-    def change(self, locations: Sequence[Location], values: Sequence[Array], how: Change | Rule) -> None:
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
         """Change arrays by contiguous arrays of the same shapes, with one request to each server."""
 
     @abstractmethod
-    def change_rows(self, location: Location, indices: Array, values: Array, how: Change | Rule) -> None:
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
         """Change some rows of an array."""
 
     @abstractmethod
@@ -114,14 +125,14 @@ class LocalServers(Servers):
         rows: Array = self._store.variables[location.key].value[indices]
         return rows
 
-    def change(self, locations: Sequence[Location], values: Sequence[Array], how: Change | Rule) -> None:
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
         change, numbers = self._code(how)
         for location, value in zip(locations, values, strict=True):
             stored = self._store.variables[location.key]
             self._store.begin(stored, change)
             self._store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
 
-    def change_rows(self, location: Location, indices: Array, values: Array, how: Change | Rule) -> None:
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
         change, numbers = self._code(how)
         stored = self._store.variables[location.key]
         self._store.begin(stored, change)
@@ -140,8 +151,8 @@ class LocalServers(Servers):
     def close(self, error: BaseException | None) -> None:
         self._store.variables.clear()
 
-    def _code(self, how: Change | Rule) -> tuple[int, tuple[float, ...]]:
-        if isinstance(how, Change):
+    def _code(self, how: int | Rule) -> tuple[int, tuple[float, ...]]:
+        if not isinstance(how, Rule):
             return how, ()
         return _code_of_rule(self._store.number_of_rule(how.name), how), how.numbers
 
@@ -173,7 +184,7 @@ class RemoteServers(Servers):
         arrays = [np.empty(location.shape, location.dtype) for location in locations]
         if len(locations) == 1:
             location = locations[0]
-            self._channels[location.server].start(f"read of {location.name!r}", Op.READ, location.key)
+            self._channels[location.server].start(location.read_call, Op.READ, location.key)
             self._finish_read(location.server, arrays)
             return arrays
         parts = _by_server(locations)
@@ -191,11 +202,11 @@ class RemoteServers(Servers):
         self._finish_read(location.server, [rows])
         return rows
 
-    def change(self, locations: Sequence[Location], values: Sequence[Array], how: Change | Rule) -> None:
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
         if len(locations) == 1:
             location = locations[0]
             change, numbers = self._code(location.server, how)
-            call = f"change of {location.name!r}"
+            call = location.change_call
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
         for server, places in _by_server(locations).items():
@@ -204,7 +215,7 @@ class RemoteServers(Servers):
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
             self._channels[server].start(call, Op.CHANGE, number, data, change=change, numbers=numbers)
 
-    def change_rows(self, location: Location, indices: Array, values: Array, how: Change | Rule) -> None:
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
         change, numbers = self._code(location.server, how)
         data, call = [indices, values], f"change of rows of {location.name!r}"
         channel = self._channels[location.server]
@@ -254,8 +265,8 @@ class RemoteServers(Servers):
 
     def _wait_for_all(self, channel: Channel) -> bool:
         """Wait until all workers have ended their parts, which may take hours. Returns whether all ended well."""
-        header = channel.finish(math.inf)
-        return header is not None and bool(header.rows)
+        channel.finish(math.inf)
+        return bool(channel.number)
 
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""
@@ -276,9 +287,8 @@ class RemoteServers(Servers):
 
     def _finish_read(self, server: int, arrays: Sequence[Array]) -> None:
         channel = self._channels[server]
-        header = channel.finish(GRACE_SECONDS)
-        if header is not None:
-            channel.data(header, arrays)
+        channel.finish(GRACE_SECONDS)
+        channel.data(arrays)
 
     def _number_of_list(self, server: int, keys: Sequence[int]) -> int:
         """Return the number by which a server knows a list of variables; tell the server the list where it is new."""
@@ -295,15 +305,15 @@ class RemoteServers(Servers):
             self._channels[server].start("numbering of variables", Op.NAME_LIST, number, data)
         return number
 
-    def _code(self, server: int, how: Change | Rule) -> tuple[int, tuple[float, ...]]:
-        if isinstance(how, Change):
+    def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
+        if not isinstance(how, Rule):
             return how, ()
         number = self._rules[server].get(how.name)
         if number is None:
             channel = self._channels[server]
             channel.start(f"rule {how.name!r}", Op.NAME_RULE, data=[to_json(how.name)])
-            header = channel.finish()
-            number = self._rules[server][how.name] = 0 if header is None else header.rows
+            channel.finish()
+            number = self._rules[server][how.name] = channel.number
         return _code_of_rule(number, how), how.numbers
 
 

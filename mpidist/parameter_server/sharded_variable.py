@@ -7,7 +7,6 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import Change
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.values import IndexedSlices, local_component
@@ -133,7 +132,7 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         """Subtract from the value on the servers, and return the variable. As `assign`."""
         return self._assign("assign_sub", delta, read_value)
 
-    def change_by(self, value: Any, how: Change | Rule) -> None:
+    def change_by(self, value: Any, how: int | Rule) -> None:
         """Change the variable by an array or by `IndexedSlices`."""
         if isinstance(value, IndexedSlices):
             indices, values = checked_rows(value, self._like, self._what)

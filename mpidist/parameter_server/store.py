@@ -16,7 +16,7 @@ __all__ = ["Store", "Stored"]
 
 Array = np.ndarray[Any, Any]
 
-_SCATTER: Final = {
+_SCATTER: Final[dict[int, str]] = {
     Change.ASSIGN: "scatter_update",
     Change.ADD: "scatter_add",
     Change.SUB: "scatter_sub",
@@ -150,7 +150,7 @@ class Store:
     ) -> None:
         """Change some rows of a variable, in the order of `indices`; with a rule, each row once, by the sum."""
         if change < Change.RULE:
-            change_rows(_SCATTER[Change(change)], stored.value, indices, values)
+            change_rows(_SCATTER[change], stored.value, indices, values)
             return
         number, count = divmod(change - Change.RULE, 8)
         rule = self._rules[number]

@@ -208,21 +208,21 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(value).reshape(self.shape)
         return contiguous
 
-    def change_by(self, value: Any, how: Change | Rule) -> None:
+    def change_by(self, value: Any, how: int | Rule) -> None:
         """Change the variable by an array or by `IndexedSlices`."""
         if isinstance(value, IndexedSlices):
             self.change_rows(*checked_rows(value, self._like, self._what), how)
         else:
             self.servers.change([self.location], [self.cast(value)], how)
 
-    def change_rows(self, indices: np.ndarray[Any, Any], values: Any, how: Change | Rule) -> None:
+    def change_rows(self, indices: np.ndarray[Any, Any], values: Any, how: int | Rule) -> None:
         """Change rows that are known to exist, by values of the variable's dtype."""
         if indices.size:
             self.servers.change_rows(self.location, indices, np.ascontiguousarray(values), how)
 
-    def _assign(self, call: str, value: Any, how: Change, read_value: bool) -> Any:
+    def _assign(self, call: str, value: Any, how: int, read_value: bool) -> Any:
         self._require_current(call)
-        if how is Change.SUB and self.dtype.kind == "b":
+        if how == Change.SUB and self.dtype.kind == "b":
             raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
         self.servers.change([self.location], [self.cast(value)], how)
         return self if read_value else None

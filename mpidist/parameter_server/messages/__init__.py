@@ -3,10 +3,10 @@
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.protocol import (
-    HEADER,
     HEADER_BYTES,
     INLINE_BYTES,
     MAX_NUMBERS,
+    WHOLE_NUMBERS,
     Change,
     Header,
     Op,
@@ -23,7 +23,6 @@ __all__ = [
     "Channel",
     "Connection",
     "GRACE_SECONDS",
-    "HEADER",
     "HEADER_BYTES",
     "Header",
     "INLINE_BYTES",
@@ -31,6 +30,7 @@ __all__ = [
     "Op",
     "Outcome",
     "Piece",
+    "WHOLE_NUMBERS",
     "bytes_of",
     "from_json",
     "plan_messages",

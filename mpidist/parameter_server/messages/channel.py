@@ -19,6 +19,7 @@ from mpidist.parameter_server.messages.protocol import (
     MAX_NUMBERS,
     MESSAGE_BYTES,
     REQUEST,
+    WHOLE_NUMBERS,
     Header,
     Op,
     Outcome,
@@ -33,6 +34,7 @@ __all__ = ["GRACE_SECONDS", "Channel"]
 
 Array = np.ndarray[Any, Any]
 _NO_NUMBERS = (0.0,) * MAX_NUMBERS
+_UINT8 = np.dtype(np.uint8)
 GRACE_SECONDS = 1.0  # that an answer takes after a server has found that other workers are late
 
 
@@ -62,7 +64,8 @@ class Channel:
         self._group, self._awaited, self._comm, self._byte = group, awaited, group.comm, mpi.BYTE
         self._request = np.zeros(MESSAGE_BYTES, np.uint8)
         self._answer = np.zeros(MESSAGE_BYTES, np.uint8)
-        self._outcome = self._answer.view(np.int64)
+        self._outcome = self._answer.data.cast("q")
+        self._request_memory = self._request.data
         self._scratch = np.empty(0, np.uint8)
         self._incoming = self._comm.Recv_init([self._answer, mpi.BYTE], rank, ANSWER)
         self._sequence = 0
@@ -93,25 +96,28 @@ class Channel:
         """
         self.finish()
         self._sequence += 1
-        message, nbytes = self._request, sum(array.nbytes for array in data)
+        message, nbytes = self._request, 0
+        for array in data:
+            nbytes += array.nbytes
         if op != Op.CHANGE and nbytes > INLINE_BYTES:
             data = [np.concatenate([bytes_of(array) for array in data])]
-        sizes = tuple(array.nbytes for array in data)
-        numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
-        HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
+        WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
+        if numbers:
+            numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
+            HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
         end = HEADER_BYTES
         if nbytes <= INLINE_BYTES:
-            for array, size in zip(data, sizes, strict=True):
-                message[end : end + size] = bytes_of(array)
-                end += size
+            for array in data:
+                start, end = end, end + array.nbytes
+                message[start:end] = array.reshape(-1).view(_UINT8)
         self._incoming.Start()
         self._pending = call
         self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
         if nbytes > INLINE_BYTES:
-            self._send_data(call, data, sizes)
+            self._send_data(call, data)
 
-    def finish(self, more_seconds: float = 0.0) -> Header | None:
-        """Wait for the answer of the request that was started last; `None` if it was read already.
+    def finish(self, more_seconds: float = 0.0) -> None:
+        """Wait for the answer of the request that was started last, unless it was read already.
 
         Args:
             more_seconds: How much longer than its deadline the answer may take: `GRACE_SECONDS` where the server itself
@@ -127,20 +133,24 @@ class Channel:
             raise type(self.broken)(str(self.broken))
         call = self._pending
         if not call:
-            return None
+            return
         if not self._incoming.Test():
             self._wait(call, self._incoming.Test, more_seconds)
         self._pending = ""
         if self._outcome[0] != Outcome.OK:
             self._raise(call)
-        return Header.read(self._answer)
 
-    def data(self, header: Header, arrays: Sequence[Array]) -> None:
-        """Put the data of an answer into arrays, which it fills."""
+    @property
+    def number(self) -> int:
+        """The number in the last answer: `rows` of its header."""
+        return int(self._outcome[3])
+
+    def data(self, arrays: Sequence[Array]) -> None:
+        """Put the data of the last answer into arrays, which it fills."""
         at = HEADER_BYTES
-        if header.nbytes <= INLINE_BYTES:
+        if self._outcome[5] <= INLINE_BYTES:
             for array in arrays:
-                bytes_of(array)[...] = self._answer[at : at + array.nbytes]
+                array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
                 at += array.nbytes
             return
         for pieces in plan_messages(tuple(array.nbytes for array in arrays)):
@@ -179,8 +189,8 @@ class Channel:
         if not self._test_all(self._sends):
             never_free((self._sends, self._request))
 
-    def _send_data(self, call: str, data: Sequence[Array], sizes: tuple[int, ...]) -> None:
-        for pieces in plan_messages(sizes):
+    def _send_data(self, call: str, data: Sequence[Array]) -> None:
+        for pieces in plan_messages(tuple(array.nbytes for array in data)):
             memory = self._packed(data, pieces) if len(pieces) > 1 else None
             if memory is None:
                 ((item, start, stop),) = pieces

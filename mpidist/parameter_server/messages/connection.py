@@ -11,12 +11,11 @@ from mpidist.parameter_server.messages.protocol import (
     ANSWER,
     CHUNK_BYTES,
     DATA,
-    HEADER,
     HEADER_BYTES,
     INLINE_BYTES,
-    MAX_NUMBERS,
     MESSAGE_BYTES,
     REQUEST,
+    WHOLE_NUMBERS,
     Header,
     Outcome,
     Piece,
@@ -27,7 +26,6 @@ from mpidist.transport import Intracomm, load_mpi, never_free
 __all__ = ["Connection"]
 
 Array = np.ndarray[Any, Any]
-_NO_NUMBERS = (0.0,) * MAX_NUMBERS
 
 
 @final
@@ -58,6 +56,7 @@ class Connection:
         self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
         self.message = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._reply_memory = self._reply.data
         self._buffers: list[Array] = []
         self._received = 0  # bytes of the data of this request
         self._sent: Any = None
@@ -93,7 +92,7 @@ class Connection:
         if data is not None:
             size = nbytes = data.size
             self._reply[HEADER_BYTES : HEADER_BYTES + size] = data
-        HEADER.pack_into(self._reply.data, 0, outcome, self.sequence, 0, rows, 0, nbytes, *_NO_NUMBERS)
+        WHOLE_NUMBERS.pack_into(self._reply_memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
         self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self._rank, ANSWER)
 
     def answer_text(self, outcome: int, text: str) -> None:

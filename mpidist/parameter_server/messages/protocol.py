@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
@@ -26,6 +25,7 @@ __all__ = [
     "MAX_NUMBERS",
     "MESSAGE_BYTES",
     "REQUEST",
+    "WHOLE_NUMBERS",
     "Change",
     "Header",
     "Op",
@@ -41,6 +41,7 @@ MESSAGE_BYTES: Final = 4096
 CHUNK_BYTES: Final = 1 << 20  # fits into a core's cache: it is added from there
 MAX_NUMBERS: Final = 6
 HEADER: Final = struct.Struct(f"=6q{MAX_NUMBERS}d")
+WHOLE_NUMBERS: Final = struct.Struct("=6q")  # the first part of a header: a rule alone needs the second
 HEADER_BYTES: Final = HEADER.size
 INLINE_BYTES: Final = MESSAGE_BYTES - HEADER_BYTES
 REQUEST, ANSWER, DATA = 1, 2, 3  # tags
@@ -51,44 +52,44 @@ Bytes = np.ndarray[Any, Any]
 
 
 @final
-class Op(IntEnum):
-    """What a worker asks for."""
+class Op:
+    """What a worker asks for. Numbers, and no enumeration, which is slow to look up."""
 
-    READ = 0  # the values of a list of variables
-    CHANGE = 1  # add to a list of variables, assign them, ...
-    READ_ROWS = 2  # some rows of a variable
-    CHANGE_ROWS = 3  # the same of some rows of one variable
-    ALLOCATE = 4  # make a variable
-    NAME_LIST = 5  # number a list of variables
-    NAME_RULE = 6  # number a rule
-    MEET = 7  # wait until all workers make the same call
-    STEP = 8  # this worker has done a step
-    DONE = 9  # this worker makes no request any more
-    LEAVE = 10  # the same, because of an error
+    READ: Final = 0  # the values of a list of variables
+    CHANGE: Final = 1  # add to a list of variables, assign them, ...
+    READ_ROWS: Final = 2  # some rows of a variable
+    CHANGE_ROWS: Final = 3  # the same of some rows of one variable
+    ALLOCATE: Final = 4  # make a variable
+    NAME_LIST: Final = 5  # number a list of variables
+    NAME_RULE: Final = 6  # number a rule
+    MEET: Final = 7  # wait until all workers make the same call
+    STEP: Final = 8  # this worker has done a step
+    DONE: Final = 9  # this worker makes no request any more
+    LEAVE: Final = 10  # the same, because of an error
 
 
 @final
-class Outcome(IntEnum):
+class Outcome:
     """How an answer begins."""
 
-    OK = 0
-    FAILED = 1  # the data is the text of an error
-    REFUSED = 2  # workers differ; the data is the text of an error
-    TOO_LATE = 3  # other workers did not come in time; the data is the text of an error
+    OK: Final = 0
+    FAILED: Final = 1  # the data is the text of an error
+    REFUSED: Final = 2  # workers differ; the data is the text of an error
+    TOO_LATE: Final = 3  # other workers did not come in time; the data is the text of an error
 
 
 @final
-class Change(IntEnum):
+class Change:
     """How numbers change a variable. Larger numbers are those of rules."""
 
-    ASSIGN = 0
-    ADD = 1
-    SUB = 2
-    SCATTER_MUL = 3
-    SCATTER_DIV = 4
-    SCATTER_MAX = 5
-    SCATTER_MIN = 6
-    RULE = 16
+    ASSIGN: Final = 0
+    ADD: Final = 1
+    SUB: Final = 2
+    SCATTER_MUL: Final = 3
+    SCATTER_DIV: Final = 4
+    SCATTER_MAX: Final = 5
+    SCATTER_MIN: Final = 6
+    RULE: Final = 16
 
 
 @final
