@@ -131,24 +131,37 @@ class ParameterServer:
 
     def _begin(self, connection: Connection) -> None:
         message = connection.message
-        op, sequence, key, _, change, _ = WHOLE_NUMBERS.unpack_from(message.data)
+        op, sequence, key, _, change, nbytes = WHOLE_NUMBERS.unpack_from(message.data)
         if sequence != connection.sequence + 1:
             self._answer_out_of_order(connection, sequence)
             return
         connection.sequence = sequence
         stored = self.store.variables.get(key)
-        if stored is not None and not stored.queue and stored.value.nbytes <= INLINE_BYTES and change <= Change.SUB:
-            if op == Op.CHANGE:  # most requests are small, and need no generator
-                delta = np.frombuffer(message, stored.value.dtype, stored.flat.size, HEADER_BYTES)
+        if (
+            stored is not None
+            and not stored.queue
+            and change <= Change.SUB
+            and stored.value.nbytes <= INLINE_BYTES
+            and self._is_answered_at_once(connection, op, stored, change, nbytes)
+        ):
+            self._finish(connection)
+        else:
+            connection.steps = self._guarded(connection, Header.read(message))
+
+    def _is_answered_at_once(self, connection: Connection, op: int, stored: Stored, change: int, nbytes: int) -> bool:
+        """Answer a small request of one variable, as most are, without a generator. Returns whether it was one."""
+        if op == Op.CHANGE and nbytes == stored.value.nbytes:
+            delta = np.frombuffer(connection.message, stored.value.dtype, stored.flat.size, HEADER_BYTES)
+            try:
                 self.store.change(stored, change, 0, delta, ())
                 connection.answer(Outcome.OK)
-                self._finish(connection)
-                return
-            if op == Op.READ and self._workers.may_read(connection.worker):
-                connection.answer(Outcome.OK, bytes_of(stored.value))
-                self._finish(connection)
-                return
-        connection.steps = self._guarded(connection, Header.read(message))
+            except Exception as error:  # of any kind: a worker's mistake must not end the server
+                connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
+            return True
+        if op == Op.READ and not nbytes and self._workers.may_read(connection.worker):
+            connection.answer(Outcome.OK, bytes_of(stored.value))
+            return True
+        return False
 
     def _finish(self, connection: Connection) -> None:
         self.num_requests += 1

@@ -220,6 +220,7 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
         assert ended.of("close")[rank].kind == "value"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
 @again_if_slow
 def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(
@@ -278,6 +279,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @again_if_slow
 def test_the_other_server_ends_when_its_workers_have_lost_one(job: Job) -> None:
     ended = job(cluster(LOST_AMONG_TWO, "num_ps=2"), FOUR, is_blind=True)
