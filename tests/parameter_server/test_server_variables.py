@@ -172,10 +172,14 @@ def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> Non
         assert one == other == rank
 
 
-def test_initial_values_are_the_chiefs(comm: Intracomm) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_initial_values_are_the_chiefs(comm: Intracomm, late: int) -> None:
     def work(strategy: ParameterServerStrategy) -> float:
-        time.sleep(0.05 * (2 - strategy.topology.rank % 3))
-        return float(made(strategy, lambda: 7.0 + strategy.topology.rank))
+        def initial() -> float:
+            time.sleep(0.05 * abs(late - strategy.topology.rank % 2))
+            return 7.0 + strategy.topology.rank
+
+        return float(made(strategy, initial))
 
     assert set(on_workers(comm, work)) == {7.0}
 
