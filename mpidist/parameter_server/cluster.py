@@ -158,6 +158,9 @@ class Role(Service):
         group, server = self.group, self.server
         if group is None or server is None or not group.is_open:
             return
+        if group.watchdog.broken is not None:  # `serve` has raised it
+            group.abandon()
+            return
         if error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks):
             group.watchdog.tell_leaving(text_of(error))
             group.abandon()

@@ -191,8 +191,14 @@ class RemoteServers(Servers):
         for server, places in parts.items():
             number = self._number_of_list(server, [locations[place].key for place in places])
             self._channels[server].start(f"read of {len(places)} variables", Op.READ, number)
+        error: Exception | None = None
         for server, places in parts.items():
-            self._finish_read(server, [arrays[place] for place in places])
+            try:
+                self._finish_read(server, [arrays[place] for place in places])
+            except Exception as problem:  # the data of the other servers is under way, and must be received
+                error = error or problem
+        if error is not None:
+            raise error
         return arrays
 
     def read_rows(self, location: Location, indices: Array) -> Array:
@@ -254,8 +260,8 @@ class RemoteServers(Servers):
             for server, channel in reversed([*enumerate(self._channels)]):
                 channel.start("close()", Op.DONE, rows=server == 0)
             all_well = [self._wait_for_all(channel) for channel in self._channels]
-        except BaseException:
-            self._group.abandon()
+        except BaseException as problem:  # a change that failed is told here, too: then no server waits for this worker
+            self._leave(problem, is_own=True)
             raise
         self._close_channels()
         if all(all_well):

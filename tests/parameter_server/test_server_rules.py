@@ -9,6 +9,7 @@ import pytest
 from support.parameter_servers import on_workers
 
 from mpidist import IndexedSlices, Variable
+from mpidist.errors import PeerFailedError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 
 if TYPE_CHECKING:
@@ -191,3 +192,39 @@ def test_rule_of_one_rank_alone_is_refused_by_the_server(comm: Intracomm) -> Non
         assert float(variable) == 0.0
 
     on_workers(comm, work)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.core
+def test_a_change_that_failed_is_told_when_the_strategy_is_closed(comm: Intracomm) -> None:
+    """At the latest; and the server does not wait for that worker."""
+    strategy = ParameterServerStrategy(comm=comm)
+    if strategy.is_ps:
+        with pytest.raises(PeerFailedError, match="rank 0 left because of an exception: RuntimeError"):
+            strategy.serve()
+        strategy.close()
+    else:
+        with strategy.scope():
+            variable = Variable(0.0)
+        strategy.push(variable, 1.0, server_rules.Registered("fails"))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            strategy.close()
+    comm.Barrier()
+
+
+@pytest.mark.ranks(3)
+def test_an_error_of_one_server_leaves_the_other_usable(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            failing, large = Variable(0.0), Variable(np.zeros(LARGE))
+        strategy.push(failing, 1.0, server_rules.Registered("fails"))
+        large.assign_add(np.ones(LARGE))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            strategy.read([large, failing])
+        one, other = strategy.read([failing, large])
+        assert float(one) == 0.0
+        assert (other == 1.0).all()
+        large.assign_add(np.ones(LARGE))
+        assert (large.numpy() == 2.0).all()
+
+    on_workers(comm, work, num_ps=2)
