@@ -188,9 +188,9 @@ class RemoteServers(Servers):
             self._finish_read(location.server, arrays)
             return arrays
         parts = _by_server(locations)
+        numbers = self._numbers_of_lists(locations, parts)
         for server, places in parts.items():
-            number = self._number_of_list(server, [locations[place].key for place in places])
-            self._channels[server].start(f"read of {len(places)} variables", Op.READ, number)
+            self._channels[server].start(f"read of {len(places)} variables", Op.READ, numbers[server])
         error: Exception | None = None
         for server, places in parts.items():
             try:
@@ -215,9 +215,11 @@ class RemoteServers(Servers):
             call = location.change_call
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
-        for server, places in _by_server(locations).items():
+        parts = _by_server(locations)
+        lists = self._numbers_of_lists(locations, parts)
+        for server, places in parts.items():
             change, numbers = self._code(server, how)
-            number = self._number_of_list(server, [locations[place].key for place in places])
+            number = lists[server]
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
             self._channels[server].start(call, Op.CHANGE, number, data, change=change, numbers=numbers)
 
@@ -295,6 +297,16 @@ class RemoteServers(Servers):
         channel = self._channels[server]
         channel.finish(GRACE_SECONDS)
         channel.data(arrays)
+
+    def _numbers_of_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Return the number of each server's list, once nothing is under way: errors come before anything is asked."""
+        numbers = {
+            server: self._number_of_list(server, [locations[place].key for place in places])
+            for server, places in parts.items()
+        }
+        for server in parts:
+            self._channels[server].finish()
+        return numbers
 
     def _number_of_list(self, server: int, keys: Sequence[int]) -> int:
         """Return the number by which a server knows a list of variables; tell the server the list where it is new."""
