@@ -229,8 +229,8 @@ def components_of(value: DistributedValues, num_replicas: int) -> tuple[Any, ...
         ValueError: If there is not one component for each of these replicas.
     """
     values = value.values
-    if isinstance(value, Mirrored):
-        return values[:1] * num_replicas
+    if len(values) == 1 and not isinstance(value, PerReplica):  # one for all replicas of the rank
+        return values * num_replicas
     if len(values) != num_replicas:
         carries = "one replica" if num_replicas == 1 else f"{num_replicas} replicas"
         raise ValueError(
