@@ -115,10 +115,14 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
+        settle: Called when all replicas have met, before their call is made, and when all have returned. Settles what
+            they wrote meanwhile, and returns what is wrong with it.
     """
 
-    def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
-        self._ids = replica_ids
+    def __init__(
+        self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
+    ) -> None:
+        self._ids, self._settle = replica_ids, settle
         self._devices: Sequence[Device | None] = devices if len(set(map(str, devices))) > 1 else [None] * len(devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
@@ -133,6 +137,8 @@ class Turns:
         Raises:
             InvalidArgumentError: If a replica made another call than the others, or returned before them. On all ranks
                 that make a call meanwhile.
+            ValueError: If replicas wrote different values to an array that they share. On all ranks that make the next
+                call.
             Exception: What a function raised. If other replicas of the rank wait in a call, all ranks that make the
                 call raise an error that names the replica.
         """
@@ -142,6 +148,9 @@ class Turns:
         try:
             while not self._take_turns(replicas):
                 self._meet(replicas)
+            unsettled = self._settle()
+            if unsettled is not None:
+                raise unsettled
         finally:
             self._is_over = True
             for replica in replicas:
@@ -181,8 +190,10 @@ class Turns:
         """Make the call that the replicas wait for, once for all."""
         waiting = [(replica, replica.meeting) for replica in replicas if replica.meeting is not None]
         first, refusal = waiting[0][1], None
+        unsettled = self._settle()
+        error = _difference(replicas) or unsettled
         try:
-            outcomes = first.carry_out([meeting.argument for _, meeting in waiting], _difference(replicas))
+            outcomes = first.carry_out([meeting.argument for _, meeting in waiting], error)
         except Exception as error:
             refusal = error
         if refusal is None:
