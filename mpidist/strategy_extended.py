@@ -151,8 +151,9 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables: the worker devices."""
-        return self._devices
+        """The devices that hold variables: the worker devices, unless one device holds all variables."""
+        device = self.variable_placement.device
+        return self._devices if device is None else (device,)
 
     def reduce_to(
         self,
