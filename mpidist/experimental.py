@@ -5,10 +5,12 @@ from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
+from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",

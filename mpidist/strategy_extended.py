@@ -19,7 +19,7 @@ from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
 from mpidist.values import local_component, local_components
-from mpidist.variables import OnEachRank, Variable, VariablePlacement
+from mpidist.variables import OnEachRank, Variable, VariablePlacement, update_copies
 
 __all__ = ["StrategyExtended"]
 
@@ -156,8 +156,9 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables: the worker devices."""
-        return self._devices
+        """The devices that hold variables: the worker devices, unless one device holds all variables."""
+        device = self.variable_placement.device
+        return self._devices if device is None else (device,)
 
     def reduce_to(
         self,
@@ -201,7 +202,8 @@ class StrategyExtended:
     ) -> Any:
         """Call `fn(var, *args, **kwargs)` on every rank, to change the rank's copy of a variable. Local.
 
-        Inside the function, assignments to the variable change this rank's copy alone.
+        Inside the function, assignments to the variable change this rank's copy alone. Of an `ON_READ` variable a rank
+        has a copy for each of its replicas, and the function is called for each copy.
 
         Args:
             var: A variable of this strategy.
@@ -212,14 +214,19 @@ class StrategyExtended:
             group: `False` returns a tuple of this rank's results.
 
         Returns:
-            What the function returned on this rank.
+            What the function returned on this rank; of several copies `PerReplica` values.
 
         Raises:
-            ValueError: If the variable is not this strategy's.
-            RuntimeError: If another strategy is current.
+            ValueError: If the variable is not this strategy's; or, if the number of replicas was chosen, if a
+                `PerReplica` is passed for a mirrored variable.
+            RuntimeError: If another strategy is current; inside `run`, if the number of replicas was chosen.
         """
         self._require_own("update", var)
         self.require_not_mixed("update")
+        if self.replicas.tree is not None:
+            self.require_cross_replica("update", "call it in the function of ReplicaContext.merge_call")
+            result = update_copies(var, self._group, self.replicas, fn, args, kwargs or {})
+            return result if group else (result,)
         entry = context_stack.Entry(self.strategy, is_update=True)
         given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))
         result = context_stack.call(entry, fn, var, *given, **named)

@@ -139,7 +139,6 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("RunOptions", "`run` takes none"),
         ("Server", "not in this version"),
         ("experimental.ParameterServerStrategy", "not in this version"),
-        ("experimental.CentralStorageStrategy", "not in this version"),
         ("experimental.PreemptionCheckpointHandler", "not in this version"),
         ("cluster_resolver.TPUClusterResolver", "TPUs"),
         ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
@@ -208,6 +207,7 @@ NcclAllReduce(num_packs=)
 HierarchicalCopyAllReduce(num_packs=)
 CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
+experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm=)
 MirroredStrategy(devices=, cross_device_ops=, *, comm=, per_node_variables=)
 MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=, per_node_variables=)
 Strategy.scope(self)

@@ -13,12 +13,15 @@ from mpidist.collectives import PendingResult, axis_of
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
+from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
 from mpidist.values import Contributions, DistributedValues, PerReplica, contributions, local_components
 
 __all__ = ["JointCalls", "SharedResult", "read_only"]
+
+WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
 
 @final
@@ -42,13 +45,20 @@ class JointCalls:
         cross_device_ops: The algorithm, bound to the strategy's ranks.
         replicas: Which replicas the rank carries.
         turns: Lets the replicas meet. Also an attribute.
+        pending: What the replicas wrote since they last met. Also an attribute.
     """
 
     def __init__(
-        self, strategy: CurrentStrategy, cross_device_ops: CrossDeviceOps, replicas: Replicas, turns: Turns
+        self,
+        strategy: CurrentStrategy,
+        cross_device_ops: CrossDeviceOps,
+        replicas: Replicas,
+        turns: Turns,
+        pending: PendingWrites,
     ) -> None:
         self._strategy, self._ops, self._replicas = strategy, cross_device_ops, replicas
         self.turns = turns
+        self.pending = pending
 
     def all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
@@ -78,6 +88,23 @@ class JointCalls:
         """See `ReplicaContext.merge_call`."""
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         return self.turns.meet(f"merge_call of {name}", partial(self._merge, merge_fn, name), (args, kwargs))
+
+    def write_together(self, call: str, write: WriteTogether, argument: Any, error: Exception | None) -> None:
+        """Write an array that the replicas of this rank share, once for all of them. Collective.
+
+        Args:
+            call: The name of the call, for errors.
+            write: Writes, given the argument of each replica, and what is wrong on this rank. Collective.
+            argument: What this replica writes.
+            error: What is wrong with this argument.
+        """
+        self.turns.meet(call, partial(self._write_together, write), (argument, error))
+
+    def _write_together(
+        self, write: WriteTogether, given: Sequence[tuple[Any, Exception | None]], error: Exception | None
+    ) -> Sequence[None]:
+        write([argument for argument, _ in given], error or next((wrong for _, wrong in given if wrong), None))
+        return [None] * len(given)
 
     def _all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)

@@ -115,13 +115,17 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
+        settle: Called when all replicas have met, before their call is made, and when all have returned. Settles what
+            they wrote meanwhile, and returns what is wrong with it.
 
     Attributes:
         has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
-    def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
-        self._ids, self._devices = replica_ids, devices
+    def __init__(
+        self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
+    ) -> None:
+        self._ids, self._devices, self._settle = replica_ids, devices, settle
         self.has_several_gpus = len(set(devices)) > 1 and any(device.is_gpu for device in devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
@@ -136,6 +140,8 @@ class Turns:
         Raises:
             InvalidArgumentError: If a replica made another call than the others, or returned before them. On all ranks
                 that make a call meanwhile.
+            ValueError: If replicas wrote different values to an array that they share. On all ranks that make the next
+                call.
             Exception: What a function raised. If other replicas of the rank wait in a call, all ranks that make the
                 call raise an error that names the replica.
         """
@@ -146,6 +152,9 @@ class Turns:
         try:
             while not self._take_turns(replicas):
                 self._meet(replicas)
+            unsettled = self._settle()
+            if unsettled is not None:
+                raise unsettled
         finally:
             self._is_over = True
             for replica in replicas:
@@ -192,8 +201,10 @@ class Turns:
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
         if self.has_several_gpus:
             self._devices[0].use()
+        unsettled = self._settle()
+        error = _difference(replicas) or unsettled
         try:
-            outcomes = first.carry_out(arguments, _difference(replicas))
+            outcomes = first.carry_out(arguments, error)
         except Exception as error:
             refusal = error
         if refusal is None:

@@ -1,13 +1,11 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
+from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
-from mpidist.variables.variable import (
-    MirroredVariable,
-    SyncOnReadVariable,
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sync_on_read import SyncOnReadVariable
+from mpidist.variables.updating import update_copies
+from mpidist.variables.variable import Variable
 
 __all__ = [
     "MirroredVariable",
@@ -18,4 +16,5 @@ __all__ = [
     "VariableAggregation",
     "VariablePlacement",
     "VariableSynchronization",
+    "update_copies",
 ]

@@ -30,7 +30,7 @@ class Log:
 
 
 def turns_of(*replica_ids: int) -> Turns:
-    return Turns(replica_ids, [Device("cpu")] * len(replica_ids))
+    return Turns(replica_ids, [Device("cpu")] * len(replica_ids), lambda: None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
