@@ -119,7 +119,8 @@ class Turns:
 
     def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
         self._ids = replica_ids
-        self._devices: Sequence[Device | None] = devices if len(set(map(str, devices))) > 1 else [None] * len(devices)
+        is_one_device = devices.count(devices[0]) == len(devices)
+        self._devices: Sequence[Device | None] = [None] * len(devices) if is_one_device else devices
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False
