@@ -173,7 +173,7 @@ def test_traffic_of_four_ranks(way: str, passes: float | None) -> None:
 
 def timing(peer: str, way: str, baseline: str, seconds: list[float], sent: tuple[float, ...] = ()) -> Timing:
     one = work.Work("size", "1K", ((256,),), benchmark="network")
-    return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent)
+    return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent, mean_sent=sent)
 
 
 def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
