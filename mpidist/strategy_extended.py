@@ -238,11 +238,12 @@ class StrategyExtended:
         """Call a function in replica context, as `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         if self.replicas.tree is not None:
-            given = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
-            return call_for_replicas(*given, fn, args, kwargs or {})
+            where = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
+            return call_for_replicas(*where, fn, args, kwargs or {})
         context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
-        return context_stack.call(entry, fn, *local_components(list(args)), **local_components(dict(kwargs or {})))
+        given = local_components(list(args)) if args else ()
+        return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from itertools import accumulate
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -12,7 +13,29 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
 from mpidist.transport import Fold, arrays
 
-__all__ = ["LocalSums", "require_like_operands", "require_tree_order"]
+__all__ = ["LocalSums", "SumMemory", "require_like_operands", "require_tree_order"]
+
+_KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
+_ALIGNMENT: Final = 64
+
+
+@final
+class SumMemory:
+    """Host memory for the sums of one call at a time. It is kept, as new pages of the system take as long as to add."""
+
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
+
+    def take(self, counts: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
+        """Return flat arrays of these lengths and dtypes, uninitialised, until the next call overwrites them."""
+        sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        if starts[-1] < _KEPT_BYTES:
+            return [np.empty(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        if self._kept.size < starts[-1]:
+            self._kept = np.empty(starts[-1], np.uint8)
+        places = zip(starts, sizes, dtypes, strict=False)
+        return [self._kept[start : start + size].view(dtype) for start, size, dtype in places]
 
 
 @final
@@ -35,20 +58,24 @@ class LocalSums:
         """Number of rows of this rank."""
         return self._fold.num_rows
 
-    def add(self, components: Sequence[Sequence[Any]]) -> list[Any]:
+    def add(self, components: Sequence[Sequence[Any]], memory: SumMemory | None = None) -> list[Any]:
         """Add to one sum for each array, of a rank that has one row.
 
         Args:
             components: [replicas of this rank][arrays], native arrays.
+            memory: Takes the sums of arrays in host memory; `None` for new arrays.
 
         Returns:
             [arrays]. The arrays of the one replica themselves, if there is one.
         """
         if len(components) == 1:
             return list(components[0])
-        sums = [
-            arrays.empty(spec.shape, wire, spec.device) for spec, wire in zip(self._specs, self._wires, strict=True)
-        ]
+        specs, wires = self._specs, self._wires
+        if memory is None or any(spec.device for spec in specs):
+            sums = [arrays.empty(spec.shape, wire, spec.device) for spec, wire in zip(specs, wires, strict=True)]
+        else:
+            taken = memory.take([spec.num_elements for spec in specs], wires)
+            sums = [flat.reshape(spec.shape) for flat, spec in zip(taken, specs, strict=True)]
         for index, total in enumerate(sums):
             parts = [self._flat(own[index], index) for own in components]
             self._fold.combine(self._ufunc, parts, [total.reshape(-1)])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
@@ -39,7 +41,7 @@ def open_all_reduce(
     Returns:
         The call, and the mirrored leaves, which are not sent.
     """
-    flat = NO_CONTRIBUTIONS
+    leaves, structure, mirrored, others = NO_CONTRIBUTIONS
     outs = None
     op = ReduceOp.SUM
     merged = merge(None)
@@ -47,14 +49,16 @@ def open_all_reduce(
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        flat = flatten_contributions(op, value, group, replicas)
+        if type(value) is np.ndarray and replicas.tree is None:  # the most common call, made faster
+            leaves = [value]
+        else:
+            leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
         if out is not None:
-            outs = flatten_out(flat.structure, bool(flat.mirrored), out)
+            outs = flatten_out(structure, bool(mirrored), out)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    kept = tuple(flat.mirrored)
-    call = ReductionCall(name, op, merged, flat.leaves, flat.structure, kept, None, outs, error, flat.others)
-    return call, flat.mirrored
+    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), None, outs, error, others)
+    return call, mirrored
 
 
 def open_batch_reduce(

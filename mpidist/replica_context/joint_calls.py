@@ -154,7 +154,7 @@ class JointCalls:
     def _common(self, given: Sequence[_Reduction]) -> tuple[_Reduction, Exception | None]:
         """Join the arguments of the replicas to those of the rank, with what is wrong with them."""
         first, error = given[0], None
-        for replica_id, other in zip(self._replicas.ids_here, given, strict=False):
+        for replica_id, other in zip(self._replicas.ids_here[1:], given[1:], strict=False):
             for name, mine, theirs in (("reduce_op", other.op, first.op), ("options", other.options, first.options)):
                 if mine != theirs:
                     who = f"replica {replica_id} passes {name} {mine!r}"
@@ -203,7 +203,7 @@ def read_only(result: Any) -> Any:
     """Let no replica write the arrays of a result, which all replicas of the rank share."""
     for leaf in nest.flatten(result)[0]:
         if type(leaf) is np.ndarray:
-            leaf.flags.writeable = False
+            leaf.setflags(write=False)
     return result
 
 

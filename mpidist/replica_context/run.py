@@ -48,7 +48,8 @@ def call_for_replicas(
     joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):
-        given, named = (local_components(part, at, replicas.num_here) for part in (list(args), dict(kwargs)))
-        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, str(devices[at]))
+        given = local_components(list(args), at, replicas.num_here) if args else ()
+        named = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
+        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, devices[at])
         bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *given, **named))
     return join_components(turns.run(bodies))

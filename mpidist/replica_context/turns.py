@@ -126,7 +126,7 @@ class Turns:
         self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
     ) -> None:
         self._ids, self._devices, self._settle = replica_ids, devices, settle
-        self.has_several_gpus = len(set(devices)) > 1 and any(device.is_gpu for device in devices)
+        self.has_several_gpus = devices.count(devices[0]) < len(devices) and any(device.is_gpu for device in devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False

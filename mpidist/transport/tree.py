@@ -79,6 +79,8 @@ class Fold:
         compiler = _Compiler(inputs)
         self._outputs: list[_Output] = [compiler.compile(row) for row in rows]
         self._num_scratch = compiler.num_scratch
+        steps = self._outputs[0].steps
+        self._pair = steps[0][:2] if self.num_rows == len(steps) == 1 else None  # the parts of the only addition
         read_later: set[int] = set()
         for at in reversed(range(self.num_rows)):
             output = self._outputs[at]
@@ -98,6 +100,10 @@ class Fold:
         """
         first, is_device = outs[0], arrays.is_device(outs[0])
         call = ufunc if is_device else partial(without_float_errors, ufunc)
+        if self._pair is not None:  # no partial sum that has to stay in the cache
+            left, right = self._pair
+            call(parts[left], parts[right], out=first)
+            return
         are_late = _NOT_LATE if self.num_rows == 1 else self._are_late(parts, outs)
         if is_device or first.nbytes <= _BLOCK_BYTES:
             self._add(call, parts, outs, are_late)

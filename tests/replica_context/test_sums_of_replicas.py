@@ -160,6 +160,27 @@ def busier_directions(nbytes: int, rows: tuple[int, ...]) -> list[int]:
     return list(map(max, sent, received))
 
 
+@pytest.mark.parametrize("total", [7, 8])
+def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
+    total: int, comm: Intracomm, placement: tuple[int, ...]
+) -> None:
+    """The arrays are so large that a rank keeps the memory of its replicas' sums for the next call."""
+    shapes = [(70_000,), (3, 30_000), (20_000,), (80_000,)]
+
+    def step() -> Any:
+        own = get_replica_context()
+        values = [numbers(own.replica_id_in_sync_group, at, shape, "f4") for at, shape in enumerate(shapes)]
+        started = [own.start_all_reduce("sum", value) for value in values[:2]]
+        results = [own.all_reduce("sum", value) for value in values[2:]]
+        return [pending.wait() for pending in started] + results
+
+    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
+        results = strategy.experimental_local_results(strategy.run(step))[0]
+        for at, shape in enumerate(shapes):
+            expected = simulate("sum", [numbers(replica, at, shape, "f4") for replica in range(total)])
+            assert np.asarray(results[at]).tobytes() == expected.tobytes(), shape
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Any:
     """Reductions in a random order: (op, specs, whether it is started) of each."""
