@@ -79,9 +79,7 @@ class Adam:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Solve a differential equation with a network."
-    )
+    parser = argparse.ArgumentParser(description="Solve a differential equation with a network.")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--replicas", type=int, default=8, help="at least the number of ranks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
