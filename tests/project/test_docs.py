@@ -39,7 +39,7 @@ NOT_RUN = {
     "needs Slurm": 2,
     "needs TensorFlow": 1,
     "needs torch": 4,
-    "takes minutes": 8,
+    "takes minutes": 9,
 }
 
 
