@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,10 +166,11 @@ def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
     total: int, comm: Intracomm, placement: tuple[int, ...]
 ) -> None:
     """The arrays are so large that a rank keeps the memory of its replicas' sums for the next call."""
-    shapes = [(70_000,), (3, 30_000), (20_000,), (80_000,)]
+    shapes = [(90_000,), (3, 30_000), (80_000,), (70_000,)]
 
     def step() -> Any:
         own = get_replica_context()
+        time.sleep(0.02 * comm.rank)  # a rank opens its second call while its first one waits for the others
         values = [numbers(own.replica_id_in_sync_group, at, shape, "f4") for at, shape in enumerate(shapes)]
         started = [own.start_all_reduce("sum", value) for value in values[:2]]
         results = [own.all_reduce("sum", value) for value in values[2:]]
