@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -17,6 +18,7 @@ __all__ = ["LocalSums", "SumMemory", "require_like_operands", "require_tree_orde
 
 _KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
 _ALIGNMENT: Final = 64
+_SMALL: Final = 4096  # elements: to add fewer takes less time than to begin an addition
 
 
 @final
@@ -39,6 +41,19 @@ class SumMemory:
 
 
 @final
+class _Run(NamedTuple):
+    """Arrays that are added at once.
+
+    Attributes:
+        indices: The arrays.
+        count: Number of elements of all of them.
+    """
+
+    indices: tuple[int, ...]
+    count: int
+
+
+@final
 class LocalSums:
     """Adds arrays of this rank's replicas in the order of a tree.
 
@@ -52,6 +67,7 @@ class LocalSums:
     def __init__(self, fold: Fold, ufunc: np.ufunc, specs: Sequence[Spec], wires: Sequence[np.dtype[Any]]) -> None:
         self._fold, self._ufunc = fold, ufunc
         self._specs, self._wires = specs, wires
+        self._runs = lru_cache(16)(self._find_runs)
 
     @property
     def num_rows(self) -> int:
@@ -70,18 +86,26 @@ class LocalSums:
         """
         if len(components) == 1:
             return list(components[0])
-        specs, wires = self._specs, self._wires
-        if memory is None or any(spec.device for spec in specs):
-            sums = [arrays.empty(spec.shape, wire, spec.device) for spec, wire in zip(specs, wires, strict=True)]
+        runs = self._runs(tuple(range(len(self._specs))))
+        wires = [self._wires[run.indices[0]] for run in runs]
+        if memory is None or any(spec.device for spec in self._specs):
+            totals = [
+                arrays.empty((run.count,), wire, self._specs[run.indices[0]].device)
+                for run, wire in zip(runs, wires, strict=True)
+            ]
         else:
-            taken = memory.take([spec.num_elements for spec in specs], wires)
-            sums = [flat.reshape(spec.shape) for flat, spec in zip(taken, specs, strict=True)]
-        for index, total in enumerate(sums):
-            parts = [self._flat(own[index], index) for own in components]
-            self._fold.combine(self._ufunc, parts, [total.reshape(-1)])
+            totals = memory.take([run.count for run in runs], wires)
+        sums: list[Any] = []
+        for run, total in zip(runs, totals, strict=True):
+            self._fold.combine(self._ufunc, [self._flat(own, run) for own in components], [total])
+            at = 0
+            for index in run.indices:
+                end = at + self._specs[index].num_elements
+                sums.append(total[at:end].reshape(self._specs[index].shape))
+                at = end
         return sums
 
-    def add_to_rows(self, components: Sequence[Sequence[Any]], indices: Sequence[int], rows: Sequence[Any]) -> None:
+    def add_to_rows(self, components: Sequence[Sequence[Any]], indices: tuple[int, ...], rows: Sequence[Any]) -> None:
         """Add some arrays to rows that hold one array after the other.
 
         Args:
@@ -90,15 +114,31 @@ class LocalSums:
             rows: [rows of this rank], flat arrays of that dtype, which take the sums.
         """
         at = 0
-        for index in indices:
-            count = self._specs[index].num_elements
-            parts = [self._flat(own[index], index) for own in components]
-            self._fold.combine(self._ufunc, parts, [row[at : at + count] for row in rows])
-            at += count
+        for run in self._runs(indices):
+            parts, end = [self._flat(own, run) for own in components], at + run.count
+            self._fold.combine(self._ufunc, parts, [row[at:end] for row in rows])
+            at = end
 
-    def _flat(self, array: Any, index: int) -> Any:
-        wire = self._wires[index]
-        return array.astype(wire, copy=False).reshape(-1)
+    def _find_runs(self, indices: tuple[int, ...]) -> list[_Run]:
+        """Join small arrays that follow each other, so that they are added at once."""
+        runs: list[_Run] = []
+        kinds: list[Any] = []
+        for index in indices:
+            spec = self._specs[index]
+            kind = None if spec.device or spec.num_elements >= _SMALL else self._wires[index]
+            if kind is not None and kinds and kinds[-1] == kind:
+                runs[-1] = _Run((*runs[-1].indices, index), runs[-1].count + spec.num_elements)
+            else:
+                runs.append(_Run((index,), spec.num_elements))
+                kinds.append(kind)
+        return runs
+
+    def _flat(self, own: Sequence[Any], run: _Run) -> Any:
+        """Return arrays of one replica, one after the other."""
+        wire = self._wires[run.indices[0]]
+        if len(run.indices) == 1:
+            return own[run.indices[0]].astype(wire, copy=False).reshape(-1)
+        return np.concatenate([own[index] for index in run.indices], axis=None, dtype=wire, casting="unsafe")
 
 
 def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:
