@@ -46,11 +46,11 @@ class _Run(NamedTuple):
 
     Attributes:
         indices: The arrays.
-        count: Number of elements of all of them.
+        num_elements: Number of elements of all of them.
     """
 
     indices: tuple[int, ...]
-    count: int
+    num_elements: int
 
 
 @final
@@ -90,11 +90,11 @@ class LocalSums:
         wires = [self._wires[run.indices[0]] for run in runs]
         if memory is None or any(spec.device for spec in self._specs):
             totals = [
-                arrays.empty((run.count,), wire, self._specs[run.indices[0]].device)
+                arrays.empty((run.num_elements,), wire, self._specs[run.indices[0]].device)
                 for run, wire in zip(runs, wires, strict=True)
             ]
         else:
-            totals = memory.take([run.count for run in runs], wires)
+            totals = memory.take([run.num_elements for run in runs], wires)
         sums: list[Any] = []
         for run, total in zip(runs, totals, strict=True):
             self._fold.combine(self._ufunc, [self._flat(own, run) for own in components], [total])
@@ -115,7 +115,7 @@ class LocalSums:
         """
         at = 0
         for run in self._runs(indices):
-            parts, end = [self._flat(own, run) for own in components], at + run.count
+            parts, end = [self._flat(own, run) for own in components], at + run.num_elements
             self._fold.combine(self._ufunc, parts, [row[at:end] for row in rows])
             at = end
 
@@ -127,7 +127,7 @@ class LocalSums:
             spec = self._specs[index]
             kind = None if spec.device or spec.num_elements >= _SMALL else self._wires[index]
             if kind is not None and kinds and kinds[-1] == kind:
-                runs[-1] = _Run((*runs[-1].indices, index), runs[-1].count + spec.num_elements)
+                runs[-1] = _Run((*runs[-1].indices, index), runs[-1].num_elements + spec.num_elements)
             else:
                 runs.append(_Run((index,), spec.num_elements))
                 kinds.append(kind)
