@@ -15,8 +15,6 @@ from mpidist import MultiWorkerMirroredStrategy, Variable, get_replica_context
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
-
 RULES = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE", "ON_READ SUM", "ON_READ MEAN")
 SHAPE = (7,)
 

@@ -18,8 +18,6 @@ from mpidist.options import CommunicationOptions
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-pytestmark = pytest.mark.core
-
 UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -84,6 +82,7 @@ def test_bits_are_those_of_the_simulation(
                 assert got.tobytes() == expected.tobytes(), (op, spec)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
 def test_hard_sum_is_exact_on_any_ranks(transport: str, comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Acceptance (3): in rank order this is 5.0, or 4.0, by the number of ranks."""
@@ -121,6 +120,7 @@ def digest_of_training(strategy: Any, steps: int) -> str:
     return hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest()[:12]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("total", [4, 8])
 def test_training_gives_the_same_bits_on_any_ranks(total: int, comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Acceptance (4). Compared with one rank alone, which adds all replicas itself."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["standin"]  # a fixture, which pytest finds by its name here
 
-pytestmark = pytest.mark.core
-
 TOTALS: dict[str, Callable[[int], int]] = {"P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda _: 8}
 COMBINED: dict[str, Callable[[int], float]] = {
     "SUM": lambda total: total * (total - 1) / 2,
