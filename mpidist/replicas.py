@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from mpidist.errors import TopologyError
-from mpidist.transport import Device, ReplicaTree, Topology, choose_device, name_ranks, shard_bounds
+from mpidist.transport import Device, ReplicaTree, Topology, choose_device, count_text, name_ranks, shard_bounds
 
 __all__ = ["Replicas", "devices_on_one_node"]
 
@@ -51,13 +51,16 @@ class Replicas:
             raise TypeError(f"replicas must be a whole number, got {total!r}")
         if total < topology.size:
             raise ValueError(
-                f"replicas={total} is too few for {topology.size} ranks, as each rank carries one replica at least; "
-                f"start {max(total, 1)} ranks or fewer, or choose replicas={topology.size} or more"
+                f"replicas={total} is too few for {count_text(topology.size, 'rank')}, as each rank carries at "
+                f"least one; choose replicas={topology.size} or more, or start fewer ranks"
             )
         total = int(total)
         bounds = shard_bounds(total, topology.size)
         ids_here = range(bounds[topology.rank], bounds[topology.rank + 1])
         return cls(ids_here, total, ReplicaTree(tuple(bounds), topology))
+
+    def __str__(self) -> str:  # ranks compare it
+        return "one on each rank" if self.tree is None else f"{self.total}, chosen"
 
     @property
     def has_first(self) -> bool:

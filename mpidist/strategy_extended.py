@@ -94,7 +94,7 @@ class StrategyExtended:
         bound = cross_device_ops
         placement = OnEachRank() if variable_placement is None else variable_placement
         carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
-        fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried.total)}
+        fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")

@@ -19,6 +19,7 @@ from mpidist.collectives.call import ReductionCall
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import SyncGroup
+from mpidist.values import Contributions
 
 __all__ = ["open_all_reduce", "open_batch_reduce"]
 
@@ -42,7 +43,7 @@ def open_all_reduce(
         The call, and the mirrored leaves, which are not sent.
     """
     leaves, structure, mirrored, others = NO_CONTRIBUTIONS
-    outs = None
+    outs, other_outs = None, []
     op = ReduceOp.SUM
     merged = merge(None)
     try:
@@ -54,10 +55,12 @@ def open_all_reduce(
         else:
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
         if out is not None:
-            outs = flatten_out(structure, bool(mirrored), out)
+            nests = out.nests if isinstance(out, Contributions) else [out]
+            outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
     call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), None, outs, error, others)
+    call.other_outs = other_outs
     return call, mirrored
 
 

@@ -16,6 +16,7 @@ from mpidist.collectives.arguments import (
     MirroredLeaves,
     Operands,
     Spec,
+    check_outs,
     native_outs,
     rebuild_results,
     specs_text,
@@ -28,6 +29,7 @@ from mpidist.collectives.local_sums import LocalSums, SumMemory, require_like_op
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
+from mpidist.errors import InvalidArgumentError
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import (
@@ -197,6 +199,12 @@ class Reductions:
             plan.checked_outs[key] = checked
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest
+        for replica_id, others in zip(self.replicas.ids_here[1:], call.other_outs, strict=False):
+            try:
+                natives = native_outs(others, call.values, operands.arrays)
+                check_outs(natives, [None] * len(natives), operands.specs, plan.result_dtypes)
+            except Exception as problem:
+                raise InvalidArgumentError(f"replica {replica_id}: {problem}") from problem
 
     def _plan_of(self, call: ReductionCall) -> Plan:
         # The call's name is not in the key, since there may be one for each variable: `_name_digest` covers the name.

@@ -8,7 +8,8 @@ that talks to MPI and the current device are those of a program with one replica
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from contextvars import copy_context
+from typing import Any, Final, NamedTuple, final
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -17,6 +18,8 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.transport import Device, arrays
 
 __all__ = ["CarryOut", "Turns"]
+
+_MAX_REFUSED: Final = 1000
 
 # Makes a call for all replicas of this rank, with the argument of each. If there is an error, some replicas may be
 # missing, and the call raises an error on all ranks. Returns a result for each replica.
@@ -62,6 +65,7 @@ class _Replica:
         self.has_ended = False
         self._body, self._device = body, device
         self._stack = greenlet(self._run)
+        self._stack.gr_context = copy_context()  # such as NumPy's error state
         self._contexts = context_stack.copy_entries()
         self._outcome: Any = None
         self._refusal: BaseException | None = None
@@ -130,6 +134,12 @@ class Turns:
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False
+        self._num_refused = 0  # calls of replicas that were ended
+
+    def use_device(self, at: int) -> None:
+        """Make the device of a replica of this rank current, if the replicas have different ones."""
+        if self.has_several_gpus:
+            self._devices[at].use()
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run a function for each replica of this rank. As collective as the functions are.
@@ -152,9 +162,6 @@ class Turns:
         try:
             while not self._take_turns(replicas):
                 self._meet(replicas)
-            unsettled = self._settle()
-            if unsettled is not None:
-                raise unsettled
         finally:
             self._is_over = True
             for replica in replicas:
@@ -176,6 +183,9 @@ class Turns:
         if self._running is None:  # the rank carries one replica
             return carry_out([argument], None)[0]
         if self._is_over:
+            self._num_refused += 1
+            if self._num_refused > _MAX_REFUSED:  # a loop that catches everything; the replica is left where it is
+                self._home.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = _Meeting(call, carry_out, argument)
         if self.has_several_gpus:  # the call reads this replica's arrays on another device
@@ -191,7 +201,10 @@ class Turns:
                     raise replica.error  # such as KeyboardInterrupt
         if not all(replica.has_ended for replica in replicas):
             return False
+        unsettled = self._settle()  # also if replicas raised: what all of them wrote before stays written
         _raise_first(replicas)
+        if unsettled is not None:
+            raise unsettled
         return True
 
     def _meet(self, replicas: Sequence[_Replica]) -> None:
@@ -202,9 +215,9 @@ class Turns:
         if self.has_several_gpus:
             self._devices[0].use()
         unsettled = self._settle()
-        error = _difference(replicas) or unsettled
+        problem = _difference(replicas) or unsettled
         try:
-            outcomes = first.carry_out(arguments, error)
+            outcomes = first.carry_out(arguments, problem)
         except Exception as error:
             refusal = error
         if refusal is None:

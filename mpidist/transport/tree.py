@@ -99,7 +99,9 @@ class Fold:
             outs: [num_rows], the arrays that take the output rows. Each may be one of `parts`.
         """
         first, is_device = outs[0], arrays.is_device(outs[0])
-        call = ufunc if is_device else partial(without_float_errors, ufunc)
+        call: Callable[..., Any] = ufunc if is_device else partial(without_float_errors, ufunc)
+        if ufunc is np.multiply and first.dtype.kind == "c":
+            call = partial(_multiply_complex, call is ufunc)
         if self._pair is not None:  # no partial sum that has to stay in the cache
             left, right = self._pair
             call(parts[left], parts[right], out=first)
@@ -288,3 +290,17 @@ def _copied(part: Any, out: Any) -> Any:
     if part is not out:
         out[...] = part
     return out
+
+
+def _multiply_complex(is_device: bool, one: Any, other: Any, out: Any = None) -> Any:
+    """Multiply complex numbers by real products: NumPy rounds its own by the length and the place of the result."""
+    multiply, subtract, add = (
+        (np.multiply, np.subtract, np.add)
+        if is_device
+        else (partial(without_float_errors, ufunc) for ufunc in (np.multiply, np.subtract, np.add))
+    )
+    real = subtract(multiply(one.real, other.real), multiply(one.imag, other.imag))
+    imaginary = add(multiply(one.real, other.imag), multiply(one.imag, other.real))
+    product = arrays.empty(one.shape, one.dtype, is_device) if out is None else out
+    product.real[...], product.imag[...] = real, imaginary
+    return product

@@ -21,7 +21,7 @@ class VariableSynchronization(CaseInsensitiveEnum):
 
 @final
 class VariableAggregation(CaseInsensitiveEnum):
-    """How the values that replicas write or hold are aggregated. `ONLY_FIRST_REPLICA` takes rank 0's."""
+    """How the values that replicas write or hold are aggregated. `ONLY_FIRST_REPLICA` takes replica 0's."""
 
     NONE = "NONE"
     SUM = "SUM"

@@ -218,7 +218,7 @@ def _native(value: Any) -> Any:
 
 def _path_of(leaf: Any, value: Any) -> str:
     leaves, structure = nest.flatten(value)
-    return next(path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf)
+    return next((path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf), "")
 
 
 def _refusal(leaf: Any, path: str, text: str) -> TypeError:
