@@ -30,10 +30,12 @@ from mpidist.options import CommunicationImplementation as CommunicationImplemen
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.options import Compression as Compression
 from mpidist.options import ReduceOp as ReduceOp
+from mpidist.parameter_server import ShardedVariable as ShardedVariable
 from mpidist.replica_context import ReplicaContext as ReplicaContext
 from mpidist.strategies import MirroredStrategy as MirroredStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies import OneDeviceStrategy as OneDeviceStrategy
+from mpidist.strategies import Server as Server
 from mpidist.strategies import make_default as _make_default
 from mpidist.strategy import Strategy as Strategy
 from mpidist.strategy_extended import StrategyExtended as StrategyExtended
@@ -69,6 +71,8 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "Server",
+    "ShardedVariable",
     "Strategy",
     "StrategyExtended",
     "Variable",

@@ -22,17 +22,14 @@ _WHY: Final[Mapping[str, str]] = {
     "GCEClusterResolver": _CLOUD,
     "IndexedSlices": "there are no sparse values",
     "KubernetesClusterResolver": _CLOUD,
-    "ParameterServerStrategy": _NOT_YET,
     "PreemptionCheckpointHandler": _CHECKPOINTS,
     "RunOptions": "its options are for TPUs; `run` takes none",
     "SageMakerClusterResolver": _CLOUD,
-    "Server": _NOT_YET,
     "TPUClusterResolver": _NO_TPUS,
     "TPUStrategy": _NO_TPUS,
     "TerminationConfig": _CHECKPOINTS,
     "UnionClusterResolver": "its name is UnionResolver",
     "coordinator": _NOT_YET,
-    "partitioners": _NOT_YET,
     "rpc": "ranks call collectives; mpi4py sends anything else",
 }
 

@@ -5,8 +5,13 @@ from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
+from mpidist.parameter_server import ShardedVariable as ShardedVariable
+from mpidist.parameter_server import partitioners as partitioners
+from mpidist.parameter_server import rules as server_rules
 from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from mpidist.strategies import ParameterServerStrategy as ParameterServerStrategy
+from mpidist.strategies import Server as Server
 from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [
@@ -16,7 +21,12 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "Server",
+    "ShardedVariable",
     "ValueContext",
+    "partitioners",
+    "server_rules",
 ]
 
 _explain_absent_names(__name__)

@@ -75,7 +75,7 @@ class Strategy(ABC):
     @property
     def topology(self) -> Topology:
         """Which ranks are on which nodes."""
-        return self._extended.group.topology
+        return self._extended.topology
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -93,7 +93,8 @@ class Strategy(ABC):
     @property
     def is_chief(self) -> bool:
         """Whether this is rank 0, which writes checkpoints, summaries and progress."""
-        return self._extended.group.topology.rank == 0
+        service = self._extended.service
+        return self._extended.topology.rank == 0 if service is None else service.is_chief
 
     def scope(self) -> AbstractContextManager[Strategy]:
         """Make this strategy current in a `with` body: variables created there belong to this strategy.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any, final
 
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.collectives import all_gather, reduce_scatter
+from mpidist.collectives import all_gather, reduce_scatter, symmetric_spec
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
-from mpidist.transport import Call, Device, SyncGroup, fingerprint_of, raise_together
+from mpidist.transport import Call, Device, Service, SyncGroup, Topology, fingerprint_of, raise_together
 from mpidist.values import local_component, local_components
 from mpidist.variables import OnEachRank, Variable, VariablePlacement, update_copies
 
@@ -51,8 +49,8 @@ class StrategyExtended:
         replicas: Replicas,
         variable_placement: VariablePlacement,
     ) -> None:
-        self.replicas = replicas
-        self.variable_placement = variable_placement
+        self.service: Service | None = None
+        self.replicas, self.variable_placement = replicas, variable_placement
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._local_devices = tuple(local_devices)
@@ -73,6 +71,7 @@ class StrategyExtended:
         variable_placement: VariablePlacement | None = None,
         error: Exception | None = None,
         replicas: Replicas | None = None,
+        service: Service | None = None,
     ) -> StrategyExtended:
         """Check the parts of a strategy on all ranks, and assemble them. Collective.
 
@@ -85,6 +84,7 @@ class StrategyExtended:
             variable_placement: Where mirrored variables live; by default on each rank.
             error: What the caller found wrong with this rank's arguments; raised on all ranks.
             replicas: Which replicas this rank carries; by default one.
+            service: What ranks that are not in lock step have beside `group`.
 
         Raises:
             InvalidArgumentError: If the ranks chose different parts. On every rank.
@@ -111,7 +111,9 @@ class StrategyExtended:
             raise
         names = group.agreement.all_gather_object([f"/rank:{group.topology.rank}{device}" for device in devices])
         everyone = [name for of_rank in names for name in of_rank]
-        return cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
+        own = cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
+        own.service = service
+        return own
 
     def attach_to(self, strategy: CurrentStrategy) -> None:
         """Store the strategy that these parts belong to."""
@@ -128,6 +130,11 @@ class StrategyExtended:
     def group(self) -> SyncGroup:
         """The ranks, their topology and communicators."""
         return self._group
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that do the same as this one, and their nodes."""
+        return self._group.topology if self.service is None else self.service.topology
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
@@ -147,7 +154,7 @@ class StrategyExtended:
     @property
     def local_devices(self) -> tuple[str, ...]:
         """The devices of this rank's replicas."""
-        return tuple(f"/rank:{self._group.topology.rank}{device}" for device in self._local_devices)
+        return tuple(f"/rank:{self.topology.rank}{device}" for device in self._local_devices)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -247,7 +254,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
-        """Create variables on the devices of another one. Of no effect: every variable is on all ranks. Local.
+        """Create variables beside another one. Of no effect where every variable is on all ranks. Local.
 
         Raises:
             ValueError: If the variable is not this strategy's.
@@ -257,7 +264,8 @@ class StrategyExtended:
         entry = context_stack.innermost()
         if entry is None or entry.strategy is not self._strategy:
             raise RuntimeError("colocate_vars_with: need to be inside `with strategy.scope():`")
-        yield
+        with self.variable_placement.colocated_with(var):
+            yield
 
     def value_container(self, value: Any) -> Any:
         """Return the variable or distributed value that a component belongs to: the value itself."""
@@ -287,7 +295,7 @@ class StrategyExtended:
         """Allocate arrays of these shapes and dtypes in one window: `Strategy.symmetric_empty`. Collective."""
         native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         try:
-            native = [_symmetric_spec(shape, dtype) for shape, dtype in specs]
+            native = [symmetric_spec(shape, dtype) for shape, dtype in specs]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
@@ -296,6 +304,8 @@ class StrategyExtended:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
+        if self.service is not None:
+            self.service.close(error)
         self._group.close(self._options.timeout_seconds, error)
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:
@@ -386,11 +396,3 @@ class StrategyExtended:
             raise ValueError(
                 f"{call}: {local_component(var)!r} is not a variable that was created in this strategy's scope"
             )
-
-
-def _symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
-    native = np.dtype(dtype)
-    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
-        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
-    return dims, native

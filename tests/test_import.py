@@ -137,8 +137,6 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("TPUStrategy", "not on TPUs; see the page 'From tf.distribute'"),
         ("experimental.TPUStrategy", "mpidist.experimental has no TPUStrategy: .*TPUs"),
         ("RunOptions", "`run` takes none"),
-        ("Server", "not in this version"),
-        ("experimental.ParameterServerStrategy", "not in this version"),
         ("experimental.PreemptionCheckpointHandler", "not in this version"),
         ("cluster_resolver.TPUClusterResolver", "TPUs"),
         ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),

@@ -134,7 +134,7 @@ def _own_batches(
     extended: StrategyExtended, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None
 ) -> OwnBatches:
     """Call a function that makes batches: once for each replica of this rank, or once for the rank."""
-    replicas, topology = extended.replicas, extended.group.topology
+    replicas, topology = extended.replicas, extended.topology
     contexts, num_per_step = [InputContext(topology.size, topology.rank, replicas.total)], replicas.num_here
     if replicas.tree is not None:
         if _options(options).experimental_replication_mode is InputReplicationMode.PER_REPLICA:

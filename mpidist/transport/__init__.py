@@ -20,7 +20,7 @@ from mpidist.transport.costs import (
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, choose_device
-from mpidist.transport.failures import FILE_VERSION, ends_normally, open_groups
+from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
 from mpidist.transport.gpu import Launched
 from mpidist.transport.group import (
     DeviceLevels,
@@ -28,9 +28,12 @@ from mpidist.transport.group import (
     Levels,
     NcclReach,
     Pending,
+    Service,
+    ServiceGroup,
     Steps,
     SyncGroup,
     all_reduce_rows,
+    meet_ranks,
     narrow,
     raise_reported,
     raise_together,
@@ -40,7 +43,7 @@ from mpidist.transport.half import bfloat16
 from mpidist.transport.mpi import Intracomm, load_mpi, ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
-from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared
 from mpidist.transport.shared_memory import (
     FusedArrays,
     FusedReducer,
@@ -55,12 +58,13 @@ from mpidist.transport.shared_memory import (
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import Fold, ReplicaTree
-from mpidist.transport.waiting import complete
+from mpidist.transport.waiting import complete, never_free, poll
 
 __all__ = [
     "Call",
     "CallRecord",
     "Array",
+    "AwaitedPeers",
     "Communicator",
     "CostModel",
     "Device",
@@ -83,6 +87,8 @@ __all__ = [
     "Reduction",
     "ReplicaTree",
     "Schedule",
+    "Service",
+    "ServiceGroup",
     "SharedArrays",
     "SharedMemoryCommunicator",
     "Steps",
@@ -106,13 +112,18 @@ __all__ = [
     "fingerprint_of",
     "first_line",
     "is_half",
+    "is_shared_by",
     "load_mpi",
     "load_tuned",
+    "mark_left",
     "mark_shared",
+    "meet_ranks",
     "name_placement",
     "name_ranks",
     "nccl_version_text",
+    "never_free",
     "open_groups",
+    "poll",
     "raise_reported",
     "raise_together",
     "read_boot_id",

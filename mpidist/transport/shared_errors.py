@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, final
 
-__all__ = ["Following", "following_of", "is_shared_by", "mark_following", "mark_shared"]
+__all__ = ["Following", "following_of", "has_left", "is_shared_by", "mark_following", "mark_left", "mark_shared"]
 
 
 @final
@@ -46,3 +46,13 @@ def following_of(error: BaseException) -> Following | None:
     """Return what `mark_following` has noted in an error; `None` if it was not called."""
     following: Following | None = vars(error).get("following")
     return following
+
+
+def mark_left(error: BaseException) -> None:
+    """Note in an error that its rank has left, and that the other ranks go on without this one."""
+    vars(error)["has_left"] = True
+
+
+def has_left(error: BaseException) -> bool:
+    """Whether `mark_left` was called for an error: then its rank ends, and the job does not."""
+    return bool(vars(error).get("has_left"))

@@ -1,8 +1,11 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
+from mpidist.variables.array_protocol import ReadsAsArray
+from mpidist.variables.casting import cast_for
 from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sparse_updates import SparseUpdates, change_rows, checked_rows
 from mpidist.variables.sync_on_read import SyncOnReadVariable
 from mpidist.variables.updating import update_copies
 from mpidist.variables.variable import Variable
@@ -11,10 +14,15 @@ __all__ = [
     "MirroredVariable",
     "OnEachRank",
     "OncePerNode",
+    "ReadsAsArray",
+    "SparseUpdates",
     "SyncOnReadVariable",
     "Variable",
     "VariableAggregation",
     "VariablePlacement",
     "VariableSynchronization",
+    "cast_for",
+    "change_rows",
+    "checked_rows",
     "update_copies",
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+from mpidist.context_stack import CurrentStrategy
 from mpidist.transport import Call, SyncGroup, arrays
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
@@ -24,6 +26,14 @@ class VariablePlacement(ABC):
 
     def __str__(self) -> str:  # ranks compare it
         return type(self).__name__ if self.device is None else f"{type(self).__name__} on {self.device}"
+
+    def make(self, strategy: CurrentStrategy, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable of a kind of this placement's own, or return `None`. Arguments are those of `Variable`."""
+        return None
+
+    def colocated_with(self, var: Any) -> AbstractContextManager[None]:
+        """Put variables that are made in the `with` body beside another one. By default of no effect. Local."""
+        return nullcontext()
 
     @abstractmethod
     def for_value(self, value: Any) -> VariablePlacement:

@@ -55,9 +55,13 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         super().__init_subclass__()
         Variable._kinds[synchronization] = cls
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind: type[Variable] = cls
         if cls is Variable:
+            strategy = context_stack.current_strategy()
+            own = strategy.extended.variable_placement.make(strategy, *args, **kwargs)
+            if own is not None:  # no subclass, so `__init__` is not called
+                return own
             kind = cls._kinds[VariableSynchronization.ON_WRITE]
             with suppress(ValueError):  # `__init__` raises it, on all ranks
                 kind = cls._kinds.get(VariableSynchronization(kwargs.get("synchronization", "AUTO")), kind)

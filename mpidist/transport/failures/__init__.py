@@ -1,6 +1,7 @@
 """Failures: find ranks that are late or lost, tell the other ranks, record calls, end the job."""
 
 from mpidist.transport.failures import job_abort, open_groups
+from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.failure_notes import BROKE_OFF
@@ -12,6 +13,7 @@ from mpidist.transport.failures.watchdog import PROBES, Watchdog
 
 __all__ = [
     "Awaited",
+    "AwaitedPeers",
     "BROKE_OFF",
     "CallWatchdog",
     "FILE_VERSION",

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
-from mpidist.transport.shared_errors import following_of
+from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.text import text_of
 
 __all__ = [
@@ -139,6 +139,9 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
     job = _jobs[0]
+    if has_left(error):
+        report(kind, error, trace, job.prefix)
+        return
     try:
         _report_failure(job, kind, error, trace)
     except BaseException as problem:  # no memory, for example: the job must end nevertheless

@@ -5,6 +5,7 @@ from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
 from mpidist.transport.group.row_reduction import all_reduce_rows
+from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
 
@@ -14,9 +15,12 @@ __all__ = [
     "Levels",
     "NcclReach",
     "Pending",
+    "Service",
+    "ServiceGroup",
     "Steps",
     "SyncGroup",
     "all_reduce_rows",
+    "meet_ranks",
     "narrow",
     "raise_reported",
     "raise_together",

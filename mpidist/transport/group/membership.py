@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.failures import (
     PROBES,
     RESET,
+    Awaited,
     CallWatchdog,
     GroupFlight,
     StatusBoard,
@@ -65,6 +67,11 @@ class Membership:
         """Make the watch over calls in a communicator of the same ranks. Local."""
         return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
+    def make_watchdog(self, awaited: Awaited, comm: Intracomm, remedy: str) -> Watchdog:
+        """Make the watchdog of a rank whose calls are not in lock step, in a communicator of the same ranks. Local."""
+        hostnames, save = self._topology.hostnames, open_groups.save_flights
+        return Watchdog(awaited, comm, self._board, hostnames, self._stall_seconds, remedy, save)
+
     def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
@@ -102,8 +109,12 @@ class Membership:
         self._board.recorder.end()
         return [(first, second) for first, second in gathered.tolist()]
 
-    def wait_for_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`."""
+    def wait_for_peers_at_exit(self, limit_seconds: float = _EXIT_SECONDS) -> str | None:
+        """See `OpenGroup.wait_for_peers_at_exit`.
+
+        Args:
+            limit_seconds: How long to wait for ranks whose processes run.
+        """
         request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:
@@ -114,13 +125,13 @@ class Membership:
             lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
-            if waited > _EXIT_SECONDS:
+            if waited > limit_seconds:
                 what = "other ranks did not come to their end"
-                raise DeadlineExceededError(f"a call failed before, and {what} within {_EXIT_SECONDS:g} s")
-            if not has_told:
+                raise DeadlineExceededError(f"a call failed before, and {what} within {limit_seconds:g} s")
+            if not has_told and limit_seconds < math.inf:
                 has_told = True
                 job_abort.write_line(
-                    f"waits up to {_EXIT_SECONDS:g} s for other ranks to end, because a call failed before"
+                    f"waits up to {limit_seconds:g} s for other ranks to end, because a call failed before"
                 )
 
         try:

@@ -1,0 +1,33 @@
+"""Parameter servers: variables live on some ranks, and the others read and change them when they like.
+
+cluster          one rank's part: `roles` says which rank is a worker, which one a server
+servers          what a worker asks for; `messages/` carries it
+server           the loop that answers; `meetings` knows what workers wait for each other for
+store, rules     the variables on a server, and how they change
+placement        on which server a variable lives; `partitioners` cut it into shards
+variable         what a program holds; `sharded_variable` of several shards
+"""
+
+from mpidist.parameter_server import partitioners, rules
+from mpidist.parameter_server.cluster import Role, Wanted
+from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.placement import OnServers
+from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.variable import ServerVariable, read_together
+
+__all__ = [
+    "Change",
+    "Location",
+    "OnServers",
+    "Role",
+    "Rule",
+    "ServerVariable",
+    "Servers",
+    "ShardedVariable",
+    "Wanted",
+    "partitioners",
+    "read_together",
+    "rules",
+]

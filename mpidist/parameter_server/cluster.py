@@ -1,0 +1,207 @@
+"""One rank's part in a cluster of workers and servers: how the ranks agree on it, connect, and end."""
+
+from __future__ import annotations
+
+import builtins
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist import errors
+from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
+from mpidist.errors import InvalidArgumentError, TopologyError
+from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.messages import Channel
+from mpidist.parameter_server.placement import PLACEMENTS
+from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
+from mpidist.parameter_server.server import ParameterServer
+from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
+from mpidist.transport import (
+    AwaitedPeers,
+    Intracomm,
+    Service,
+    ServiceGroup,
+    Topology,
+    ends_normally,
+    is_shared_by,
+    mark_shared,
+    meet_ranks,
+    name_ranks,
+    text_of,
+)
+
+__all__ = ["Role", "Wanted"]
+
+_WHEN_LOST: Final = ("abort", "ignore")
+
+
+@final
+class Wanted(NamedTuple):
+    """What a rank asks for."""
+
+    staleness: int | None
+    on_worker_lost: str
+    placement: str
+    partitioner: Callable[..., Any] | None
+    num_ps: int | None
+    ps_ranks: Sequence[int] | None
+
+    def check(self) -> None:
+        """Raise what is wrong by itself."""
+        staleness = self.staleness
+        if staleness is not None:
+            if isinstance(staleness, bool) or not isinstance(staleness, (int, np.integer)):
+                raise TypeError(f"staleness must be a whole number or None, got {staleness!r}")
+            if staleness < 0:
+                raise ValueError(f"staleness must be at least 0, or None for any, got {staleness}")
+        for name, given, known in (
+            ("on_worker_lost", self.on_worker_lost, _WHEN_LOST),
+            ("placement", self.placement, PLACEMENTS),
+        ):
+            if given not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
+        if self.partitioner is not None and not callable(self.partitioner):
+            raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
+        check_counts(self.num_ps, self.ps_ranks)
+
+    def fields(self) -> dict[str, str]:
+        """Return what must be equal on all ranks."""
+        ranks = None if self.ps_ranks is None else list(self.ps_ranks)
+        texts = self._replace(partitioner=None, ps_ranks=ranks)._asdict()
+        partitioner = "None" if self.partitioner is None else type(self.partitioner).__name__
+        return {name: str(value) for name, value in texts.items()} | {"partitioner": partitioner}
+
+
+@final
+class _Report(NamedTuple):
+    """What a rank tells the others before roles are known."""
+
+    problem: tuple[str, str] | None
+    task: Task | None
+    fields: dict[str, str] | None
+    hostname: str
+
+    @classmethod
+    def of(cls, resolver: ClusterResolver | None, wanted: Wanted | None) -> _Report:
+        host = socket.gethostname()
+        try:
+            task = None
+            if wanted is not None:
+                wanted.check()
+                if resolver is not None and (wanted.num_ps is not None or wanted.ps_ranks is not None):
+                    raise ValueError("got a cluster_resolver, and num_ps or ps_ranks; leave one of the two out")
+            if resolver is not None:
+                task = task_of(resolver)
+            return cls(None, task, None if wanted is None else wanted.fields(), host)
+        except Exception as error:  # of any kind: the other ranks must learn of it
+            return cls((type(error).__name__, str(error)), None, None, host)
+
+
+@final
+class Role(Service):
+    """What this rank is. `meet` makes it."""
+
+    def __init__(self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str]) -> None:
+        self.roles, self.group = roles, group
+        self.topology = Topology(0, (0,), (socket.gethostname(),))
+        self.is_chief = rank == roles.workers[0]
+        self.initialises = self.is_chief or group is None  # an evaluator has variables of its own
+        self.servers: Servers | None = LocalServers() if group is None else None
+        self.server: ParameterServer | None = None
+        self.resolver = _resolver_of(roles, rank, hostnames)
+
+    @classmethod
+    def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
+        """Find the roles of all ranks, and connect them. Collective. `wanted`: `None` for what the workers ask for."""
+        comm, reports = meet_ranks(comm, _Report.of(resolver, wanted))
+        roles, fields = _agree(comm, reports)
+        members = sorted((*roles.workers, *roles.servers))
+        awaited, group = AwaitedPeers(), None
+        if len(members) > 1:
+            group = ServiceGroup.from_mpi(comm, members, awaited)
+        role = cls(roles, comm.rank, group, [report.hostname for report in reports])
+        if group is not None:
+            role._connect(group, awaited, members, fields)
+        return role
+
+    def _connect(self, group: ServiceGroup, awaited: AwaitedPeers, members: list[int], fields: dict[str, str]) -> None:
+        rank, goes_on = members[group.topology.rank], fields["on_worker_lost"] == "ignore"
+        workers, servers = (tuple(map(members.index, ranks)) for ranks in self.roles[:2])
+        peers = self.roles.servers if rank in self.roles.servers else self.roles.workers
+        places, topology = [members.index(peer) for peer in peers], group.topology
+        nodes, hosts = [topology.node_of_rank[at] for at in places], [topology.hostnames[at] for at in places]
+        self.topology = Topology.from_labels(peers.index(rank), nodes, hosts)
+        awaited.ends_if_any_leaves = not goes_on
+        group.may_miss_ranks = goes_on
+        group.end = lambda: self.close(None)
+        names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
+        if rank in self.roles.servers:
+            staleness = None if fields["staleness"] == "None" else int(fields["staleness"])
+            known = Workers(workers, staleness, group.settings.timeout_seconds)
+            self.server = ParameterServer(group, awaited, known, names[peers.index(rank)])
+        else:
+            channels = [Channel(group, awaited, at, name) for at, name in zip(servers, names, strict=True)]
+            self.servers = RemoteServers(group, channels, goes_on)
+
+    def serve(self) -> None:
+        """See `ParameterServerStrategy.serve`."""
+        if self.server is None:
+            raise RuntimeError("serve() on a worker: it is for parameter servers; write `if strategy.is_ps:` before it")
+        self.server.serve()
+
+    def close(self, error: BaseException | None) -> None:
+        """End this rank's part. A server that has not served serves now."""
+        if self.servers is not None:
+            self.servers.close(error)
+        group, server = self.group, self.server
+        if group is None or server is None or not group.is_open:
+            return
+        if error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks):
+            group.watchdog.tell_leaving(text_of(error))
+            group.abandon()
+            return
+        try:
+            server.serve()
+        except BaseException:
+            group.abandon()
+            raise
+        if server.has_lost_workers:
+            group.abandon()
+        else:
+            group.free()
+
+
+def _agree(comm: Intracomm, reports: Sequence[_Report]) -> tuple[Roles, dict[str, str]]:
+    """Find the roles from the reports of all ranks, and what was asked for. Raises the same on all ranks."""
+    try:
+        for rank, report in enumerate(reports):
+            if report.problem is not None:
+                kind = getattr(errors, report.problem[0], getattr(builtins, report.problem[0], RuntimeError))
+                raise kind(f"rank {rank}: {report.problem[1]}")
+        asked = {rank: report.fields for rank, report in enumerate(reports) if report.fields is not None}
+        if not asked:
+            raise TopologyError("all ranks make a Server(...).join(), and none a strategy: no rank is a worker")
+        first = next(iter(asked.values()))
+        for name, value in first.items():
+            others = [rank for rank, fields in asked.items() if fields[name] != value]
+            if others:
+                text = f"{asked[others[0]][name]} on {name_ranks(others)}"
+                raise InvalidArgumentError(f"{name} must be the same on all ranks, got {value} and {text}")
+        roles = roles_of_tasks([report.task for report in reports])
+        if roles is None:
+            ranks = None if first["ps_ranks"] == "None" else [int(rank) for rank in first["ps_ranks"][1:-1].split(",")]
+            roles = roles_by_rank(len(reports), None if first["num_ps"] == "None" else int(first["num_ps"]), ranks)
+        return roles, first
+    except Exception as error:  # on all ranks
+        mark_shared(error, range(comm.size))
+        raise
+
+
+def _resolver_of(roles: Roles, rank: int, hostnames: Sequence[str]) -> SimpleClusterResolver:
+    """Describe the cluster of ranks that no resolver has described."""
+    jobs = {"worker": roles.workers, "ps": roles.servers, "evaluator": roles.evaluators}
+    spec = ClusterSpec({job: [f"{hostnames[at]}:{at}" for at in ranks] for job, ranks in jobs.items() if ranks})
+    job = next(job for job, ranks in jobs.items() if rank in ranks)
+    return SimpleClusterResolver(spec, "", job, jobs[job].index(rank))

@@ -1,0 +1,129 @@
+"""What the workers of a cluster wait for each other for, as a server sees it: calls of all of them, and steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from mpidist.parameter_server.messages import Outcome
+from mpidist.transport import name_ranks
+
+__all__ = ["Workers"]
+
+Answer = tuple[int, str]
+
+
+@final
+class Workers:
+    """The workers of a cluster.
+
+    Args:
+        ranks: The rank of each worker.
+        staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
+        timeout: How long a worker waits for others, in seconds; `None` or 0 for ever.
+
+    Attributes:
+        ranks: As given.
+        live: The workers that may still make requests.
+        steps: How many steps each worker has done.
+        left: Why workers have left because of an error.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], staleness: int | None, timeout: float | None) -> None:
+        self.ranks = ranks
+        self.live = set(range(len(ranks)))
+        self.steps = [0] * len(ranks)
+        self.left: dict[int, str] = {}
+        self._staleness = staleness
+        self._timeout = timeout
+        self._meeting = _Meeting()
+
+    @property
+    def live_ranks(self) -> list[int]:
+        """The ranks of the workers that may still make requests."""
+        return [self.ranks[worker] for worker in sorted(self.live)]
+
+    def end(self, worker: int, why: str | None = None) -> None:
+        """Note that a worker makes no request any more. `why`: the error, if there was one."""
+        self.live.discard(worker)
+        if why is not None:
+            self.left[worker] = why
+
+    def may_read(self, worker: int) -> bool:
+        """Whether the slowest worker is near enough for this one to read."""
+        if self._staleness is None:
+            return True
+        return self.steps[worker] - min((self.steps[other] for other in self.live), default=0) <= self._staleness
+
+    def wait_to_read(self, worker: int) -> Iterator[Answer | None]:
+        """Yield `None` as long as a worker must not read yet, or the answer to a worker that has waited too long."""
+        until = self._deadline()
+        while not self.may_read(worker):
+            if time.monotonic() > until:
+                slowest = min(self.steps[other] for other in self.live)
+                late = [self.ranks[other] for other in self.live if self.steps[other] == slowest]
+                text = f"{name_ranks(late)} had done {slowest} steps, and this worker {self.steps[worker]}"
+                yield Outcome.TOO_LATE, f"{text}, which is more than staleness={self._staleness} allows"
+                return
+            yield None
+
+    def meet(self, worker: int, call: str, fields: Mapping[str, str], chief: bool) -> Iterator[Answer | None]:
+        """Yield `None` until all live workers make a call, and then the answer.
+
+        Args:
+            worker: The worker that makes the call.
+            call: The name of the call.
+            fields: What must be equal on all workers.
+            chief: Whether the call needs the chief, worker 0.
+        """
+        meeting, until = self._meeting, self._deadline()
+        meeting.arrived[worker] = {"call": call, **fields}
+        while meeting.answer is None:
+            if chief and 0 not in self.live:
+                meeting.answer = Outcome.FAILED, f"{call}: the chief, rank {self.ranks[0]}, has ended its part"
+            elif self.live <= set(meeting.arrived):
+                meeting.answer = self._compare(meeting)
+            elif time.monotonic() > until:
+                late = [self.ranks[other] for other in self.live if other not in meeting.arrived]
+                meeting.answer = Outcome.TOO_LATE, f"{call}: {name_ranks(late)} did not make this call"
+            else:
+                yield None
+                continue
+            self._meeting = _Meeting()
+        yield meeting.answer
+
+    def _compare(self, meeting: _Meeting) -> Answer:
+        everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}
+        names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
+        if "error" in names:  # then that is what differs
+            names = ["error"]
+        lines = []
+        for name in names:
+            groups: dict[str, list[int]] = {}
+            for rank, fields in everyone.items():
+                groups.setdefault(fields.get(name, "none"), []).append(rank)
+            if len(groups) > 1 or name == "error":
+                lines += [f"  {name}: {value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
+        if not lines:
+            return Outcome.OK, ""
+        call = next(iter(everyone.values()))["call"]
+        head = f"{call}: the workers did not make the same calls in the same order, with the same arguments"
+        return Outcome.REFUSED, "\n".join([head if "error" not in names else f"{call}: an error on a worker", *lines])
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout if self._timeout else float("inf")
+
+
+@final
+class _Meeting:
+    """A call that workers have begun to make.
+
+    Attributes:
+        arrived: What each worker passes.
+        answer: What all of them are told, once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, dict[str, Any]] = {}
+        self.answer: Answer | None = None

@@ -1,0 +1,254 @@
+"""A worker's end of the messages to and from one server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
+from mpidist.parameter_server.messages.protocol import (
+    ANSWER,
+    CHUNK_BYTES,
+    DATA,
+    HEADER,
+    HEADER_BYTES,
+    INLINE_BYTES,
+    MAX_NUMBERS,
+    MESSAGE_BYTES,
+    REQUEST,
+    WHOLE_NUMBERS,
+    Header,
+    Op,
+    Outcome,
+    Piece,
+    bytes_of,
+    plan_messages,
+    to_json,
+)
+from mpidist.transport import AwaitedPeers, ServiceGroup, load_mpi, never_free, poll
+
+__all__ = ["GRACE_SECONDS", "Channel"]
+
+Array = np.ndarray[Any, Any]
+_NO_NUMBERS = (0.0,) * MAX_NUMBERS
+_UINT8 = np.dtype(np.uint8)
+GRACE_SECONDS = 1.0  # that an answer takes after a server has found that other workers are late
+
+
+@final
+class Channel:
+    """The requests of this worker to one server, one at a time.
+
+    `start` sends a request and does not wait for its answer; `finish` does. An error of a request that nobody has
+    finished is raised by the next one.
+
+    Args:
+        group: The workers and servers.
+        awaited: What the watchdog of `group` asks.
+        rank: The server's rank.
+        name: The server's name, for people.
+
+    Attributes:
+        rank: As given.
+        name: As given.
+        broken: Why the server cannot be used any more, or `None`.
+    """
+
+    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, rank: int, name: str) -> None:
+        mpi = load_mpi()
+        self.rank, self.name = rank, name
+        self.broken: Exception | None = None
+        self._group, self._awaited, self._comm, self._byte = group, awaited, group.comm, mpi.BYTE
+        self._request = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._answer = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._outcome = self._answer.data.cast("q")
+        self._request_memory = self._request.data
+        self._scratch = np.empty(0, np.uint8)
+        self._incoming = self._comm.Recv_init([self._answer, mpi.BYTE], rank, ANSWER)
+        self._sequence = 0
+        self._pending = ""  # the name of the request whose answer was not read
+        self._sends: list[Any] = []
+        self._test_all: Callable[[Any], bool] = mpi.Request.Testall
+
+    def start(
+        self,
+        call: str,
+        op: int,
+        variables: int = 0,
+        data: Sequence[Array] = (),
+        rows: int = 0,
+        change: int = 0,
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        """Send a request. Returns when the memory of `data` can be used again.
+
+        Args:
+            call: What the request is for, for people.
+            op: An `Op`.
+            variables: The key of a variable, or the number of a list.
+            data: Contiguous arrays.
+            rows: As in `Header`.
+            change: As in `Header`.
+            numbers: As in `Header`.
+        """
+        self.finish()
+        self._sequence += 1
+        message, nbytes = self._request, 0
+        for array in data:
+            nbytes += array.nbytes
+        if op != Op.CHANGE and nbytes > INLINE_BYTES:
+            data = [np.concatenate([bytes_of(array) for array in data])]
+        WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
+        if numbers:
+            numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
+            HEADER.pack_into(message.data, 0, op, self._sequence, variables, rows, change, nbytes, *numbers)
+        end = HEADER_BYTES
+        if nbytes <= INLINE_BYTES:
+            for array in data:
+                start, end = end, end + array.nbytes
+                message[start:end] = array.reshape(-1).view(_UINT8)
+        self._incoming.Start()
+        self._pending = call
+        self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
+        if nbytes > INLINE_BYTES:
+            self._send_data(call, data)
+
+    def finish(self, more_seconds: float = 0.0) -> None:
+        """Wait for the answer of the request that was started last, unless it was read already.
+
+        Args:
+            more_seconds: How much longer than its deadline the answer may take: `GRACE_SECONDS` where the server itself
+                notices that other workers are late.
+
+        Raises:
+            UnavailableError: If the server does not answer, or is lost.
+            InvalidArgumentError: If the workers passed different things.
+            DeadlineExceededError: If other workers did not come in time.
+            RuntimeError: If the server could not do what was asked.
+        """
+        if self.broken is not None:
+            raise type(self.broken)(str(self.broken))
+        call = self._pending
+        if not call:
+            return
+        if not self._incoming.Test():
+            self._wait(call, self._incoming.Test, more_seconds)
+        self._pending = ""
+        if self._outcome[0] != Outcome.OK:
+            self._raise(call)
+
+    @property
+    def number(self) -> int:
+        """The number in the last answer: `rows` of its header."""
+        return int(self._outcome[3])
+
+    def data(self, arrays: Sequence[Array]) -> None:
+        """Put the data of the last answer into arrays, which it fills."""
+        at = HEADER_BYTES
+        if self._outcome[5] <= INLINE_BYTES:
+            for array in arrays:
+                array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
+                at += array.nbytes
+            return
+        for pieces in plan_messages(tuple(array.nbytes for array in arrays)):
+            if len(pieces) == 1:
+                ((item, start, stop),) = pieces
+                self._receive(bytes_of(arrays[item])[start:stop])
+                continue
+            memory = self._buffer()[: sum(piece.stop - piece.start for piece in pieces)]
+            self._receive(memory)
+            at = 0
+            for item, _, size in pieces:
+                bytes_of(arrays[item])[...] = memory[at : at + size]
+                at += size
+
+    def leave(self, why: str) -> None:
+        """Tell the server that this worker makes no request any more. Local: nobody answers."""
+        if self.broken is None:
+            self._sequence += 1
+            data = to_json(why[:1000])
+            message = self._request = np.zeros(MESSAGE_BYTES, np.uint8)  # the last one may be under way
+            HEADER.pack_into(message.data, 0, Op.LEAVE, self._sequence, 0, 0, 0, data.size, *_NO_NUMBERS)
+            end = HEADER_BYTES + data.size
+            message[HEADER_BYTES:end] = data
+            never_free((message, self._comm.Isend([message, end, self._byte], self.rank, REQUEST)))
+
+    def close(self) -> None:
+        """Give back what MPI holds for this channel. Local."""
+        if self.broken is not None:
+            return  # MPI may still write an answer
+        if self._pending:
+            self._incoming.Cancel()
+            self._incoming.Wait()
+        self._incoming.Free()
+        self._scratch = np.empty(0, np.uint8)
+        self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
+        if not self._test_all(self._sends):
+            never_free((self._sends, self._request))
+
+    def _send_data(self, call: str, data: Sequence[Array]) -> None:
+        for pieces in plan_messages(tuple(array.nbytes for array in data)):
+            memory = self._packed(data, pieces) if len(pieces) > 1 else None
+            if memory is None:
+                ((item, start, stop),) = pieces
+                memory = bytes_of(data[item])[start:stop]
+            self._sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
+            if len(pieces) > 1:  # the buffer is one
+                self._wait(call, partial(self._test_all, self._sends), 0.0, data)
+        self._wait(call, partial(self._test_all, self._sends), 0.0, data)
+
+    def _packed(self, data: Sequence[Array], pieces: Sequence[Piece]) -> Array:
+        buffer, at = self._buffer(), 0
+        for item, _, size in pieces:
+            buffer[at : at + size] = bytes_of(data[item])
+            at += size
+        return buffer[:at]
+
+    def _buffer(self) -> Array:
+        if not self._scratch.size:
+            self._scratch = np.empty(CHUNK_BYTES, np.uint8)
+        return self._scratch
+
+    def _receive(self, memory: Array) -> None:
+        request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
+        self._wait("a read", request.Test, 0.0, (request, memory))
+
+    def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
+        awaited, watchdog = self._awaited, self._group.watchdog
+        awaited.ranks, awaited.what, awaited.is_ended_by_program = (self.rank,), f"{call} at {self.name}", False
+        timeout = self._group.settings.timeout_seconds
+        awaited.timeout = timeout + more_seconds if timeout else None
+        watchdog.begin()
+        try:
+            poll(test, watchdog.check_peers)
+        except (DeadlineExceededError, PeerFailedError) as error:
+            never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
+            self._pending = ""
+            if awaited.is_ended_by_program:
+                self.broken = error
+                raise
+            self._lose(error)
+        except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
+            never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
+            self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
+            raise
+
+    def _lose(self, error: Exception) -> NoReturn:
+        lost = UnavailableError(
+            f"{self.name} is lost, with the variables on it: {error}. Start the job again, from a checkpoint"
+        )
+        vars(lost).update(vars(error))  # which rank prints the whole of it
+        self.broken = lost
+        raise lost from error
+
+    def _raise(self, call: str) -> NoReturn:
+        header = Header.read(self._answer)
+        text = self._answer[HEADER_BYTES : HEADER_BYTES + header.nbytes].tobytes().decode(errors="replace")
+        if header.op == Outcome.REFUSED:
+            raise InvalidArgumentError(text)
+        if header.op == Outcome.TOO_LATE:
+            raise DeadlineExceededError(f"{call}: waited {self._group.settings.timeout_seconds:g} s, and {text}")
+        raise RuntimeError(f"{call} failed on {text}")

@@ -1,0 +1,186 @@
+"""A server's end of the messages from and to one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.parameter_server.messages.protocol import (
+    ANSWER,
+    CHUNK_BYTES,
+    DATA,
+    HEADER_BYTES,
+    INLINE_BYTES,
+    MESSAGE_BYTES,
+    REQUEST,
+    WHOLE_NUMBERS,
+    Header,
+    Outcome,
+    Piece,
+    plan_messages,
+)
+from mpidist.transport import Intracomm, load_mpi, never_free
+
+__all__ = ["Connection"]
+
+Array = np.ndarray[Any, Any]
+
+
+@final
+class Connection:
+    """The messages of one worker. A worker has one request under way at a time. All methods are local.
+
+    Args:
+        comm: The workers and servers.
+        rank: The worker's rank.
+        worker: The worker's number.
+
+    Attributes:
+        worker: As given.
+        message: The last request.
+        sequence: The number of the last request.
+        lists: The keys of the variables of each list that the worker has numbered.
+        steps: What answers the request, if that takes several steps.
+        has_ended: Whether the worker makes no request any more.
+    """
+
+    def __init__(self, comm: Intracomm, rank: int, worker: int) -> None:
+        mpi = load_mpi()
+        self.worker = worker
+        self.sequence = 0
+        self.lists: dict[int, list[int]] = {}
+        self.steps: Generator[bool, None, None] | None = None
+        self.has_ended = False
+        self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
+        self.message = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._reply_memory = self._reply.data
+        self._buffers: list[Array] = []
+        self._received = 0  # bytes of the data of this request
+        self._sent: Any = None
+        self._incoming = comm.Recv_init([self.message, mpi.BYTE], rank, REQUEST)
+        self._is_listening = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Make ready for the next request."""
+        self._received = 0
+        self._is_listening = True
+        self._incoming.Start()
+
+    def has_request(self) -> bool:
+        """Whether a request has come that is not begun."""
+        if self._incoming.Test():
+            self._is_listening = False
+            return True
+        return False
+
+    def answer(self, outcome: int, data: Array | None = None, nbytes: int = 0, rows: int = 0) -> None:
+        """Answer the request.
+
+        Args:
+            outcome: An `Outcome`.
+            data: What fits behind a header.
+            nbytes: How many bytes follow in messages of their own, if there is no `data`.
+            rows: A number, for the worker.
+        """
+        sent, size = self._sent, 0
+        while sent is not None and not sent.Test():  # the worker has it already, as it has made another request
+            pass
+        if data is not None:
+            size = nbytes = data.size
+            self._reply[HEADER_BYTES : HEADER_BYTES + size] = data
+        WHOLE_NUMBERS.pack_into(self._reply_memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
+        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self._rank, ANSWER)
+
+    def answer_text(self, outcome: int, text: str) -> None:
+        """Answer with a text, which is cut where it is too long."""
+        self.answer(outcome, np.frombuffer(text.encode()[:INLINE_BYTES], np.uint8))
+
+    def answer_all(self, data: Array) -> Generator[bool, None, None]:
+        """Answer with bytes, however many."""
+        if data.size <= INLINE_BYTES:
+            self.answer(Outcome.OK, data)
+            return
+        self.answer(Outcome.OK, nbytes=data.size)
+        for ((_, start, stop),) in plan_messages((data.size,)):
+            yield from self.send(data[start:stop])
+
+    def send(self, data: Array) -> Generator[bool, None, None]:
+        """Send one message of data, and yield until the memory can be used again."""
+        request = self._comm.Isend([data, self._byte], self._rank, DATA)
+        while not request.Test():
+            yield False
+        yield True
+
+    def buffer(self, number: int) -> Array:
+        """Return memory for one message of data: that of one of two buffers."""
+        if not self._buffers:
+            self._buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
+        return self._buffers[number]
+
+    def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+        """Yield the data of the request, message by message; without pieces while there is nothing yet.
+
+        While a message is used, the next one arrives.
+
+        Args:
+            sizes: The bytes of each item of the data.
+        """
+        nothing: tuple[Piece, ...] = ()
+        nbytes, plan = Header.read(self.message).nbytes, plan_messages(sizes)
+        if nbytes != sum(sizes):
+            raise ValueError(f"a request came with {nbytes} bytes of data, and needs {sum(sizes)}")
+        if nbytes <= INLINE_BYTES:
+            yield (
+                tuple(Piece(item, 0, size) for item, size in enumerate(sizes) if size),
+                self.message[HEADER_BYTES : HEADER_BYTES + nbytes],
+            )
+            return
+        lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in plan]
+        request = self._receive_into(self.buffer(0)[: lengths[0]])
+        for at, pieces in enumerate(plan):
+            while not request.Test():
+                yield nothing, self.message
+            self._received += lengths[at]
+            if at + 1 < len(plan):
+                request = self._receive_into(self.buffer((at + 1) % 2)[: lengths[at + 1]])
+            yield pieces, self.buffer(at % 2)[: lengths[at]]
+
+    def receive_all(self) -> Generator[bool, None, Array]:
+        """Receive the data of the request, as one array that belongs to the caller."""
+        nbytes = Header.read(self.message).nbytes
+        data = np.empty(nbytes, np.uint8)
+        at = 0
+        for pieces, part in self.receive((nbytes,)):
+            if not pieces:
+                yield False
+                continue
+            data[at : at + part.size] = part
+            at += part.size
+            yield True
+        return data
+
+    def drain(self) -> Generator[bool, None, None]:
+        """Receive what is left of the data of the request, and drop the data."""
+        nbytes = Header.read(self.message).nbytes
+        while nbytes > INLINE_BYTES and self._received < nbytes:
+            request = self._receive_into(self.buffer(0))
+            while not request.Test(self._status):
+                yield False
+            self._received += self._status.Get_count(self._byte)
+
+    def close(self) -> None:
+        """Give back what MPI holds for this connection."""
+        if self._is_listening:
+            self._incoming.Cancel()
+            self._incoming.Wait()
+        self._incoming.Free()
+        self._buffers = []
+        if self._sent is not None and not self._sent.Test():
+            never_free((self._sent, self._reply))
+
+    def _receive_into(self, memory: Array) -> Any:
+        return self._comm.Irecv([memory, self._byte], self._rank, DATA)

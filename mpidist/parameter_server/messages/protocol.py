@@ -1,0 +1,173 @@
+"""What workers and servers write in their messages: headers, small data beside them, large data in chunks.
+
+A request is a header with up to `INLINE_BYTES` of data behind it, in one message. More data follows in messages of at
+most `CHUNK_BYTES`: `plan_messages` says which, from the sizes of the items alone, so that both sides find the same.
+The answer to a request has the same form. No message holds code or pickled objects.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+__all__ = [
+    "ANSWER",
+    "CHUNK_BYTES",
+    "DATA",
+    "HEADER",
+    "HEADER_BYTES",
+    "INLINE_BYTES",
+    "MAX_NUMBERS",
+    "MESSAGE_BYTES",
+    "REQUEST",
+    "WHOLE_NUMBERS",
+    "Change",
+    "Header",
+    "Op",
+    "Piece",
+    "Outcome",
+    "bytes_of",
+    "from_json",
+    "plan_messages",
+    "to_json",
+]
+
+MESSAGE_BYTES: Final = 4096
+CHUNK_BYTES: Final = 1 << 20  # fits into a core's cache: it is added from there
+MAX_NUMBERS: Final = 6
+HEADER: Final = struct.Struct(f"=6q{MAX_NUMBERS}d")
+WHOLE_NUMBERS: Final = struct.Struct("=6q")  # the first part of a header: a rule alone needs the second
+HEADER_BYTES: Final = HEADER.size
+INLINE_BYTES: Final = MESSAGE_BYTES - HEADER_BYTES
+REQUEST, ANSWER, DATA = 1, 2, 3  # tags
+
+_MAX_PLANS: Final = 256  # remembered
+
+Bytes = np.ndarray[Any, Any]
+
+
+@final
+class Op:
+    """What a worker asks for. Numbers, and no enumeration, which is slow to look up."""
+
+    READ: Final = 0  # the values of a list of variables
+    CHANGE: Final = 1  # add to a list of variables, assign them, ...
+    READ_ROWS: Final = 2  # some rows of a variable
+    CHANGE_ROWS: Final = 3  # the same of some rows of one variable
+    ALLOCATE: Final = 4  # make a variable
+    NAME_LIST: Final = 5  # number a list of variables
+    NAME_RULE: Final = 6  # number a rule
+    MEET: Final = 7  # wait until all workers make the same call
+    STEP: Final = 8  # this worker has done a step
+    DONE: Final = 9  # this worker makes no request any more
+    LEAVE: Final = 10  # the same, because of an error
+
+
+@final
+class Outcome:
+    """How an answer begins."""
+
+    OK: Final = 0
+    FAILED: Final = 1  # the data is the text of an error
+    REFUSED: Final = 2  # workers differ; the data is the text of an error
+    TOO_LATE: Final = 3  # other workers did not come in time; the data is the text of an error
+
+
+@final
+class Change:
+    """How numbers change a variable. Larger numbers are those of rules."""
+
+    ASSIGN: Final = 0
+    ADD: Final = 1
+    SUB: Final = 2
+    SCATTER_MUL: Final = 3
+    SCATTER_DIV: Final = 4
+    SCATTER_MAX: Final = 5
+    SCATTER_MIN: Final = 6
+    RULE: Final = 16
+
+
+@final
+class Header(NamedTuple):
+    """The header of a request, or of an answer.
+
+    Attributes:
+        op: An `Op`; of an answer an `Outcome`.
+        sequence: The number of the worker's request at this server.
+        variables: The key of a variable, or the number of a list of them, below 0.
+        rows: How many rows; of an answer to DONE, whether all workers have ended well.
+        change: A `Change`, or `Change.RULE` plus 8 times the number of a rule plus how many numbers it gets.
+        nbytes: How many bytes of data belong to the request.
+        numbers: What a rule needs: a learning rate, say.
+    """
+
+    op: int
+    sequence: int
+    variables: int
+    rows: int
+    change: int
+    nbytes: int
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def read(cls, message: Any) -> Header:
+        """Read the header of a message."""
+        op, sequence, variables, rows, change, nbytes, *numbers = HEADER.unpack_from(message)
+        return cls(op, sequence, variables, rows, change, nbytes, tuple(numbers))
+
+
+@final
+class Piece(NamedTuple):
+    """Bytes of one item in a message: all of the item's, or some of those of a large one."""
+
+    item: int
+    start: int
+    stop: int
+
+
+@lru_cache(_MAX_PLANS)
+def plan_messages(sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
+    """Lay items over messages: small ones together, and large ones in chunks of their own.
+
+    Args:
+        sizes: The bytes of each item.
+
+    Returns:
+        The pieces of each message. Empty items are left out.
+    """
+    messages: list[tuple[Piece, ...]] = []
+    together: list[Piece] = []
+    space = CHUNK_BYTES
+    for item, size in enumerate(sizes):
+        if size > CHUNK_BYTES:
+            messages += [(Piece(item, start, min(start + CHUNK_BYTES, size)),) for start in range(0, size, CHUNK_BYTES)]
+        elif size:
+            if size > space:
+                messages.append(tuple(together))
+                together, space = [], CHUNK_BYTES
+            together.append(Piece(item, 0, size))
+            space -= size
+    if together:
+        messages.append(tuple(together))
+    return tuple(messages)
+
+
+def bytes_of(array: Any) -> Bytes:
+    """Return the bytes of a contiguous array, without a copy."""
+    flat: Bytes = array.reshape(-1).view(np.uint8)
+    return flat
+
+
+def to_json(item: Any) -> Bytes:
+    """Write texts, numbers, lists and dicts of them as bytes."""
+    return np.frombuffer(json.dumps(item).encode(), np.uint8)
+
+
+def from_json(data: Sequence[int] | Bytes) -> Any:
+    """Read what `to_json` has written."""
+    return json.loads(bytes(data))

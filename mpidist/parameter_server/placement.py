@@ -1,0 +1,162 @@
+"""On which server a new variable lives, and how the workers agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server.partitioners import num_shards_of
+from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.sharded_variable import ShardedVariable
+from mpidist.parameter_server.variable import ServerVariable, VariableTraits
+from mpidist.transport import arrays, shard_bounds
+from mpidist.variables import VariablePlacement, cast_for
+
+__all__ = ["PLACEMENTS", "OnServers"]
+
+PLACEMENTS: Final = ("round_robin", "bytes")
+
+
+@final
+class OnServers(VariablePlacement):
+    """Variables live on servers: in turn, or always on the server that holds the fewest bytes.
+
+    Args:
+        servers: The servers, as this worker uses them; `None` on a rank that is a server.
+        is_chief: Whether this worker's initial values count.
+        partitioner: Chooses into how many shards a variable is cut; `None` for one.
+        placement: `"round_robin"` or `"bytes"`.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        servers: Servers | None,
+        is_chief: bool,
+        partitioner: Callable[..., Any] | None = None,
+        placement: str = "round_robin",
+    ) -> None:
+        self._servers, self._is_chief, self._partitioner, self._placement = servers, is_chief, partitioner, placement
+        self._nbytes = [0] * (1 if servers is None else servers.num_servers)
+        self._num_placed = 0  # in turn, so without those that were put beside another one
+        self._num_arrays = 0
+        self._num_unnamed = 0
+        self._beside: list[int] = []
+
+    def for_value(self, value: Any) -> VariablePlacement:
+        return self
+
+    def store(self, value: Any) -> Any:
+        raise RuntimeError("variables of a ParameterServerStrategy are made by Variable(...) in its scope")
+
+    def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:
+        raise RuntimeError("variables of a ParameterServerStrategy are written by their own methods")
+
+    def colocated_with(self, var: Any) -> AbstractContextManager[None]:
+        """Put variables that are made in the `with` body on the server of another one."""
+        return self._colocate(var.variables[0] if isinstance(var, ShardedVariable) else var)
+
+    @contextmanager
+    def _colocate(self, var: ServerVariable) -> Iterator[None]:
+        self._beside.append(var.server)
+        try:
+            yield
+        finally:
+            self._beside.pop()
+
+    def make(self, strategy: CurrentStrategy, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable: see `Variable`. Collective over the workers."""
+        if self._servers is None:
+            raise RuntimeError(
+                f"rank {strategy.topology.rank} of the parameter servers makes a variable: a server only serves; "
+                "write `if strategy.is_ps: strategy.serve()` before the work of the workers"
+            )
+        error, value, traits, name = None, np.empty(0), None, "variable"
+        state = self._num_placed, list(self._nbytes), self._num_unnamed
+        locations: list[Location] = []
+        try:
+            value, traits, name = self._describe(*args, **kwargs)
+            count = num_shards_of(self._partitioner, value.shape, value.dtype)
+            locations = self._locate(value, name, count)
+            if self._is_chief:
+                for location, part in zip(locations, _parts(value, count), strict=True):
+                    self._servers.allocate(location, part)
+        except Exception as problem:  # also of `initial_value`: the other workers must learn of it
+            error = problem
+        try:
+            self._servers.meet("Variable", _fields(locations, value, traits, name), error, chief=True)
+        except BaseException:
+            self._num_placed, self._nbytes, self._num_unnamed = state
+            raise
+        self._num_arrays += len(locations)
+        assert traits is not None
+        made = [ServerVariable(strategy, self._servers, location, traits) for location in locations]
+        return made[0] if len(made) == 1 else ShardedVariable(made, name)
+
+    def _describe(
+        self,
+        initial_value: Any,
+        *,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Any = "AUTO",
+        aggregation: Any = "NONE",
+    ) -> tuple[np.ndarray[Any, Any], VariableTraits, str]:
+        if name is None:
+            name = f"variable_{self._num_unnamed}" if self._num_unnamed else "variable"
+            self._num_unnamed += 1
+        given = initial_value() if callable(initial_value) else initial_value
+        given = np.asarray(given) if isinstance(given, (list, tuple)) else given
+        array = arrays.library_of(given).to_native(given)
+        array = arrays.to_host(array) if arrays.is_device(array) else array
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        if dtype is not None:
+            array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, f"variable {name!r}")
+        return array, VariableTraits(trainable, synchronization, aggregation, array.dtype), name
+
+    def _locate(self, value: np.ndarray[Any, Any], name: str, count: int) -> list[Location]:
+        """Choose a server for each shard."""
+        locations = []
+        for number, part in enumerate(_parts(value, count)):
+            if self._beside:
+                server = self._beside[-1]
+            elif self._placement == "bytes":
+                server = self._nbytes.index(min(self._nbytes))
+            else:
+                server = self._num_placed % len(self._nbytes)
+                self._num_placed += 1
+            self._nbytes[server] += part.nbytes
+            part_name = name if count == 1 else f"{name}/part_{number}"
+            key = self._num_arrays + number
+            locations.append(Location(server, key, part.shape, part.dtype, part_name))
+        return locations
+
+
+def _parts(value: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:
+    """Cut an array along axis 0: longer parts come first, and lengths differ by at most one."""
+    if count == 1:
+        return [value]
+    bounds = shard_bounds(len(value), count)
+    return [value[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _fields(
+    locations: list[Location], value: np.ndarray[Any, Any], traits: VariableTraits | None, name: str
+) -> dict[str, str]:
+    """List what must be equal on all workers."""
+    if traits is None:
+        return {}
+    return {
+        "name": name,
+        "value": f"{value.dtype.name}{list(value.shape)}",
+        "servers": str([location.server for location in locations]),
+        "synchronization": str(traits.synchronization),
+        "aggregation": str(traits.aggregation),
+    }

@@ -1,0 +1,359 @@
+"""A parameter server: one loop that answers the requests of all workers in turn, without a thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.messages import (
+    HEADER_BYTES,
+    INLINE_BYTES,
+    WHOLE_NUMBERS,
+    Change,
+    Connection,
+    Header,
+    Op,
+    Outcome,
+    Piece,
+    bytes_of,
+    from_json,
+    plan_messages,
+)
+from mpidist.parameter_server.store import Store, Stored
+from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
+
+__all__ = ["ParameterServer"]
+
+logger = logging.getLogger("mpidist.parameter_server")
+
+_TURNS_PER_CHECK: Final = 256
+
+Array = np.ndarray[Any, Any]
+Steps = Generator[bool, None, None]  # what a request that takes a while does between others: whether it got on
+
+
+@final
+class ParameterServer:
+    """The server of one rank.
+
+    A request that can be answered at once is. Any other one is a generator, which goes one step whenever it is its
+    worker's turn: so no worker waits for more than one chunk of each other worker.
+
+    Args:
+        group: The workers and servers.
+        awaited: What the watchdog of `group` asks.
+        workers: The workers.
+        name: Name of this server, for people.
+
+    Attributes:
+        store: The variables.
+        num_requests: How many requests were answered.
+    """
+
+    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, workers: Workers, name: str) -> None:
+        self.store = Store()
+        self.num_requests = 0
+        self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
+        self._connections = [Connection(group.comm, rank, worker) for worker, rank in enumerate(workers.ranks)]
+        self._num_open = len(self._connections)
+        self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
+            Op.READ: self._read,
+            Op.CHANGE: self._change,
+            Op.READ_ROWS: self._read_rows,
+            Op.CHANGE_ROWS: self._change_rows,
+            Op.ALLOCATE: self._allocate,
+            Op.NAME_LIST: self._name_list,
+            Op.NAME_RULE: self._name_rule,
+            Op.MEET: self._meet,
+            Op.STEP: self._step,
+            Op.DONE: self._end,
+            Op.LEAVE: self._end,
+        }
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all workers have ended their parts."""
+        return not self._num_open
+
+    @property
+    def has_lost_workers(self) -> bool:
+        """Whether a worker has left because of an error."""
+        return bool(self._workers.left)
+
+    def serve(self) -> None:
+        """Answer requests until all workers have ended their parts. Naps while there are none.
+
+        Raises:
+            PeerFailedError: If a worker has left because of an error, where the cluster does not go on without it, or
+                if a worker's process is gone.
+        """
+        if self.has_ended:
+            return
+        awaited, watchdog = self._awaited, self._group.watchdog
+        if watchdog.broken is not None:
+            raise type(watchdog.broken)(str(watchdog.broken))
+        awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
+        awaited.ranks = self._workers.live_ranks
+        watchdog.begin()
+        try:
+            while not self.has_ended:
+                watchdog.require_no_notes()  # also where there is always something to do
+                for _ in range(_TURNS_PER_CHECK):
+                    poll(self._advance, watchdog.check_peers)
+                    if self.has_ended:
+                        break
+        finally:
+            for connection in self._connections:
+                connection.close()
+            self.store.variables.clear()
+
+    def _advance(self) -> bool:
+        """Give every worker one turn. Returns whether anything got on."""
+        got_on = False
+        for connection in self._connections:
+            if connection.steps is None:
+                if connection.has_ended or not connection.has_request():
+                    continue
+                got_on = True
+                self._begin(connection)
+            else:
+                try:
+                    got_on |= next(connection.steps)
+                except StopIteration:
+                    got_on = True
+                    self._finish(connection)
+        return got_on
+
+    def _begin(self, connection: Connection) -> None:
+        message = connection.message
+        op, sequence, key, _, change, nbytes = WHOLE_NUMBERS.unpack_from(message.data)
+        if sequence != connection.sequence + 1:
+            self._answer_out_of_order(connection, sequence)
+            return
+        connection.sequence = sequence
+        stored = self.store.variables.get(key)
+        if (
+            stored is not None
+            and not stored.queue
+            and change <= Change.SUB
+            and stored.value.nbytes <= INLINE_BYTES
+            and self._is_answered_at_once(connection, op, stored, change, nbytes)
+        ):
+            self._finish(connection)
+        else:
+            connection.steps = self._guarded(connection, Header.read(message))
+
+    def _is_answered_at_once(self, connection: Connection, op: int, stored: Stored, change: int, nbytes: int) -> bool:
+        """Answer a small request of one variable, as most are, without a generator. Returns whether it was one."""
+        if op == Op.CHANGE and nbytes == stored.value.nbytes:
+            delta = np.frombuffer(connection.message, stored.value.dtype, stored.flat.size, HEADER_BYTES)
+            try:
+                self.store.change(stored, change, 0, delta, ())
+                connection.answer(Outcome.OK)
+            except Exception as error:  # of any kind: a worker's mistake must not end the server
+                connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
+            return True
+        if op == Op.READ and not nbytes and self._workers.may_read(connection.worker):
+            connection.answer(Outcome.OK, bytes_of(stored.value))
+            return True
+        return False
+
+    def _finish(self, connection: Connection) -> None:
+        self.num_requests += 1
+        connection.steps = None
+        if connection.has_ended:
+            self._num_open -= 1
+        else:
+            connection.listen()
+
+    def _answer_out_of_order(self, connection: Connection, sequence: int) -> None:
+        """Answer a request that was made before, and change nothing; or one that skips others, with an error."""
+        if sequence <= connection.sequence:
+            connection.answer(Outcome.OK)
+        else:
+            text = f"{self._name} got request {sequence} after {connection.sequence}: requests were lost"
+            connection.answer_text(Outcome.FAILED, text)
+        self._finish(connection)
+
+    def _guarded(self, connection: Connection, header: Header) -> Steps:
+        """Answer a request; with the error's text, if there is one."""
+        try:
+            yield from self._answers[header.op](connection, header)
+        except Exception as error:  # of any kind: a worker's mistake must not end the server
+            yield from connection.drain()
+            connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
+
+    def _list_of(self, connection: Connection, key: int) -> list[Stored]:
+        if key >= 0:
+            return [self.store.variables[key]]
+        return [self.store.variables[one] for one in connection.lists[key]]
+
+    def _read(self, connection: Connection, header: Header) -> Steps:
+        if not (yield from self._wait_to_read(connection)):
+            return
+        variables = self._list_of(connection, header.variables)
+        sizes = tuple(stored.value.nbytes for stored in variables)
+        total = sum(sizes)
+        if total <= INLINE_BYTES:
+            data = np.empty(total, np.uint8)
+            yield from self._gather(variables, [Piece(at, 0, size) for at, size in enumerate(sizes)], data)
+            connection.answer(Outcome.OK, data)
+            return
+        connection.answer(Outcome.OK, nbytes=total)
+        for pieces in plan_messages(sizes):
+            stored, piece = variables[pieces[0].item], pieces[0]
+            if len(pieces) > 1:
+                data = connection.buffer(0)[: sum(piece.stop - piece.start for piece in pieces)]
+                yield from self._gather(variables, pieces, data)
+                yield from connection.send(data)
+                continue
+            if piece.start == 0:
+                yield from _idle(stored.turn(False))
+            yield from connection.send(bytes_of(stored.value)[piece.start : piece.stop])
+            if piece.stop == stored.value.nbytes:
+                stored.leave(False)
+
+    def _gather(self, variables: list[Stored], pieces: Sequence[Piece], data: Array) -> Steps:
+        """Copy whole variables into a message."""
+        at = 0
+        for piece in pieces:
+            stored = variables[piece.item]
+            if stored.queue:
+                yield from _idle(stored.turn(False))
+                stored.leave(False)
+            data[at : at + piece.stop] = bytes_of(stored.value)
+            at += piece.stop
+
+    def _change(self, connection: Connection, header: Header) -> Steps:
+        variables = self._list_of(connection, header.variables)
+        sizes = tuple(stored.value.nbytes for stored in variables)
+        error: Exception | None = None
+        whole: Array | None = None
+        for pieces, data in connection.receive(sizes):
+            if not pieces:
+                yield False
+                continue
+            at = 0
+            for piece in pieces:
+                stored, part = variables[piece.item], data[at : at + piece.stop - piece.start]
+                at += part.size
+                if piece.start == 0:
+                    yield from _idle(stored.turn(True))
+                    self.store.begin(stored, header.change)
+                try:
+                    whole = self._change_part(stored, header, piece, part, whole)
+                except Exception as problem:  # the rest of the data must be received nevertheless
+                    error = error or problem
+                if piece.stop == sizes[piece.item]:
+                    stored.leave(True)
+        if error is not None:
+            connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
+        else:
+            connection.answer(Outcome.OK)
+
+    def _change_part(
+        self, stored: Stored, header: Header, piece: Piece, part: Array, whole: Array | None
+    ) -> Array | None:
+        """Change what a part of the data is for; where a rule needs all of it, collect the data, and return it."""
+        dtype, size = stored.value.dtype, stored.value.nbytes
+        if not self.store.is_elementwise(header.change) and part.size < size:
+            whole = np.empty(size, np.uint8) if piece.start == 0 or whole is None else whole
+            whole[piece.start : piece.stop] = part
+            if piece.stop < size:
+                return whole
+            part, piece = whole, Piece(piece.item, 0, size)
+        self.store.change(stored, header.change, piece.start // dtype.itemsize, part.view(dtype), header.numbers)
+        return None
+
+    def _wait_to_read(self, connection: Connection) -> Generator[bool, None, bool]:
+        """Wait until a worker may read. Returns whether it may; if not, it was told."""
+        for answer in self._workers.wait_to_read(connection.worker):
+            if answer is not None:
+                connection.answer_text(*answer)
+                return False
+            yield False
+        return True
+
+    def _read_rows(self, connection: Connection, header: Header) -> Steps:
+        request = yield from connection.receive_all()
+        if not (yield from self._wait_to_read(connection)):
+            return
+        (stored,) = self._list_of(connection, header.variables)
+        yield from _idle(stored.turn(False))
+        rows = stored.value[request.view(np.int64)]
+        stored.leave(False)
+        yield from connection.answer_all(bytes_of(np.ascontiguousarray(rows)))
+
+    def _change_rows(self, connection: Connection, header: Header) -> Steps:
+        data = yield from connection.receive_all()
+        (stored,) = self._list_of(connection, header.variables)
+        indices = data[: 8 * header.rows].view(np.int64)
+        values = data[8 * header.rows :].view(stored.value.dtype).reshape(header.rows, *stored.value.shape[1:])
+        yield from _idle(stored.turn(True))
+        try:
+            self.store.begin(stored, header.change)
+            self.store.change_rows(stored, header.change, indices, values, header.numbers)
+        finally:
+            stored.leave(True)
+        connection.answer(Outcome.OK)
+
+    def _allocate(self, connection: Connection, header: Header) -> Steps:
+        data = yield from connection.receive_all()
+        end = header.rows  # of the description
+        shape, dtype = from_json(data[:end])
+        self.store.allocate(header.variables, data[end:].view(_dtype(dtype)).reshape(shape))
+        connection.answer(Outcome.OK)
+
+    def _name_list(self, connection: Connection, header: Header) -> Steps:
+        data = yield from connection.receive_all()
+        connection.lists[header.variables] = data.view(np.int64).tolist()
+        connection.answer(Outcome.OK)
+
+    def _name_rule(self, connection: Connection, header: Header) -> Steps:
+        data = yield from connection.receive_all()
+        connection.answer(Outcome.OK, rows=self.store.number_of_rule(from_json(data)))
+
+    def _meet(self, connection: Connection, header: Header) -> Steps:
+        data = yield from connection.receive_all()
+        fields = from_json(data)
+        for answer in self._workers.meet(connection.worker, fields.pop("call"), fields, bool(header.rows)):
+            if answer is None:
+                yield False
+            else:
+                connection.answer_text(*answer)
+
+    def _step(self, connection: Connection, header: Header) -> Steps:
+        self._workers.steps[connection.worker] += 1
+        connection.answer(Outcome.OK)
+        yield True
+
+    def _end(self, connection: Connection, header: Header) -> Steps:
+        """End a worker's part; with `DONE`, tell it once all workers have ended theirs whether they have ended well."""
+        data = yield from connection.receive_all()
+        worker, workers = connection.worker, self._workers
+        self._awaited.ranks = [rank for rank in self._awaited.ranks if rank != workers.ranks[worker]]
+        if header.op == Op.LEAVE:
+            why = str(from_json(data))
+            workers.end(worker, why)
+            logger.warning("mpidist: worker %d (rank %d) has left: %s", worker, workers.ranks[worker], why)
+        else:
+            workers.end(worker)
+            while header.rows and workers.live:
+                yield False
+            connection.answer(Outcome.OK, rows=not workers.left)
+        connection.has_ended = True
+
+
+def _idle(turn: Iterable[None]) -> Steps:
+    """Wait for a turn, without getting on."""
+    for _ in turn:
+        yield False
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return bfloat16() if name == "bfloat16" else np.dtype(name)

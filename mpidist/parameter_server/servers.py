@@ -1,0 +1,329 @@
+"""The servers, as a worker uses them: over messages, or in this process where one rank is worker and server in one."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.errors import InvalidArgumentError
+from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Op, to_json
+from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.store import Store
+from mpidist.transport import ServiceGroup, ends_normally, is_shared_by, mark_left, mark_shared, text_of
+
+__all__ = ["LocalServers", "Location", "RemoteServers", "Servers"]
+
+Array = np.ndarray[Any, Any]
+_MAX_LISTS = 64  # of variables, that a server remembers of a worker
+
+
+@final
+@dataclass(frozen=True)
+class Location:
+    """Where an array lives.
+
+    Attributes:
+        server: The number of the server.
+        key: The number of the array, among all arrays of all servers.
+        shape: The shape.
+        dtype: The dtype.
+        name: For people.
+    """
+
+    server: int
+    key: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    name: str
+
+    @cached_property
+    def read_call(self) -> str:
+        """What reading it is called, for people."""
+        return f"read of {self.name!r}"
+
+    @cached_property
+    def change_call(self) -> str:
+        """What changing it is called, for people."""
+        return f"change of {self.name!r}"
+
+
+class Servers(ABC):
+    """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
+
+    num_servers: int
+
+    @abstractmethod
+    def allocate(self, location: Location, value: Array) -> None:
+        """Put an array on its server."""
+
+    @abstractmethod
+    def read(self, locations: Sequence[Location]) -> list[Array]:
+        """Read arrays, with one request to each server. Each result is a new array, and a snapshot."""
+
+    @abstractmethod
+    def read_rows(self, location: Location, indices: Array) -> Array:
+        """Read some rows of an array, a snapshot of them."""
+
+    @abstractmethod
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
+        """Change arrays by contiguous arrays of the same shapes, with one request to each server."""
+
+    @abstractmethod
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
+        """Change some rows of an array."""
+
+    @abstractmethod
+    def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        """Wait until all workers make the same call, and compare what they pass.
+
+        Args:
+            call: The name of the call.
+            fields: What must be equal on all workers.
+            error: What is wrong on this worker; raised here, and told to the others.
+            chief: Whether the call needs the chief.
+
+        Raises:
+            InvalidArgumentError: If workers differ, or one has an error. On every worker.
+            DeadlineExceededError: If not all workers come in time. On those that came.
+        """
+
+    @abstractmethod
+    def step_done(self) -> None:
+        """Tell the servers that this worker has done a step."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all changes of this worker are made."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """End this worker's part: wait until all workers end theirs, or leave because of an error."""
+
+
+@final
+class LocalServers(Servers):
+    """The one server of a rank that is alone."""
+
+    num_servers = 1
+
+    def __init__(self) -> None:
+        self._store = Store()
+
+    def allocate(self, location: Location, value: Array) -> None:
+        self._store.allocate(location.key, value)
+
+    def read(self, locations: Sequence[Location]) -> list[Array]:
+        return [self._store.variables[location.key].value.copy() for location in locations]
+
+    def read_rows(self, location: Location, indices: Array) -> Array:
+        rows: Array = self._store.variables[location.key].value[indices]
+        return rows
+
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
+        change, numbers = self._code(how)
+        for location, value in zip(locations, values, strict=True):
+            stored = self._store.variables[location.key]
+            self._store.begin(stored, change)
+            self._store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
+
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
+        change, numbers = self._code(how)
+        stored = self._store.variables[location.key]
+        self._store.begin(stored, change)
+        self._store.change_rows(stored, change, indices, values, numbers)
+
+    def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        if error is not None:
+            raise error
+
+    def step_done(self) -> None:
+        pass  # no other worker is ahead or behind
+
+    def flush(self) -> None:
+        pass  # a change is made at once
+
+    def close(self, error: BaseException | None) -> None:
+        self._store.variables.clear()
+
+    def _code(self, how: int | Rule) -> tuple[int, tuple[float, ...]]:
+        if not isinstance(how, Rule):
+            return how, ()
+        return _code_of_rule(self._store.number_of_rule(how.name), how), how.numbers
+
+
+@final
+class RemoteServers(Servers):
+    """The servers of other ranks.
+
+    Args:
+        group: The workers and servers.
+        channels: The messages from and to each server; the first one lets workers meet.
+        goes_on: Whether the others go on without a worker that leaves because of an error.
+    """
+
+    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool) -> None:
+        self.num_servers = len(channels)
+        self._group, self._channels, self._goes_on = group, list(channels), goes_on
+        self._lists: list[dict[tuple[int, ...], int]] = [{} for _ in channels]
+        self._rules: list[dict[str, int]] = [{} for _ in channels]
+
+    def allocate(self, location: Location, value: Array) -> None:
+        channel = self._channels[location.server]
+        about = to_json([list(location.shape), location.dtype.name])
+        data = [about, np.ascontiguousarray(value)]
+        channel.start(f"allocation of {location.name!r}", Op.ALLOCATE, location.key, data, rows=about.size)
+        channel.finish()
+
+    def read(self, locations: Sequence[Location]) -> list[Array]:
+        arrays = [np.empty(location.shape, location.dtype) for location in locations]
+        if len(locations) == 1:
+            location = locations[0]
+            self._channels[location.server].start(location.read_call, Op.READ, location.key)
+            self._finish_read(location.server, arrays)
+            return arrays
+        parts = _by_server(locations)
+        for server, places in parts.items():
+            number = self._number_of_list(server, [locations[place].key for place in places])
+            self._channels[server].start(f"read of {len(places)} variables", Op.READ, number)
+        for server, places in parts.items():
+            self._finish_read(server, [arrays[place] for place in places])
+        return arrays
+
+    def read_rows(self, location: Location, indices: Array) -> Array:
+        rows = np.empty((indices.size, *location.shape[1:]), location.dtype)
+        call = f"read of rows of {location.name!r}"
+        self._channels[location.server].start(call, Op.READ_ROWS, location.key, [indices])
+        self._finish_read(location.server, [rows])
+        return rows
+
+    def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
+        if len(locations) == 1:
+            location = locations[0]
+            change, numbers = self._code(location.server, how)
+            call = location.change_call
+            self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
+            return
+        for server, places in _by_server(locations).items():
+            change, numbers = self._code(server, how)
+            number = self._number_of_list(server, [locations[place].key for place in places])
+            data, call = [values[place] for place in places], f"change of {len(places)} variables"
+            self._channels[server].start(call, Op.CHANGE, number, data, change=change, numbers=numbers)
+
+    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
+        change, numbers = self._code(location.server, how)
+        data, call = [indices, values], f"change of rows of {location.name!r}"
+        channel = self._channels[location.server]
+        channel.start(call, Op.CHANGE_ROWS, location.key, data, indices.size, change, numbers)
+
+    def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
+        channel = self._channels[0]
+        channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
+        try:
+            channel.finish(GRACE_SECONDS)
+        except InvalidArgumentError as refusal:
+            mark_shared(refusal if error is None else error, self._group.ranks)
+            raise refusal if error is None else error from None
+        if error is not None:
+            raise error
+
+    def step_done(self) -> None:
+        for channel in self._channels:
+            channel.start("step_done()", Op.STEP)
+
+    def flush(self) -> None:
+        for channel in self._channels:
+            channel.finish()
+
+    def close(self, error: BaseException | None) -> None:
+        is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self._group.ranks)
+        if not self._group.is_open:
+            return
+        lost = next((channel.broken for channel in self._channels if channel.broken is not None), None)
+        if is_own or lost is not None:
+            self._leave(error if is_own else lost, is_own)
+            return
+        try:
+            self.flush()
+            for server, channel in reversed([*enumerate(self._channels)]):
+                channel.start("close()", Op.DONE, rows=server == 0)
+            all_well = [self._wait_for_all(channel) for channel in self._channels]
+        except BaseException:
+            self._group.abandon()
+            raise
+        self._close_channels()
+        if all(all_well):
+            self._group.free()
+        else:
+            self._group.abandon()
+
+    def _wait_for_all(self, channel: Channel) -> bool:
+        """Wait until all workers have ended their parts, which may take hours. Returns whether all ended well."""
+        channel.finish(math.inf)
+        return bool(channel.number)
+
+    def _leave(self, error: BaseException | None, is_own: bool) -> None:
+        """End this worker's part without the others."""
+        text = "" if error is None else text_of(error)
+        if is_own and not self._goes_on:
+            self._group.watchdog.tell_leaving(text)  # ends the wait of every rank
+        else:
+            for channel in self._channels:
+                channel.leave(text)
+        self._close_channels()
+        if error is not None and is_own and self._goes_on:
+            mark_left(error)
+        self._group.abandon()
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def _finish_read(self, server: int, arrays: Sequence[Array]) -> None:
+        channel = self._channels[server]
+        channel.finish(GRACE_SECONDS)
+        channel.data(arrays)
+
+    def _number_of_list(self, server: int, keys: Sequence[int]) -> int:
+        """Return the number by which a server knows a list of variables; tell the server the list where it is new."""
+        if len(keys) == 1:
+            return keys[0]
+        lists, wanted = self._lists[server], tuple(keys)
+        number = lists.get(wanted)
+        if number is None:
+            number = -1 - len(lists)
+            if len(lists) >= _MAX_LISTS:
+                number = lists.pop(next(iter(lists)))
+            lists[wanted] = number
+            data = [np.array(keys, np.int64)]
+            self._channels[server].start("numbering of variables", Op.NAME_LIST, number, data)
+        return number
+
+    def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
+        if not isinstance(how, Rule):
+            return how, ()
+        number = self._rules[server].get(how.name)
+        if number is None:
+            channel = self._channels[server]
+            channel.start(f"rule {how.name!r}", Op.NAME_RULE, data=[to_json(how.name)])
+            channel.finish()
+            number = self._rules[server][how.name] = channel.number
+        return _code_of_rule(number, how), how.numbers
+
+
+def _code_of_rule(number: int, rule: Rule) -> int:
+    return Change.RULE + 8 * number + len(rule.numbers)
+
+
+def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:
+    """Return the places in a list of locations, by server."""
+    parts: dict[int, list[int]] = {}
+    for place, location in enumerate(locations):
+        parts.setdefault(location.server, []).append(place)
+    return parts

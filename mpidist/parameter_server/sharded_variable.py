@@ -1,0 +1,182 @@
+"""A variable that is cut along its first axis, so that several servers hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.variable import ServerVariable, read_together
+from mpidist.values import IndexedSlices, local_component
+from mpidist.variables import ReadsAsArray, SparseUpdates, cast_for, checked_rows
+
+__all__ = ["ShardedVariable"]
+
+Array = np.ndarray[Any, Any]
+
+
+@final
+class ShardedVariable(ReadsAsArray, SparseUpdates):
+    """Variables on parameter servers that together are one array, cut along axis 0.
+
+    `Variable(...)` makes one in the scope of a `ParameterServerStrategy` with a partitioner. A read is a snapshot of
+    each shard, and not of all shards together.
+
+    Args:
+        variables: The shards, in order.
+        name: The name of the whole.
+
+    Raises:
+        TypeError: If a shard is no variable on a parameter server.
+        ValueError: If there is no shard, or if shards have different dtypes, or shapes that differ beyond axis 0.
+    """
+
+    def __init__(self, variables: Sequence[ServerVariable], name: str = "ShardedVariable") -> None:
+        if isinstance(variables, ServerVariable) or not isinstance(variables, Sequence):
+            raise TypeError(f"a ShardedVariable takes a list of variables, got {type(variables).__name__}")
+        for variable in variables:
+            if not isinstance(variable, ServerVariable):
+                kind = type(variable).__name__
+                raise TypeError(f"a ShardedVariable consists of variables on parameter servers, got {kind}")
+        if not variables:
+            raise ValueError("a ShardedVariable needs at least one variable")
+        if len({variable.dtype for variable in variables}) > 1:
+            raise ValueError(f"shards must have one dtype, got {[variable.dtype.name for variable in variables]}")
+        if any(not variable.shape for variable in variables) or len({one.shape[1:] for one in variables}) > 1:
+            shapes = [list(variable.shape) for variable in variables]
+            raise ValueError(f"shards must have the same shape but for axis 0, got {shapes}")
+        self._variables, self._name = list(variables), name
+        self._bounds = np.cumsum([0, *(variable.shape[0] for variable in variables)])
+        shape = (int(self._bounds[-1]), *variables[0].shape[1:])
+        self._like = np.broadcast_to(np.zeros((), variables[0].dtype), shape)  # its form, without its memory
+
+    @property
+    def variables(self) -> list[ServerVariable]:
+        """The shards, in order."""
+        return list(self._variables)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._like.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._variables[0].dtype
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the shards belong to."""
+        return self._variables[0].strategy
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change the variable."""
+        return self._variables[0].trainable
+
+    def read_value(self) -> Any:
+        """Ask the servers for all shards, and return them as one new array."""
+        return self.join(read_together(self._variables))
+
+    def value(self) -> Any:
+        """Ask the servers for all shards: `read_value`."""
+        return self.read_value()
+
+    def _read_view(self) -> Any:
+        return self.read_value()
+
+    def join(self, shards: Sequence[Array]) -> Array:
+        """Return the values of the shards as one array."""
+        return np.concatenate(shards) if len(shards) > 1 else shards[0]
+
+    def split(self, value: Any) -> list[Array]:
+        """Return a value as an array for each shard."""
+        value = local_component(value)
+        array = cast_for(self._like, value.read_value() if isinstance(value, ReadsAsArray) else value, self._what)
+        if array.shape not in (self.shape, ()):
+            raise ValueError(f"{self._what} has shape {list(self.shape)}, and got a value of {list(array.shape)}")
+        whole = np.ascontiguousarray(np.broadcast_to(array, self.shape))
+        return [whole[start:stop] for start, stop in zip(self._bounds[:-1], self._bounds[1:], strict=True)]
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""
+        wanted = np.atleast_1d(np.asarray(indices))
+        if wanted.dtype.kind not in "iu" or wanted.ndim != 1:
+            raise TypeError(f"rows of {self._what} are read by integers [k], got {indices!r}")
+        for index in (wanted.min(), wanted.max()) if wanted.size else ():
+            if not 0 <= index < self.shape[0]:
+                raise IndexError(f"row {index} is out of bounds: {self._what} has rows 0 to {self.shape[0] - 1}")
+        rows = np.empty((wanted.size, *self.shape[1:]), self.dtype)
+        for shard, places in self._by_shard(wanted):
+            rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])
+        return rows
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Set the value on the servers, and return the variable. As `ServerVariable.assign`."""
+        return self._assign("assign", value, read_value)
+
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Add to the value on the servers, and return the variable. As `assign`."""
+        return self._assign("assign_add", delta, read_value)
+
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Subtract from the value on the servers, and return the variable. As `assign`."""
+        return self._assign("assign_sub", delta, read_value)
+
+    def change_by(self, value: Any, how: int | Rule) -> None:
+        """Change the variable by an array or by `IndexedSlices`."""
+        if isinstance(value, IndexedSlices):
+            indices, values = checked_rows(value, self._like, self._what)
+            for shard, places in self._by_shard(indices):
+                self._variables[shard].change_rows(indices[places] - self._bounds[shard], values[places], how)
+        else:
+            for variable, part in zip(self._variables, self.split(value), strict=True):
+                variable.change_by(part, how)
+
+    def _assign(self, method: str, value: Any, read_value: bool) -> Any:
+        for variable, part in zip(self._variables, self.split(value), strict=True):
+            getattr(variable, method)(part)
+        return self if read_value else None
+
+    def _scatter(self, call: str, delta: Any) -> None:
+        indices, values = checked_rows(delta, self._like, self._what)
+        for shard, places in self._by_shard(indices):
+            rows = IndexedSlices(values[places], indices[places] - self._bounds[shard])
+            getattr(self._variables[shard], call)(rows)
+
+    def _by_shard(self, indices: Array) -> Iterator[tuple[int, Array]]:
+        """Yield each shard that has some of the rows, and the places of these rows in `indices`."""
+        shards = np.searchsorted(self._bounds, indices, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            yield shard, np.flatnonzero(shards == shard)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (np.ndarray, ReadsAsArray)) and np.asarray(key).dtype != bool:
+            raise TypeError(f"{self._what} is indexed by integers and slices; read rows by sparse_read(indices)")
+        if isinstance(key, (int, np.integer)) and not -self.shape[0] <= key < self.shape[0]:
+            raise IndexError(f"row {key} is out of bounds: {self._what} has {self.shape[0]} rows")
+        if isinstance(key, slice) and key.step == 0:
+            raise ValueError("slice step cannot be zero")
+        if isinstance(key, (int, np.integer)):
+            return self.sparse_read([int(key) % self.shape[0]])[0]
+        return self.read_value()[key]
+
+    @property
+    def _what(self) -> str:
+        return f"variable {self._name!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value")
+
+    def __repr__(self) -> str:
+        where = [variable.server for variable in self._variables]
+        return f"<mpidist.ShardedVariable {self._name!r} {self.dtype.name}{list(self.shape)} on servers {where}>"

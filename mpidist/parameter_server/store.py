@@ -1,0 +1,167 @@
+"""The variables of a server, and how they change: arrays and arithmetic alone, no messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.rules import Memory, Rule, rule_named
+from mpidist.variables import change_rows
+
+__all__ = ["Store", "Stored"]
+
+Array = np.ndarray[Any, Any]
+
+_SCATTER: Final[dict[int, str]] = {
+    Change.ASSIGN: "scatter_update",
+    Change.ADD: "scatter_add",
+    Change.SUB: "scatter_sub",
+    Change.SCATTER_MUL: "scatter_mul",
+    Change.SCATTER_DIV: "scatter_div",
+    Change.SCATTER_MAX: "scatter_max",
+    Change.SCATTER_MIN: "scatter_min",
+}
+
+
+@final
+class Stored:
+    """A variable on its server, or a shard of one.
+
+    Requests that take several messages wait in a queue for their turn: a read that is under way lets other reads in,
+    and no write; a write lets nothing in. So a read is a snapshot, and a write is whole.
+
+    Attributes:
+        value: The numbers.
+        flat: The same memory, in one dimension.
+        memories: What each rule keeps, by the rule's name.
+        queue: Whether each request that is under way or waits is a write, in their order.
+    """
+
+    __slots__ = ("flat", "memories", "queue", "value")
+
+    def __init__(self, value: Array) -> None:
+        self.value = value
+        self.flat = value.reshape(-1)
+        self.memories: dict[str, Memory] = {}
+        self.queue: deque[_Turn] = deque()
+
+    def turn(self, writes: bool) -> Iterator[None]:
+        """Queue, and yield as long as this request has to wait. `leave` ends the turn."""
+        turn = _Turn(writes)
+        self.queue.append(turn)
+        while not self._may_go(turn):
+            yield
+
+    def leave(self, writes: bool) -> None:
+        """End the turn of the first request in the queue of this kind."""
+        first = next(turn for turn in self.queue if turn.writes == writes)
+        self.queue.remove(first)
+
+    def _may_go(self, turn: _Turn) -> bool:
+        if turn.writes:
+            return self.queue[0] is turn
+        return not any(other.writes for other in self._before(turn))
+
+    def _before(self, turn: _Turn) -> Iterator[_Turn]:
+        for other in self.queue:
+            if other is turn:
+                return
+            yield other
+
+
+@final
+class _Turn:
+    __slots__ = ("writes",)
+
+    def __init__(self, writes: bool) -> None:
+        self.writes = writes
+
+
+@final
+class Store:
+    """Variables by key, and the rules that workers have named.
+
+    Attributes:
+        variables: The variables.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Stored] = {}
+        self._rules: list[Rule] = []
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the variables take, without what rules keep."""
+        return sum(stored.value.nbytes for stored in self.variables.values())
+
+    def allocate(self, key: int, value: Array) -> None:
+        """Make a variable with an initial value, which is copied."""
+        self.variables[key] = Stored(np.array(value, order="C"))
+
+    def number_of_rule(self, name: str) -> int:
+        """Return the number of a rule.
+
+        Raises:
+            ValueError: If there is no such rule here.
+        """
+        for number, rule in enumerate(self._rules):
+            if rule.name == name:
+                return number
+        self._rules.append(rule_named(name))
+        return len(self._rules) - 1
+
+    def is_elementwise(self, change: int) -> bool:
+        """Whether parts of an array can be changed one by one."""
+        return change < Change.RULE or self._rules[(change - Change.RULE) >> 3].is_elementwise
+
+    def begin(self, stored: Stored, change: int) -> None:
+        """Note that a change begins, which may come in parts."""
+        if change >= Change.RULE:
+            rule = self._rules[(change - Change.RULE) >> 3]
+            memory = stored.memories.setdefault(rule.name, Memory())
+            rule.begin(memory)
+
+    def change(self, stored: Stored, change: int, start: int, delta: Array, numbers: tuple[float, ...]) -> None:
+        """Change some elements of a variable, from element `start` on. `delta` may be overwritten."""
+        part = stored.flat[start : start + delta.size]
+        if change == Change.ADD:
+            np.add(part, delta, part)
+        elif change == Change.SUB:
+            np.subtract(part, delta, part)
+        elif change == Change.ASSIGN:
+            part[...] = delta
+        else:
+            number, count = divmod(change - Change.RULE, 8)
+            rule = self._rules[number]
+            memory = stored.memories[rule.name]
+            if not rule.is_elementwise:
+                part, delta = stored.value, delta.reshape(stored.value.shape)
+            slots = tuple(
+                memory.array_like(slot, stored.value).reshape(-1)[start : start + delta.size] for slot in rule.slots
+            )
+            rule.apply(part, delta, memory, slots, *numbers[:count])
+
+    def change_rows(
+        self, stored: Stored, change: int, indices: Array, values: Array, numbers: tuple[float, ...]
+    ) -> None:
+        """Change some rows of a variable, in the order of `indices`; with a rule, each row once, by the sum."""
+        if change < Change.RULE:
+            change_rows(_SCATTER[change], stored.value, indices, values)
+            return
+        number, count = divmod(change - Change.RULE, 8)
+        rule = self._rules[number]
+        memory = stored.memories[rule.name]
+        rows, places = np.unique(indices, return_inverse=True)
+        if not rule.is_elementwise:
+            rows, places = np.arange(len(stored.value)), indices
+        sums = np.zeros((rows.size, *stored.value.shape[1:]), values.dtype)
+        np.add.at(sums, places.reshape(-1), values)
+        arrays = [memory.array_like(slot, stored.value) for slot in rule.slots]
+        value, slots = stored.value[rows], tuple(array[rows] for array in arrays)
+        rule.apply(value, sums, memory, slots, *numbers[:count])
+        for array, changed in zip([stored.value, *arrays], [value, *slots], strict=True):
+            array[rows] = changed

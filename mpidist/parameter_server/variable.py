@@ -1,0 +1,256 @@
+"""A variable that lives on a parameter server: reading and assigning it are requests to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import numpy as np
+
+from mpidist import context_stack
+from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.servers import Location, Servers
+from mpidist.values import DistributedValues, IndexedSlices, local_component
+from mpidist.variables import (
+    ReadsAsArray,
+    SparseUpdates,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    cast_for,
+    checked_rows,
+)
+
+if TYPE_CHECKING:
+    from mpidist.transport import SyncGroup
+
+__all__ = ["ServerVariable", "VariableTraits", "read_together"]
+
+_SCATTER: Final = {
+    "scatter_add": Change.ADD,
+    "scatter_sub": Change.SUB,
+    "scatter_update": Change.ASSIGN,
+    "scatter_mul": Change.SCATTER_MUL,
+    "scatter_div": Change.SCATTER_DIV,
+    "scatter_max": Change.SCATTER_MAX,
+    "scatter_min": Change.SCATTER_MIN,
+}
+
+
+@final
+class VariableTraits:
+    """What a program says of a variable besides its value. Arguments are those of `Variable`.
+
+    Raises:
+        ValueError: If a rule is not known, or does not fit.
+    """
+
+    def __init__(self, trainable: bool | None, synchronization: Any, aggregation: Any, dtype: np.dtype[Any]) -> None:
+        wanted = VariableSynchronization(synchronization)
+        if wanted is VariableSynchronization.NONE:
+            raise ValueError("synchronization NONE is for variables without a strategy; choose ON_WRITE or ON_READ")
+        is_auto = wanted is VariableSynchronization.AUTO
+        self.synchronization = VariableSynchronization.ON_WRITE if is_auto else wanted
+        self.aggregation = VariableAggregation(aggregation)
+        if self.aggregation is VariableAggregation.MEAN and dtype.kind in "iub":
+            raise ValueError(f"a variable of dtype {dtype.name} cannot have aggregation MEAN")
+        is_trainable = self.synchronization is VariableSynchronization.ON_WRITE
+        self.trainable = is_trainable if trainable is None else trainable
+
+
+@final
+class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
+    """A variable on a parameter server. `Variable(...)` in the scope of a `ParameterServerStrategy` makes one.
+
+    All workers share the one array: a read gives a snapshot of it, with this worker's own changes. A change is applied
+    once and whole, and waits for no other worker; the call returns before. Rows and numbers are added on the server.
+
+    Args:
+        strategy: The strategy.
+        servers: The servers, as this worker uses them.
+        location: Where the array lives.
+        traits: What else is known of the variable.
+
+    Attributes:
+        servers: As given.
+        location: As given.
+    """
+
+    def __init__(self, strategy: CurrentStrategy, servers: Servers, location: Location, traits: VariableTraits) -> None:
+        self._strategy, self._traits = strategy, traits
+        self.servers = servers
+        self.location = location
+        self._like = np.broadcast_to(np.zeros((), location.dtype), location.shape)  # its form, without its memory
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The value, in a tuple of one."""
+        return (self.read_value(),)
+
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Return False: workers may read different values."""
+        return False
+
+    @property
+    def strategy(self) -> CurrentStrategy:
+        """The strategy that was current when the variable was made."""
+        return self._strategy
+
+    @property
+    def name(self) -> str:
+        return self.location.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.location.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.location.dtype
+
+    @property
+    def server(self) -> int:
+        """The number of the server that holds the variable."""
+        return self.location.server
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change the variable."""
+        return bool(self._traits.trainable)
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When copies are aggregated: there is one array alone."""
+        return self._traits.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of a worker's replicas are aggregated, before they go to the server."""
+        return self._traits.aggregation
+
+    def read_value(self) -> Any:
+        """Ask the server for the value: a new array."""
+        self._require_current("read_value")
+        return self.servers.read([self.location])[0]
+
+    def value(self) -> Any:
+        """Ask the server for the value: `read_value`."""
+        return self.read_value()
+
+    def _read_view(self) -> Any:
+        return self.read_value()
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        """Ask the server for some rows, [k, ...].
+
+        Args:
+            indices: [k] numbers of rows.
+            name: Of no effect.
+
+        Raises:
+            IndexError: If there is no such row.
+            TypeError: If the indices are no integers.
+        """
+        self._require_current("sparse_read")
+        wanted = np.atleast_1d(np.asarray(indices))
+        if wanted.dtype.kind not in "iu" or wanted.ndim != 1 or not self.shape:
+            raise TypeError(f"rows of {self._what} are read by integers [k], got {indices!r}")
+        for index in (wanted.min(), wanted.max()) if wanted.size else ():
+            if not 0 <= index < self.shape[0]:
+                raise IndexError(f"row {index} is out of bounds: {self._what} has rows 0 to {self.shape[0] - 1}")
+        return self.servers.read_rows(self.location, wanted.astype(np.int64))
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Set the value on the server, and return the variable. Waits for no other worker.
+
+        Args:
+            value: An array of the variable's shape and of the same kind of number, or a number.
+            use_locking: Of no effect: a server changes variables one by one.
+            name: Of no effect.
+            read_value: `False` returns `None`.
+
+        Raises:
+            ValueError: If the shape or the kind of number differs, or an integer is too large for the dtype.
+            TypeError: If the value is neither an array nor a number.
+            UnavailableError: If the server is lost.
+            RuntimeError: If another strategy is current.
+        """
+        return self._assign("assign", value, Change.ASSIGN, read_value)
+
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Add to the value on the server, and return the variable. As `assign`."""
+        return self._assign("assign_add", delta, Change.ADD, read_value)
+
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Subtract from the value on the server, and return the variable. As `assign`."""
+        return self._assign("assign_sub", delta, Change.SUB, read_value)
+
+    def cast(self, value: Any) -> np.ndarray[Any, Any]:
+        """Return a value as a contiguous array of the variable's shape and dtype, in host memory."""
+        if type(value) is not np.ndarray or value.dtype != self.dtype:
+            value = local_component(value)
+            if isinstance(value, ReadsAsArray):
+                value = value.read_value()
+            value = cast_for(self._like, value, self._what)
+        if value.shape != self.shape:
+            if value.shape != ():
+                raise ValueError(
+                    f"{self._what} has shape {list(self.shape)}, and a value of shape {list(value.shape)} was assigned "
+                    "to it"
+                )
+            value = np.broadcast_to(value, self.shape)
+        contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(value).reshape(self.shape)
+        return contiguous
+
+    def change_by(self, value: Any, how: int | Rule) -> None:
+        """Change the variable by an array or by `IndexedSlices`."""
+        if isinstance(value, IndexedSlices):
+            self.change_rows(*checked_rows(value, self._like, self._what), how)
+        else:
+            self.servers.change([self.location], [self.cast(value)], how)
+
+    def change_rows(self, indices: np.ndarray[Any, Any], values: Any, how: int | Rule) -> None:
+        """Change rows that are known to exist, by values of the variable's dtype."""
+        if indices.size:
+            self.servers.change_rows(self.location, indices, np.ascontiguousarray(values), how)
+
+    def _assign(self, call: str, value: Any, how: int, read_value: bool) -> Any:
+        self._require_current(call)
+        if how == Change.SUB and self.dtype.kind == "b":
+            raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
+        self.servers.change([self.location], [self.cast(value)], how)
+        return self if read_value else None
+
+    def _scatter(self, call: str, delta: Any) -> None:
+        self._require_current(call)
+        self.change_rows(*checked_rows(delta, self._like, self._what), _SCATTER[call])
+
+    def _require_current(self, call: str) -> None:
+        entry = context_stack.innermost()
+        if entry is None or entry.strategy is not self._strategy:
+            self._strategy.extended.group.require_open(call)
+            self._strategy.extended.require_not_mixed(call)
+
+    @property
+    def _what(self) -> str:
+        return f"variable {self.location.name!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value")
+
+    def __repr__(self) -> str:
+        return f"<mpidist.Variable {self.name!r} {self.dtype.name}{list(self.shape)} on parameter server {self.server}>"
+
+
+def read_together(variables: Sequence[ServerVariable]) -> list[Any]:
+    """Read variables of one strategy, with one request to each server."""
+    return variables[0].servers.read([variable.location for variable in variables]) if variables else []
+
+
+Variable.register(ServerVariable)

@@ -1,0 +1,263 @@
+"""Asynchronous training: workers that read and change variables on parameter servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.parameter_server import (
+    Change,
+    Location,
+    OnServers,
+    Role,
+    Rule,
+    Servers,
+    ServerVariable,
+    ShardedVariable,
+    Wanted,
+    read_together,
+)
+from mpidist.strategy import Strategy
+from mpidist.strategy_extended import StrategyExtended
+from mpidist.transport import Intracomm, SyncGroup, choose_device
+from mpidist.values import IndexedSlices
+
+__all__ = ["ParameterServerStrategy", "Server"]
+
+_CHANGES: Final = {"assign": Change.ASSIGN, "assign_add": Change.ADD, "assign_sub": Change.SUB}
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: variables live on parameter servers, and every worker reads and changes them by itself.
+
+    Making one is collective over `comm`. Then servers serve, and workers work:
+
+        strategy = mpidist.experimental.ParameterServerStrategy(num_ps=1)
+        if strategy.is_ps:
+            strategy.serve()  # returns when all workers are done
+        else:
+            train(strategy)
+        strategy.close()
+
+    A worker waits for no other worker, unless `staleness` is given. So reductions combine the replicas of this worker,
+    of which there is one. A change of a variable is applied once and whole; a read is a snapshot of the variable, with
+    all that this worker has changed before. One rank alone is worker and server in one.
+
+    Args:
+        cluster_resolver: The tasks of the cluster: "chief", "worker", "ps" and "evaluator". By default a
+            `TFConfigClusterResolver`, if TF_CONFIG is set and the strategy is over all ranks of the job.
+        variable_partitioner: Says into how many shards a variable is cut, `experimental.partitioners`; by default one.
+        num_ps: The last so many ranks are servers; by default one.
+        ps_ranks: These ranks are servers.
+        staleness: How many steps a worker may be ahead of the slowest one when it reads a variable; a step ends with
+            `step_done()`. 0 keeps workers in step; `None` lets them run freely.
+        on_worker_lost: What becomes of the others when an exception leaves a worker's strategy: `"abort"` ends the
+            job, `"ignore"` goes on without the worker.
+        placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
+        comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
+
+    Raises:
+        ValueError: If the cluster has no worker or no server, or a job of another kind. On every rank.
+        TopologyError: If the cluster contradicts MPI. On every rank.
+        InvalidArgumentError: If workers pass different arguments. On every rank.
+        TypeError: If an argument is of a wrong type. On every rank.
+        UnavailableError: If there is no MPI.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        num_ps: int | None = None,
+        ps_ranks: Sequence[int] | None = None,
+        staleness: int | None = None,
+        on_worker_lost: str = "abort",
+        placement: str = "round_robin",
+        comm: Intracomm | None = None,
+    ) -> None:
+        resolver = cluster_resolver
+        if resolver is None and comm is None and num_ps is None and ps_ranks is None and os.environ.get("TF_CONFIG"):
+            resolver = TFConfigClusterResolver()
+        wanted = Wanted(staleness, on_worker_lost, placement, variable_partitioner, num_ps, ps_ranks)
+        role = Role.meet(comm, resolver, wanted)
+        self._role = role
+        try:
+            device = choose_device(role.topology)
+            places = OnServers(role.servers, role.initialises, variable_partitioner, placement)
+            ops, name = CollectiveAllReduce(), type(self).__name__
+            extended = StrategyExtended.assemble(name, SyncGroup.solo(), ops, [device], None, places, service=role)
+        except BaseException as error:
+            role.close(error)
+            raise
+        super().__init__(extended, role.resolver if resolver is None else resolver)
+
+    @property
+    def is_ps(self) -> bool:
+        """Whether this rank is a parameter server, and no worker."""
+        return self._role.server is not None
+
+    @property
+    def num_ps(self) -> int:
+        """The number of parameter servers."""
+        return max(1, len(self._role.roles.servers))
+
+    def serve(self) -> None:
+        """Answer the workers until all of them have closed the strategy, or ended. On servers.
+
+        Raises:
+            RuntimeError: If this rank is no server.
+            PeerFailedError: If a worker has failed.
+        """
+        self._role.serve()
+
+    def barrier(self) -> None:
+        """Wait until all workers call this method, and all their changes are made. On workers.
+
+        Raises:
+            DeadlineExceededError: If not all workers come within `MPIDIST_TIMEOUT_SECONDS`.
+        """
+        servers = self._servers("barrier()")
+        servers.flush()
+        servers.meet("barrier()", {})
+
+    def flush(self) -> None:
+        """Wait until all changes that this worker has sent are made. On workers."""
+        self._servers("flush()").flush()
+
+    def step_done(self) -> None:
+        """Say that this worker has done a step: what `staleness` counts. On workers."""
+        self._servers("step_done()").step_done()
+
+    def read(self, variables: Any) -> Any:
+        """Read a nest of variables, with one request to each server. On workers.
+
+        Args:
+            variables: A nest of variables of this strategy.
+
+        Returns:
+            A nest of new arrays. Each is a snapshot of its variable.
+
+        Raises:
+            TypeError: If a leaf is no variable on a server.
+        """
+        self._servers("read()")
+        leaves, _ = nest.flatten(variables)
+        shards = [_shards_of(self, "read()", leaf) for leaf in leaves]
+        found = iter(read_together([shard for of_leaf in shards for shard in of_leaf]))
+        values = [[next(found) for _ in of_leaf] for of_leaf in shards]
+        whole = [value[0] if len(value) == 1 else np.concatenate(value) for value in values]
+        return nest.rebuild(variables, whole)
+
+    def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
+        """Change a nest of variables on the servers: dense arrays with one request to each server. On workers.
+
+        Args:
+            variables: A nest of variables of this strategy.
+            values: A nest of the same form: arrays, numbers or `IndexedSlices`, each of which is a request of its own.
+            update: `"assign"`, `"assign_add"`, `"assign_sub"`, or a rule of `experimental.server_rules`.
+
+        Raises:
+            ValueError: If the nests differ in form, or a value does not fit its variable.
+            TypeError: If a leaf is no variable on a server, or `update` is none of these.
+        """
+        servers = self._servers("push()")
+        if not isinstance(update, Rule) and update not in _CHANGES:
+            raise TypeError(f"push(): update must be one of {', '.join(_CHANGES)} or a rule, got {update!r}")
+        how = update if isinstance(update, Rule) else _CHANGES[update]
+        leaves, form = nest.flatten(variables)
+        given, its_form = nest.flatten(values)
+        if form != its_form:
+            raise ValueError(f"push(): variables are {nest.form_text(form)}, and values {nest.form_text(its_form)}")
+        locations: list[Location] = []
+        arrays: list[Any] = []
+        sparse: list[tuple[Any, IndexedSlices]] = []
+        for leaf, value in zip(leaves, given, strict=True):
+            shards = _shards_of(self, "push()", leaf)
+            if isinstance(value, IndexedSlices):
+                sparse.append((leaf, value))
+                continue
+            locations += [shard.location for shard in shards]
+            arrays += leaf.split(value) if isinstance(leaf, ShardedVariable) else [leaf.cast(value)]
+        if locations:
+            servers.change(locations, arrays, how)
+        for leaf, value in sparse:
+            leaf.change_by(value, how)
+
+    def _servers(self, call: str) -> Servers:
+        self.extended.group.require_open(call)
+        if self._role.servers is None:
+            raise RuntimeError(f"{call} on a parameter server: it is for workers; a server calls serve()")
+        return self._role.servers
+
+
+@final
+class Server:
+    """What a script of TensorFlow makes on each task of a cluster. `join` serves, on parameter servers.
+
+    Args:
+        cluster_or_strategy: A `ClusterSpec`, or what makes one, or a `ParameterServerStrategy`.
+        job_name: The job of this rank, with a cluster.
+        task_index: The number of this rank within the job, with a cluster.
+        protocol: Of no effect: ranks send messages of MPI.
+        config: Of no effect.
+        start: Of no effect: the server begins with `join`.
+
+    Raises:
+        TypeError: If the first argument is of another kind.
+        ValueError: If the job or the index is missing, or given although a strategy knows it.
+    """
+
+    def __init__(
+        self,
+        cluster_or_strategy: ClusterSpec | Mapping[str, Any] | ParameterServerStrategy,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ) -> None:
+        self._strategy: ParameterServerStrategy | None = None
+        self._resolver: SimpleClusterResolver | None = None
+        if isinstance(cluster_or_strategy, ParameterServerStrategy):
+            if job_name is not None or task_index is not None:
+                raise ValueError("Server(strategy) takes no job_name and no task_index: the strategy knows them")
+            self._strategy = cluster_or_strategy
+            return
+        if job_name is None or task_index is None:
+            raise ValueError(f"Server(cluster) needs job_name and task_index, got {job_name!r} and {task_index!r}")
+        self._resolver = SimpleClusterResolver(ClusterSpec(cluster_or_strategy), "", job_name, task_index)
+
+    def join(self) -> None:
+        """Serve until all workers are done. Collective, if a cluster was given: the workers make their strategies.
+
+        Raises:
+            RuntimeError: If this task is no parameter server.
+        """
+        if self._strategy is not None:
+            self._strategy.serve()
+        elif self._resolver is not None:
+            if self._resolver.task_type != "ps":
+                raise RuntimeError(f"join() is for tasks of the job ps, and this one is {self._resolver.task_type}")
+            role = Role.meet(None, self._resolver, None)
+            try:
+                role.serve()
+            except BaseException as error:
+                role.close(error)
+                raise
+            role.close(None)
+
+
+def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:
+    if isinstance(variable, ShardedVariable) and variable.strategy is strategy:
+        return variable.variables
+    if isinstance(variable, ServerVariable) and variable.strategy is strategy:
+        return [variable]
+    raise TypeError(f"{call} takes variables of this strategy, made in its scope, got {variable!r}")

@@ -1,0 +1,56 @@
+"""The wait for messages that certain ranks send whenever they like: no lock step, and no call numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import final
+
+from mpidist.transport.failures.failure_notes import ENDED, FOLLOWS, GAVE_UP, LEFT, FailureNote
+from mpidist.transport.failures.process_state import GONE
+from mpidist.transport.failures.status_board import Status
+from mpidist.transport.failures.stragglers import Awaited, Stragglers
+
+__all__ = ["AwaitedPeers"]
+
+
+@final
+class AwaitedPeers(Awaited):
+    """What a rank waits for that asks other ranks, or that answers them. Its owner sets the attributes before a wait.
+
+    Attributes:
+        what: Name of the wait, for people.
+        ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
+        is_ended_by_program: Whether what ended the wait is that a program ended, not that a rank was lost.
+    """
+
+    given_up = " for another rank"
+
+    def __init__(self) -> None:
+        self.what = ""
+        self.ends_if_any_leaves = True
+        self.is_ended_by_program = False
+
+    @property
+    def name(self) -> str:
+        return self.what
+
+    def is_late(self, status: Status) -> bool:
+        return status.rank in self.ranks
+
+    def is_shared_with(self, status: Status) -> bool:
+        return False  # whether another rank waits as well, its status does not say: each one speaks for itself
+
+    def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        if note.tag in (ENDED, LEFT):
+            ends = note.tag == ENDED or self.ends_if_any_leaves or rank in self.ranks
+            self.is_ended_by_program |= ends
+            return ends
+        is_told_of_loss = any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
+        return note.tag in (GAVE_UP, FOLLOWS) and is_told_of_loss
+
+    def stragglers(
+        self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
+    ) -> Stragglers:
+        late = {rank: status for rank, status in statuses.items() if self.is_late(status)}
+        unheard = sorted({*self.ranks} - {*seen})
+        return Stragglers(late, unheard, hostnames, ("does not answer", "do not answer"))

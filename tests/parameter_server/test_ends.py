@@ -1,0 +1,307 @@
+"""How clusters end: in order, early, by an exception, and by the loss of a worker or of a server."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jobs.faults import (
+    AT_ONCE_SECONDS,
+    DEADLINE_SECONDS,
+    FOUR,
+    THREE,
+    TWO,
+    Ended,
+    Job,
+    Placement,
+    again_if_slow,
+    job,
+    soon,
+)
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.no_mpi
+
+SERVER_IS_FAULTY = Placement((0, 0, 0), 2)
+SERVER_IS_APART = Placement((0, 0, 1), 2)
+END_SECONDS = 2.0  # from an exception that nobody catches to the end of the job
+
+CLUSTER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy({arguments})
+"""
+VARIABLE = """
+if not strategy.is_ps:
+    with strategy.scope():
+        variable = mpidist.Variable(np.zeros(4))
+"""
+READS = """
+def reads():
+    while True:
+        variable.assign_add(1.0)
+        variable.numpy()
+"""
+
+
+def cluster(body: str, arguments: str = "") -> str:
+    return CLUSTER.format(arguments=arguments) + VARIABLE + READS + body
+
+
+def tracebacks(ended: Ended) -> int:
+    return ended.err.count("Traceback (most recent call last):")
+
+
+EARLY = """
+if strategy.is_ps:
+    strategy.serve()
+else:
+    for _ in range(20 * rank):
+        variable.assign_add(1.0)
+        time.sleep(0.002)
+{close}
+note("end")
+"""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("close", ["", "strategy.close()"], ids=["left to the program's end", "closed"])
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_workers_may_end_early(job: Job, close: str, num_ps: int) -> None:
+    ended = job(cluster(EARLY.format(close=close), f"num_ps={num_ps}"), FOUR)
+    assert (ended.status, ended.err) == (0, "")
+    assert len(ended.of("end")) == 4
+
+
+NEVER_SERVES = """
+if not strategy.is_ps:
+    variable.assign_add(1.0)
+    strategy.barrier()
+    note("end", text=str(variable.numpy()[0]))
+"""
+
+
+def test_server_whose_program_ends_serves_until_workers_are_done(job: Job) -> None:
+    ended = job(cluster(NEVER_SERVES), THREE)
+    assert (ended.status, ended.err) == (0, "")
+    assert [note.text for note in ended.of("end").values()] == ["2.0", "2.0"]
+
+
+LATE = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy()
+if rank == {late}:
+    time.sleep(0.7)
+if strategy.is_ps:
+    strategy.serve()
+else:
+    with strategy.scope():
+        variable = mpidist.Variable(np.zeros(4))
+    variable.assign_add(1.0)
+    strategy.barrier()
+    assert variable.numpy()[0] == 2
+"""
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_late_ranks_are_awaited(job: Job, late: int) -> None:
+    ended = job(LATE.format(late=late), THREE)
+    assert (ended.status, ended.err) == (0, "")
+
+
+RAISES = """
+try:
+    with strategy:
+        if strategy.is_ps:
+            strategy.serve()
+            note("served")
+        elif is_faulty:
+            time.sleep(0.2)
+            note("fault")
+            {{}}["mine"]
+        else:
+            {others}
+            note("end", text=str(variable.numpy()[1]))
+except KeyError:
+    {caught}
+"""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("body", ["with", "bare"])
+@again_if_slow
+def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: str) -> None:
+    program = RAISES.format(others="reads()", caught="raise")
+    if body == "bare":
+        program = program.replace("with strategy:", "if True:")
+    ended = job(cluster(program), THREE)
+    assert ended.status == 1
+    assert tracebacks(ended) == 1, ended.err
+    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
+    for other in (0, 2):
+        text = " ".join(ended.lines_of(other))
+        assert re.match(r"PeerFailedError: .*rank 1 (ended|left because of an exception): KeyError: 'mine'", text), text
+    soon(ended.at - ended.of("fault")[1].at, END_SECONDS)
+
+
+@pytest.mark.core
+@again_if_slow
+def test_others_go_on_without_a_worker_that_said_why_it_left(job: Job) -> None:
+    """Its traceback is shown once, and the job's exit status tells of it; the server says it, too."""
+    others = "time.sleep(0.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
+    program = RAISES.format(others=others, caught="raise")
+    ended = job(cluster(program, "on_worker_lost='ignore'"), THREE)
+    assert ended.status == 1
+    assert tracebacks(ended) == 1, ended.err
+    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
+    assert ended.of("end")[0].text == "10.0"
+    assert set(ended.of("served")) == {2}
+    assert "worker 1 (rank 1) has left: KeyError: 'mine'" in ended.err
+
+
+def test_a_worker_that_left_may_go_on_alone(job: Job) -> None:
+    program = RAISES.format(others="time.sleep(0.3)", caught="note('alone')")
+    ended = job(cluster(program, "on_worker_lost='ignore'"), THREE)
+    assert ended.status == 0, ended.err
+    assert set(ended.of("alone")) == {1}
+    assert set(ended.of("served")) == {2}
+
+
+IN_SERVE = """
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+else:
+    try:
+        with strategy:
+            if is_faulty:
+                {}["mine"]
+            attempt("reads", reads)
+    except KeyError:
+        time.sleep(1)
+os._exit(0)
+"""
+
+
+@again_if_slow
+def test_exception_that_is_caught_ends_the_waits_of_the_others(job: Job) -> None:
+    ended = job(cluster(IN_SERVE), THREE)
+    text = "rank 1 left because of an exception: KeyError: 'mine'"
+    for what, rank in (("serve", 2), ("reads", 0)):
+        note = ended.of(what)[rank]
+        assert (note.kind, text in note.text) == ("PeerFailedError", True), note
+
+
+KILLED = """
+if strategy.is_ps:
+    def die():
+        note("fault")
+        os.kill(os.getpid(), signal.{signal})
+    threading.Timer(0.3, die).start()
+    strategy.serve()
+else:
+    attempt("first", reads)
+    attempt("second", variable.numpy)
+    attempt("close", strategy.close)
+    os._exit(0)
+"""
+
+
+@pytest.mark.core
+@again_if_slow
+def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) -> None:
+    ended = job(cluster(KILLED.format(signal="SIGKILL")), SERVER_IS_FAULTY, is_blind=True)
+    died = ended.of("fault")[2].at
+    for rank in (0, 1):
+        first, second = ended.of("first")[rank], ended.of("second")[rank]
+        assert first.kind == second.kind == "UnavailableError", (first, second)
+        assert first.text.startswith("parameter server 0 (rank 2) is lost, with the variables on it: ")
+        soon(first.at - died, AT_ONCE_SECONDS)
+        assert second.seconds < AT_ONCE_SECONDS
+        assert ended.of("close")[rank].kind == "value"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
+@again_if_slow
+def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(
+    job: Job, placement: Placement, signal: str
+) -> None:
+    """Of another node nobody sees the process; and a process that is stopped may go on."""
+    program = KILLED.format(signal=signal)
+    if signal == "SIGSTOP":  # then the launcher must not wait for it
+        program = program.replace('note("fault")', 'note("fault"); subprocess.Popen(["sh", "-c", KILL])')
+        program = 'KILL = f"sleep 4; kill -KILL {os.getpid()}"' + program
+    ended = job(cluster(program), placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS="1")
+    died = ended.of("fault")[2].at
+    for rank in (0, 1):
+        first = ended.of("first")[rank]
+        assert first.kind == "UnavailableError", first
+        assert first.text.startswith("parameter server 0 (rank 2) is lost")
+        soon(first.at - died, DEADLINE_SECONDS + 2 * AT_ONCE_SECONDS)
+
+
+WORKER_DIES = """
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+elif is_faulty:
+    def die():
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(0.3, die).start()
+    reads()
+else:
+    attempt("reads", reads)
+os._exit(0)
+"""
+
+
+@again_if_slow
+def test_a_worker_that_is_killed_is_named(job: Job) -> None:
+    """Case X43. Where the server waits for it alone, at once."""
+    ended = job(cluster(WORKER_DIES), TWO._replace(faulty=0), is_blind=True)
+    note = ended.of("serve")[1]
+    assert note.kind == "PeerFailedError"
+    assert "the process of rank 0 of 2 ranks is gone" in note.text
+    soon(note.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
+
+
+LOST_AMONG_TWO = """
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+else:
+    time.sleep(0.3)
+    with strategy.scope():
+        attempt("all", lambda: [mpidist.Variable(np.zeros(2)) for _ in range(2)])
+    attempt("close", strategy.close)
+os._exit(0)
+"""
+
+
+@pytest.mark.long
+@again_if_slow
+def test_the_other_server_ends_when_its_workers_have_lost_one(job: Job) -> None:
+    ended = job(cluster(LOST_AMONG_TWO, "num_ps=2"), FOUR, is_blind=True)
+    assert ended.of("all")[0].kind == "UnavailableError", ended.notes
+    assert "parameter server 1 (rank 3)" in ended.of("all")[0].text
+    assert ended.of("serve")[2].kind in ("value", "PeerFailedError")
+    soon(ended.of("serve")[2].at - ended.of("close")[0].at, 2 * AT_ONCE_SECONDS)
+
+
+TOGETHER = """
+with strategy:
+    if strategy.is_ps:
+        strategy.serve()
+    else:
+        with strategy.scope():
+            mpidist.Variable(float(rank), name=f"of {rank}")
+"""
+
+
+@again_if_slow
+def test_an_error_of_all_workers_is_shown_once(job: Job) -> None:
+    ended = job(cluster(TOGETHER), THREE)
+    assert ended.status == 1
+    assert tracebacks(ended) == 1, ended.err
+    assert "InvalidArgumentError: Variable: the workers did not make the same calls" in ended.err

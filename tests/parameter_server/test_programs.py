@@ -1,0 +1,184 @@
+"""Whole programs as TensorFlow's scripts write them, and many requests in one program."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from parameter_server.clusters import num_workers, on_workers
+
+import mpidist
+from mpidist import IndexedSlices, Variable
+from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+RNG = np.random.default_rng(5)
+FEATURES = RNG.normal(size=(240, 3))
+TRUTH = np.array([2.0, -1.0, 0.5])
+TARGETS = FEATURES @ TRUTH
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("staleness", [None, 2, 0])
+def test_linear_regression(comm: Intracomm, staleness: int | None) -> None:
+    """Every worker takes its part of the data, and all find the same weights."""
+    strategy = ParameterServerStrategy(staleness=staleness, comm=comm)
+    if strategy.is_ps:
+        strategy.serve()
+    else:
+        with strategy.scope():
+            weights = Variable(np.zeros(3), name="weights")
+            step = Variable(0, aggregation="ONLY_FIRST_REPLICA", name="global_step")
+        dataset = strategy.distribute_datasets_from_function(
+            lambda context: [
+                (FEATURES[at :: context.num_input_pipelines][:24], TARGETS[at :: context.num_input_pipelines][:24])
+                for at in [context.input_pipeline_id]
+            ]
+        )
+
+        def train_step(features: np.ndarray, targets: np.ndarray) -> None:  # type: ignore[type-arg]
+            current = weights.numpy()
+            gradient = features.T @ (features @ current - targets) / len(features)
+            weights.assign_sub(0.1 * gradient)
+            step.assign_add(1)
+
+        for _ in range(80):
+            for features, targets in dataset:
+                strategy.run(train_step, args=(features, targets))
+            strategy.step_done()
+        strategy.barrier()
+        assert int(step) == 80 * strategy.topology.size
+        assert np.abs(weights - TRUTH).max() < 0.05
+    strategy.close()
+
+
+@pytest.mark.parametrize("rule", [server_rules.SGD(0.5), server_rules.Adam(0.05)], ids=str)
+def test_embedding_in_shards(comm: Intracomm, rule: server_rules.Rule) -> None:
+    """Workers look up rows, and push gradients of these rows alone."""
+    target = np.arange(24.0).reshape(12, 2) / 24
+
+    def work(strategy: ParameterServerStrategy) -> float:
+        with strategy.scope():
+            table = Variable(np.zeros((12, 2)), name="embedding")
+        chance = np.random.default_rng(strategy.topology.rank)
+        for _ in range(400):
+            ids = chance.integers(0, 12, 4)
+            rows = table.sparse_read(ids)
+            strategy.push(table, IndexedSlices((rows - target[ids]) / num_workers(comm, num_ps), ids), rule)
+        strategy.barrier()
+        return float(np.abs(table.numpy() - target).max())
+
+    num_ps = max(1, min(2, comm.size - 1))
+    errors = on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(3), num_ps=num_ps)
+    assert max(errors) < 0.05
+
+
+def test_early_return_and_exception_inside_run(comm: Intracomm) -> None:
+    with ParameterServerStrategy(comm=comm) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        with strategy.scope():
+            loss = Variable(0.0)
+
+        def step(number: int) -> None:
+            if number % 3 == 2:
+                raise ValueError(f"bad batch {number}")
+            loss.assign_add(float(number))
+
+        for number in range(9):
+            if number % 3 == 2:
+                with pytest.raises(ValueError, match=f"bad batch {number}"):
+                    strategy.run(step, args=(number,))
+            else:
+                strategy.run(step, args=(number,))
+        strategy.barrier()
+        assert float(loss) == 21.0 * strategy.topology.size
+
+
+def test_two_strategies_after_each_other_and_at_once(comm: Intracomm) -> None:
+    for num_ps in (1, max(1, min(2, comm.size - 1))):
+        first = ParameterServerStrategy(comm=comm, num_ps=num_ps)
+        with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
+            assert mirrored.reduce("SUM", 1.0) == comm.size
+            if first.is_ps:
+                first.serve()
+            else:
+                with first.scope():
+                    one = Variable(2.0)
+                first.barrier()
+                assert float(one) == 2.0
+            first.close()
+            assert mirrored.reduce("SUM", 1.0) == comm.size
+
+
+def test_update_and_merge_call(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(1.0)
+        strategy.extended.update(variable, lambda var, delta: var.assign_add(delta), args=(2.0,))
+
+        def merge(_: mpidist.Strategy, delta: float) -> None:
+            variable.assign_add(delta)
+
+        strategy.run(lambda: mpidist.get_replica_context().merge_call(merge, args=(1.0,)))  # type: ignore[union-attr]
+        strategy.barrier()
+        assert float(variable) == 1.0 + 3.0 * strategy.topology.size
+        assert strategy.experimental_local_results(variable.numpy())[0] == float(variable)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.core
+def test_ten_thousand_requests_leave_nothing_behind(comm: Intracomm) -> None:
+    """Neither on workers nor on servers."""
+
+    def grown() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    sizes = []
+    try:
+        with ParameterServerStrategy(comm=comm) as strategy:
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    small, large = Variable(np.zeros(2)), Variable(np.zeros(40_000))
+                delta = np.ones(40_000)
+                for part in range(5):
+                    for number in range(10_000 // 5 // strategy.topology.size // 2):
+                        small.assign_add(1.0)
+                        small.read_value()
+                        if number % 100 == 0:
+                            large.assign_add(delta)
+                            strategy.push([small, large], [1.0, delta], server_rules.SGD(0.1))
+                            strategy.read([small, large])
+                            small.scatter_add(IndexedSlices([1.0], [part % 2]))
+                            strategy.step_done()
+                    strategy.barrier()
+                    sizes.append(grown())
+        sizes.append(grown())
+    finally:
+        tracemalloc.stop()
+    if len(sizes) > 1:
+        assert max(sizes[2:5]) - sizes[1] < 20_000, sizes
+    assert sizes[-1] < 2 << 20, sizes
+
+
+def test_an_idle_server_sleeps(comm: Intracomm) -> None:
+    """It has no thread, and uses a small part of a core."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        time.sleep(1.0)
+
+    before = time.process_time()
+    on_workers(comm, work)
+    assert time.process_time() - before < 0.4

@@ -1,0 +1,193 @@
+"""Rules of servers against the same rules on one process, and functions that a program registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from parameter_server.clusters import on_workers
+
+from mpidist import IndexedSlices, Variable
+from mpidist.experimental import ParameterServerStrategy, server_rules
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+LARGE = 600_001
+
+
+@server_rules.register("clipped step")
+def clipped_step(value: Any, gradient: Any, memory: dict[str, Any], limit: float, rate: float) -> None:
+    memory["count"] += 0
+    value -= rate * np.clip(gradient, -limit, limit)
+
+
+@server_rules.register("fails")
+def fails(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    value += 100
+    raise ZeroDivisionError("by intent")
+
+
+class Sequential:
+    """The rules, written out once more, for all gradients in their order."""
+
+    @staticmethod
+    def sgd(value: Any, gradients: list[Any]) -> Any:
+        for gradient in gradients:
+            value = value - 0.1 * gradient
+        return value
+
+    @staticmethod
+    def momentum(value: Any, gradients: list[Any]) -> Any:
+        velocity = 0.0 * value
+        for gradient in gradients:
+            velocity = 0.9 * velocity + gradient
+            value = value - 0.1 * velocity
+        return value
+
+    @staticmethod
+    def nesterov(value: Any, gradients: list[Any]) -> Any:
+        velocity = 0.0 * value
+        for gradient in gradients:
+            velocity = 0.9 * velocity + gradient
+            value = value - 0.1 * (gradient + 0.9 * velocity)
+        return value
+
+    @staticmethod
+    def adam(value: Any, gradients: list[Any]) -> Any:
+        mean, variance = 0.0 * value, 0.0 * value
+        for count, gradient in enumerate(gradients, 1):
+            mean = 0.9 * mean + 0.1 * gradient
+            variance = 0.999 * variance + 0.001 * gradient**2
+            rate = 0.1 * np.sqrt(1 - 0.999**count) / (1 - 0.9**count)
+            value = value - rate * mean / (np.sqrt(variance) + 1e-7)
+        return value
+
+
+RULES = {
+    "sgd": server_rules.SGD(0.1),
+    "momentum": server_rules.Momentum(0.1),
+    "nesterov": server_rules.Momentum(0.1, 0.9, nesterov=True),
+    "adam": server_rules.Adam(0.1),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_rules_follow_their_formulas(comm: Intracomm, name: str, size: int) -> None:
+    """All workers push the same gradients, so that their order does not matter."""
+    rng = np.random.default_rng(1)
+    start, gradient = rng.random(size) + 1, rng.random(size) + 0.5
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable, other = Variable(start), Variable(2 * start)
+        for _ in range(3):
+            strategy.push([variable, other], [gradient, 2 * gradient], RULES[name])
+        strategy.barrier()
+        expected = getattr(Sequential, name)(start, [gradient] * 3 * strategy.topology.size)
+        np.testing.assert_allclose(variable.numpy(), expected, 1e-9)
+        expected = getattr(Sequential, name)(2 * start, [2 * gradient] * 3 * strategy.topology.size)
+        np.testing.assert_allclose(other.numpy(), expected, 1e-9)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_take_rows(comm: Intracomm, name: str) -> None:
+    """A row that is named twice gets the sum; other rows stay as they are."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            table = Variable(np.ones((4, 2)))
+        rows = IndexedSlices(np.array([[1.0, 2], [3, 4], [5, 6]]), [2, 0, 2])
+        strategy.push(table, rows, RULES[name])
+        strategy.barrier()
+        times = strategy.topology.size
+        value = table.numpy()
+        for row, gradient in ((0, np.array([3.0, 4])), (2, np.array([6.0, 8]))):
+            np.testing.assert_allclose(value[row], getattr(Sequential, name)(np.ones(2), [gradient] * times), 1e-9)
+        assert (value[[1, 3]] == 1).all()
+
+    on_workers(comm, work)
+
+
+def test_the_learning_rate_may_change(comm: Intracomm) -> None:
+    """What the server keeps belongs to the rule, whatever its numbers."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        if not strategy.is_chief:
+            with strategy.scope():
+                Variable(0.0)
+            return
+        with strategy.scope():
+            variable = Variable(0.0)
+        velocity = value = 0.0
+        for rate in (0.5, 0.25, 0.125):
+            strategy.push(variable, 1.0, server_rules.Momentum(rate, 0.5))
+            velocity = 0.5 * velocity + 1
+            value -= rate * velocity
+        assert float(variable) == value
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_programs_own_rule(comm: Intracomm, size: int) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(np.zeros(size))
+        strategy.push(variable, np.arange(size, dtype=float), server_rules.Registered("clipped step", 2.0, 0.5))
+        strategy.push(variable, IndexedSlices([1.0], [0]), server_rules.Registered("clipped step", 2.0, 0.5))
+        strategy.barrier()
+        assert variable.numpy()[:3].tolist() == [part * strategy.topology.size for part in (-0.5, -0.5, -1.0)]
+
+    on_workers(comm, work)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.core
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_rule_that_raises_is_told_and_changes_nothing(comm: Intracomm, size: int) -> None:
+    """The worker that pushed is told at its next request; the server goes on."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(np.zeros(size))
+        strategy.push(variable, np.ones(size), server_rules.Registered("fails"))
+        with pytest.raises(
+            RuntimeError, match=r"change of .* failed on parameter server 0 .*ZeroDivisionError: by int"
+        ):
+            strategy.flush()
+        strategy.barrier()
+        assert (variable.numpy() == 0).all()
+
+    on_workers(comm, work)
+
+
+def test_rules_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ValueError, match="no rule 'magic' is registered"):
+        server_rules.Registered("magic")
+    with pytest.raises(ValueError, match="choose another name"):
+        server_rules.register("Adam")(fails)
+    with pytest.raises(ValueError, match="choose another name"):
+        server_rules.register("fails")(clipped_step)
+    assert server_rules.register("fails")(fails) is fails  # of a module that is imported twice
+    with pytest.raises(ValueError, match="up to 6 numbers"):
+        server_rules.Registered("fails", 1, 2, 3, 4, 5, 6, 7)
+    assert repr(server_rules.SGD(0.5)) == "SGD(0.5)"
+
+
+@pytest.mark.ranks(min=2)
+def test_rule_of_one_rank_alone_is_refused_by_the_server(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        server_rules.register("of workers")(lambda value, gradient, memory: None)
+        with strategy.scope():
+            variable = Variable(0.0)
+        with pytest.raises(RuntimeError, match="no rule 'of workers' is registered"):
+            strategy.push(variable, 1.0, server_rules.Registered("of workers"))
+        assert float(variable) == 0.0
+
+    on_workers(comm, work)

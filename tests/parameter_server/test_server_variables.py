@@ -1,0 +1,466 @@
+"""Variables on servers: where they live, how workers read and change them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from parameter_server.clusters import num_workers, on_workers
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import IndexedSlices, Variable
+from mpidist.errors import InvalidArgumentError
+from mpidist.experimental import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+LARGE = (3 << 20) // 4 + 5  # float32 numbers that take several messages
+
+
+def made(strategy: ParameterServerStrategy, *args: Any, **kwargs: Any) -> Any:
+    with strategy.scope():
+        return Variable(*args, **kwargs)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("count", [1, 1000, LARGE])
+def test_all_pushes_of_all_workers_are_added_once(comm: Intracomm, count: int) -> None:
+    """Case X41: 100 pushes of 1.0 from each of W workers give 100 W."""
+    pushes = 100 if count < LARGE else 5
+
+    def work(strategy: ParameterServerStrategy) -> float:
+        variable = made(strategy, np.zeros(count, np.float32))
+        for _ in range(pushes):
+            variable.assign_add(np.ones(count, np.float32))
+        strategy.barrier()
+        value = variable.numpy()
+        assert (value == value[0]).all()
+        return float(value[-1])
+
+    workers = num_workers(comm)
+    assert on_workers(comm, work) == [pushes * workers] * workers
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("count", [2, LARGE])
+def test_a_read_is_a_snapshot_and_a_write_is_whole(comm: Intracomm, count: int) -> None:
+    """Case X42: all numbers that are written together are read together, and never fall behind."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        variable = made(strategy, np.zeros(count, np.float32))
+        last = 0.0
+        for step in range(30 if count == 2 else 8):
+            if strategy.topology.rank % 2 == 0:
+                variable.assign_add(np.ones(count, np.float32))
+            value = variable.numpy()
+            assert (value == value[0]).all(), (step, value.min(), value.max())
+            assert value[0] >= last
+            last = value[0]
+
+    on_workers(comm, work)
+
+
+def test_a_worker_reads_its_own_writes(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        rank = strategy.topology.rank
+        with strategy.scope():
+            own = [Variable(np.zeros(size), name=f"v{size}_{at}") for at in range(8) for size in (1, 5000)]
+        for number in range(1, 20):
+            for variable in own[2 * rank : 2 * rank + 2]:
+                variable.assign(np.full(variable.shape, float(number)))
+                assert (variable.numpy() == number).all()
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_variables_are_placed_in_turn(comm: Intracomm, num_ps: int) -> None:
+    """Cases T178 and T187: `colocate_vars_with` does not take a turn."""
+
+    def work(strategy: ParameterServerStrategy) -> list[int]:
+        with strategy.scope():
+            n, x = Variable(1.0), Variable(2.0)
+            with strategy.extended.colocate_vars_with(x):
+                y = Variable(3.0)
+            z, more = Variable(4.0), Variable(5.0)
+        return [variable.server for variable in (n, x, y, z, more)]
+
+    if comm.size > num_ps or comm.size == 1:
+        servers = 1 if comm.size == 1 else num_ps
+        expected = [0, 0, 0, 0, 0] if servers == 1 else [0, 1, 1, 0, 1]
+        assert on_workers(comm, work, num_ps=num_ps) == [expected] * num_workers(comm, num_ps)
+
+
+@pytest.mark.ranks(min=3)
+def test_variables_can_be_placed_by_bytes(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> list[int]:
+        with strategy.scope():
+            return [Variable(np.zeros(size)).server for size in (100, 10, 10, 10, 80, 1)]
+
+    servers = on_workers(comm, work, num_ps=2, placement="bytes")
+    assert servers == [[0, 1, 1, 1, 1, 0]] * (comm.size - 2)
+
+
+def test_expressions_read_variables(comm: Intracomm) -> None:
+    """Case T179, on one worker after the other."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            x = Variable(10.0, aggregation="SUM")
+            y = Variable(20.0, aggregation="SUM")
+            z = Variable(10.0, aggregation="SUM")
+        if strategy.is_chief:
+
+            def step() -> float:
+                c = 1.0 + 2.0
+                x.assign_add(c)
+                y.assign_add(x)
+                z.assign_add(y)
+                return float(z + c)
+
+            assert strategy.run(step) == 46.0
+        strategy.barrier()
+        assert (float(x), float(y), float(z)) == (13.0, 33.0, 43.0)
+        assert np.sqrt(x) == np.sqrt(13.0)
+        assert (2 * x - y).item() == -7.0
+
+    on_workers(comm, work)
+
+
+@pytest.mark.core
+def test_each_worker_steps_the_global_step(comm: Intracomm) -> None:
+    """Case T181: aggregation is over the replicas of a worker, and every worker has one."""
+
+    def work(strategy: ParameterServerStrategy) -> tuple[float, ...]:
+        with strategy.scope():
+            x = Variable(10.0, aggregation="SUM")
+            y = Variable(20.0, aggregation="MEAN")
+            z = Variable(30, aggregation="ONLY_FIRST_REPLICA")
+
+        def step() -> None:
+            x.assign_add(np.asarray(1.0))
+            y.assign_add(1.0)
+            z.assign_add(1)
+
+        strategy.run(step)
+        strategy.barrier()
+        return tuple(map(float, strategy.read((x, y, z))))
+
+    workers = num_workers(comm)
+    assert on_workers(comm, work) == [(10.0 + workers, 20.0 + workers, 30.0 + workers)] * workers
+
+
+def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> tuple[Any, ...]:
+        rank = float(strategy.topology.rank)
+        context = strategy.run(mpidist.get_replica_context)
+        assert context.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
+        inside = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", rank))  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="rank"):
+            strategy.extended.reduce_to("SUM", rank, 1)  # case T185: another worker
+        return float(strategy.reduce("MEAN", rank)), float(inside), rank
+
+    for one, other, rank in on_workers(comm, work):
+        assert one == other == rank
+
+
+def test_initial_values_are_the_chiefs(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> float:
+        time.sleep(0.05 * (2 - strategy.topology.rank % 3))
+        return float(made(strategy, lambda: 7.0 + strategy.topology.rank))
+
+    assert set(on_workers(comm, work)) == {7.0}
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64", "int8", "uint64", "complex64", "bool"])
+def test_dtypes(comm: Intracomm, dtype: Any) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        variable = made(strategy, np.ones((2, 3), dtype))
+        assert variable.dtype == np.dtype(dtype)
+        if strategy.is_chief:
+            variable.assign(np.zeros((2, 3), dtype))
+            variable.assign_add(np.ones((2, 3), dtype))
+        strategy.barrier()
+        value = variable.numpy()
+        assert value.dtype == np.dtype(dtype)
+        assert (value == np.ones((2, 3), dtype)).all()
+
+    on_workers(comm, work)
+
+
+def test_layouts_of_what_is_assigned(comm: Intracomm) -> None:
+    """Cases X49 and X50: reversed, Fortran-ordered, big-endian, 0-d, read-only, empty."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        if not strategy.is_chief:
+            with strategy.scope():
+                Variable(np.zeros((3, 4)))
+                Variable(np.zeros((0, 5)))
+            return
+        with strategy.scope():
+            variable, empty = Variable(np.zeros((3, 4))), Variable(np.zeros((0, 5)))
+        base = np.arange(12.0).reshape(3, 4)
+        read_only = base.copy()
+        read_only.flags.writeable = False
+        for value in (base[::-1], np.asfortranarray(base), base.astype(">f8"), read_only, 2, np.float32(3), base.T.T):
+            before = np.array(value)
+            variable.assign(value)
+            assert (variable.numpy() == np.broadcast_to(value, (3, 4))).all()
+            assert (np.array(value) == before).all()
+        empty.assign_add(np.ones((0, 5)))
+        assert empty.numpy().shape == (0, 5)
+        variable.scatter_add(IndexedSlices(np.ones((0, 4)), np.zeros(0, int)))
+
+    on_workers(comm, work)
+
+
+def test_results_belong_to_the_caller(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        value = np.zeros(LARGE, np.float32)
+        variable = made(strategy, value)
+        value += 1
+        one = variable.numpy()
+        one += 5
+        delta = np.ones(LARGE, np.float32)
+        variable.assign_sub(delta)
+        delta[:] = 100  # what was passed may be changed at once
+        strategy.barrier()
+        assert (variable.numpy() == -num_workers(comm)).all()
+
+    on_workers(comm, work)
+
+
+def test_rows_are_changed_on_the_server(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        table = made(strategy, np.zeros((10, 2)))
+        rank, workers = strategy.topology.rank, strategy.topology.size
+        table.scatter_add(IndexedSlices(np.ones((3, 2)), [rank, 9, 9]))
+        strategy.barrier()
+        expected = np.zeros((10, 2))
+        expected[:workers] = 1
+        expected[9] = 2 * workers
+        assert (table.numpy() == expected).all()
+        assert (table.sparse_read([9, 0, 9]) == expected[[9, 0, 9]]).all()
+        strategy.barrier()
+        if strategy.is_chief:
+            for call, number, result in (
+                ("scatter_update", 8.0, 8.0),
+                ("scatter_sub", 2.0, 6.0),
+                ("scatter_mul", 3.0, 18.0),
+                ("scatter_div", 2.0, 9.0),
+                ("scatter_max", 11.0, 11.0),
+                ("scatter_min", 5.0, 5.0),
+            ):
+                assert getattr(table, call)(IndexedSlices([[number, number]], [4])) is table
+                assert (table.numpy()[4] == result).all()
+
+    on_workers(comm, work)
+
+
+def test_many_rows_take_several_messages(comm: Intracomm) -> None:
+    rows = np.arange(LARGE // 4)[::-1]
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        table = made(strategy, np.zeros((rows.size, 4), np.float32))
+        table.scatter_add(IndexedSlices(np.repeat(rows[:, None], 4, 1).astype(np.float32), rows))
+        strategy.barrier()
+        workers = strategy.topology.size
+        assert (table.numpy()[:, 1] == np.arange(rows.size) * workers).all()
+        assert (table.sparse_read(rows)[:, 3] == rows * workers).all()
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+@pytest.mark.core
+def test_nests_are_read_and_changed_together(comm: Intracomm, num_ps: int) -> None:
+    if comm.size == num_ps:
+        return
+    sizes = [1, 3, 200, 70_000, 5, LARGE, 2, 0, 300_000, 1]
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variables = [Variable(np.full(size, float(at), np.float32)) for at, size in enumerate(sizes)]
+        nest = {"first": variables[:4], "rest": tuple(variables[4:])}
+        strategy.push(nest, mapped(nest, lambda variable: np.ones(variable.shape, np.float32)))
+        strategy.push(nest, mapped(nest, lambda variable: 1.0), "assign_add")
+        strategy.barrier()
+        found = strategy.read(nest)
+        for at, value in enumerate([*found["first"], *found["rest"]]):
+            assert value.shape == (sizes[at],)
+            assert (value == at + 2 * strategy.topology.size).all()
+        twice = strategy.read([variables[4], variables[4]])
+        assert twice[0].tolist() == twice[1].tolist() == found["rest"][0].tolist()
+        assert strategy.read([]) == []
+
+    on_workers(comm, work, num_ps=num_ps)
+
+
+def mapped(nest: dict[str, Any], function: Any) -> dict[str, Any]:
+    return {name: type(part)(map(function, part)) for name, part in nest.items()}
+
+
+def test_nests_that_do_not_fit_are_refused(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        variable = made(strategy, np.zeros(3))
+        with pytest.raises(ValueError, match=r"push\(\): variables are"):
+            strategy.push([variable], {"a": 1.0})
+        with pytest.raises(TypeError, match="update must be"):
+            strategy.push([variable], [1.0], "multiply")
+        for call in (lambda: strategy.read([variable, 3.0]), lambda: strategy.push([3.0], [3.0])):
+            with pytest.raises(TypeError, match="variables of this strategy"):
+                call()
+
+    on_workers(comm, work)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        variable, whole = made(strategy, np.zeros((2, 3), np.float32)), made(strategy, np.zeros(2, np.int8))
+        flag = made(strategy, True)
+        for kind, text, call in (
+            (ValueError, r"shape \[2, 3\].*shape \[3\]", lambda: variable.assign(np.zeros(3))),
+            (ValueError, "another kind of number", lambda: whole.assign_add(0.5)),
+            (ValueError, "does not fit", lambda: whole.assign(300)),
+            (TypeError, "text|str", lambda: variable.assign("text")),
+            (TypeError, "bool", lambda: flag.assign_sub(True)),
+            (ValueError, "rows 0 to 1", lambda: variable.scatter_add(IndexedSlices(np.ones((1, 3)), [2]))),
+            (TypeError, "IndexedSlices", lambda: variable.scatter_add(np.ones((2, 3)))),
+            (IndexError, "out of bounds", lambda: variable.sparse_read([-1])),
+            (TypeError, "integers", lambda: variable.sparse_read([0.5])),
+            (TypeError, "assign_add", lambda: exec("variable += 1", {"variable": variable})),
+            (TypeError, "in part", lambda: variable.__setitem__(0, 1)),
+            (RuntimeError, "cannot be copied", lambda: copy.copy(variable)),
+            (RuntimeError, "cannot be copied", lambda: pickle.dumps(variable)),
+        ):
+            with pytest.raises(kind, match=text):
+                call()
+        assert (variable.numpy() == 0).all()
+        assert (whole.numpy() == 0).all()
+
+    on_workers(comm, work)
+
+
+def test_variable_says_what_it_is(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            first, second = Variable(1.0, name="w", aggregation="SUM"), Variable([1, 2], trainable=False)
+            third = Variable(0.0, synchronization="ON_READ")
+        assert (first.name, second.name, third.name) == ("w", "variable", "variable_1")
+        assert isinstance(first, Variable)
+        assert isinstance(first, mpidist.DistributedValues)
+        assert first.strategy is strategy
+        assert strategy.extended.variable_created_in_scope(first)
+        assert [first.trainable, second.trainable, third.trainable] == [True, False, False]
+        assert str(first.aggregation) == str(mpidist.VariableAggregation.SUM)
+        assert str(third.synchronization) == str(mpidist.VariableSynchronization.ON_READ)
+        assert repr(second) == "<mpidist.Variable 'variable' int64[2] on parameter server 0>"
+
+    on_workers(comm, work)
+
+
+def test_another_strategys_scope_is_refused(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        variable = made(strategy, 1.0)
+        with mpidist.OneDeviceStrategy().scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
+            variable.assign(2.0)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.core
+def test_workers_must_make_the_same_variables(comm: Intracomm) -> None:
+    """The text is the same on all workers; then they can go on."""
+    strategy = ParameterServerStrategy(comm=comm)
+    workers = comm.Split(int(strategy.is_ps), comm.rank)
+    if not strategy.is_ps:
+        is_last = strategy.topology.rank == strategy.topology.size - 1
+        with raises_everywhere(workers, InvalidArgumentError, r"name: a on rank.*name: b on rank"):
+            made(strategy, 1.0, name="b" if is_last else "a")
+        with raises_everywhere(workers, InvalidArgumentError, r"value: float64\[3\] on"):
+            made(strategy, np.zeros(2 + is_last))
+        with raises_everywhere(workers, InvalidArgumentError, "call: Variable on.*call: barrier"):
+            strategy.barrier() if is_last else made(strategy, 1.0)
+        assert float(made(strategy, 4.0)) == 4.0
+    workers.Free()
+    if strategy.is_ps:
+        strategy.serve()
+    strategy.close()
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_initial_value_that_raises_is_an_error_of_all_workers(comm: Intracomm, worker: int) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        def initial() -> float:
+            if strategy.topology.rank == worker:
+                raise KeyError("no file")
+            return 1.0
+
+        kind = KeyError if strategy.topology.rank == worker else InvalidArgumentError
+        with pytest.raises(kind, match="no file"):
+            made(strategy, initial)
+        assert made(strategy, 2.0, name="next").name == "next"
+
+    on_workers(comm, work)
+
+
+def test_rules_of_variables_are_checked(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        for arguments, text in (
+            ({"synchronization": "NONE"}, "NONE"),
+            ({"aggregation": "MEDIAN"}, "MEDIAN"),
+            ({"aggregation": "MEAN", "dtype": "int32"}, "aggregation MEAN"),
+        ):
+            with pytest.raises((ValueError, InvalidArgumentError), match=text):
+                made(strategy, 1, **arguments)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_are_those_of_a_sequential_model(comm: Intracomm, seed: int) -> None:
+    """Each worker has variables of its own among those of the others, so every one of its reads is known."""
+    num_ps = 2 if comm.size > 3 else 1
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        rank, workers = strategy.topology.rank, strategy.topology.size
+        shapes = [(), (4,), (6, 3), (1500, 2), (300_000,)]
+        with strategy.scope():
+            variables = [Variable(np.zeros(shapes[at % 5])) for at in range(5 * workers)]
+            shared = Variable(np.zeros(3))
+        chance = random.Random(1000 * seed + rank)
+        own, model = variables[5 * rank : 5 * rank + 5], [np.zeros(shape) for shape in shapes]
+        for _ in range(60):
+            at, number = chance.randrange(5), float(chance.randrange(-8, 9))
+            operation = chance.choice(["assign", "assign_add", "assign_sub", "read", "rows", "push", "shared"])
+            if operation == "read":
+                assert (own[at].numpy() == model[at]).all()
+            elif operation == "push":
+                strategy.push(own, [np.full(shape, number) for shape in shapes])
+                model = [value + number for value in model]
+            elif operation == "shared":
+                shared.assign_add(np.ones(3))
+            elif operation == "rows" and shapes[at]:
+                rows = [chance.randrange(shapes[at][0]) for _ in range(5)]
+                own[at].scatter_add(IndexedSlices(np.full((5, *shapes[at][1:]), number), rows))
+                np.add.at(model[at], rows, number)
+            elif operation.startswith("assign"):
+                getattr(own[at], operation)(np.full(shapes[at], number))
+                model[at] = {"assign": 0 * model[at]}.get(operation, model[at]) + (
+                    -number if operation == "assign_sub" else number
+                )
+        for value, expected in zip(strategy.read(own), model, strict=True):
+            assert (value == expected).all()
+
+    on_workers(comm, work, num_ps=num_ps)

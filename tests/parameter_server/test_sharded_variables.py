@@ -1,0 +1,181 @@
+"""Partitioners, and variables that several servers hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from parameter_server.clusters import num_workers, on_workers
+
+from mpidist import IndexedSlices, Variable
+from mpidist.errors import InvalidArgumentError
+from mpidist.experimental import ParameterServerStrategy, ShardedVariable, partitioners
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "shards"),
+    [
+        (partitioners.FixedShardsPartitioner(2), (10, 3), [2, 1]),  # case T197
+        (partitioners.FixedShardsPartitioner(9), (3,), [3]),  # T190
+        (partitioners.FixedShardsPartitioner(4), (0, 2), [1, 1]),
+        (partitioners.MinSizePartitioner(4, max_shards=10), (6, 1), [6, 1]),
+        (partitioners.MinSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (partitioners.MinSizePartitioner(1024, max_shards=10), (6, 1), [1, 1]),  # T191
+        (partitioners.MinSizePartitioner(10, max_shards=9), (7,), [3]),
+        (partitioners.MinSizePartitioner(), (1 << 20,), [1]),
+        (partitioners.MaxSizePartitioner(4), (6, 1), [6, 1]),  # T199
+        (partitioners.MaxSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (partitioners.MaxSizePartitioner(1024), (6, 1), [1, 1]),
+        (partitioners.MaxSizePartitioner(1), (6, 2), [6, 1]),
+        (partitioners.MaxSizePartitioner(16), (10, 2), [5, 1]),
+    ],
+)
+def test_numbers_of_shards(partitioner: Any, shape: tuple[int, ...], shards: list[int]) -> None:
+    assert partitioner(shape=shape, dtype=np.float32) == shards
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: partitioners.FixedShardsPartitioner(0),
+        lambda: partitioners.MinSizePartitioner(0),
+        lambda: partitioners.MinSizePartitioner(max_shards=0),
+        lambda: partitioners.MinSizePartitioner(bytes_per_string=0),
+        lambda: partitioners.MaxSizePartitioner(0),
+        lambda: partitioners.MaxSizePartitioner(5, max_shards=0),
+        lambda: partitioners.MaxSizePartitioner(True),
+    ],
+)
+def test_partitioners_refuse_numbers_below_one(make: Any) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        make()
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 3])
+@pytest.mark.core
+def test_shards_are_dealt_to_servers(comm: Intracomm, num_ps: int) -> None:
+    """10 rows in 4 shards are 3, 3, 2, 2; servers take turns across shards and variables."""
+    if 1 < comm.size <= num_ps:
+        return
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            table, number = Variable(np.arange(20.0).reshape(10, 2), name="t"), Variable(3.0)
+            more = Variable(np.zeros((2, 1)))
+        assert isinstance(table, ShardedVariable)
+        assert [shard.shape for shard in table.variables] == [(3, 2), (3, 2), (2, 2), (2, 2)]
+        assert [shard.name for shard in table.variables] == [f"t/part_{at}" for at in range(4)]
+        assert [shard.server for shard in table.variables] == [at % strategy.num_ps for at in range(4)]
+        assert number.server == 4 % strategy.num_ps
+        assert [shard.server for shard in more.variables] == [at % strategy.num_ps for at in (5, 6)]
+        assert (table.name, table.shape, table.dtype) == ("t", (10, 2), np.dtype("float64"))
+        assert table.trainable
+        assert (table.numpy() == np.arange(20.0).reshape(10, 2)).all()
+        values = strategy.read({"t": table, "n": number})
+        assert (values["t"] == table.numpy()).all()
+        assert float(values["n"]) == 3.0
+
+    on_workers(comm, work, num_ps=num_ps, variable_partitioner=partitioners.FixedShardsPartitioner(4))
+
+
+def test_shards_change_as_one_array(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            table = Variable(np.zeros((5, 2)))
+        rank, workers = strategy.topology.rank, strategy.topology.size
+        delta = np.arange(10.0).reshape(5, 2)
+        assert table.assign_add(delta) is table
+        table.assign_sub(1.0)
+        strategy.push([table], [delta])
+        strategy.push([table], [IndexedSlices(np.ones((3, 2)), [4, 0, 4])])
+        table.scatter_add(IndexedSlices(np.ones((2, 2)), [3, 1]))
+        strategy.barrier()
+        expected = (2 * delta - 1 + np.array([[1], [1], [0], [1], [2]])) * workers
+        assert (table.numpy() == expected).all()
+        assert (table.sparse_read([4, 0, 3]) == expected[[4, 0, 3]]).all()  # case T203
+        assert (table[-1] == expected[-1]).all()
+        assert (table[1:4, 1] == expected[1:4, 1]).all()
+        assert (np.asarray(table) + 1 == table + 1).all()
+        strategy.barrier()
+        if rank == 0:
+            table.assign(delta)
+            table.scatter_update(IndexedSlices([[7.0, 8.0]], [2]))
+            assert (table[2] == [7, 8]).all()
+            assert (table[3] == delta[3]).all()
+
+    on_workers(
+        comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2), num_ps=max(1, min(2, comm.size - 1))
+    )
+
+
+def test_wrong_indices_and_values_are_refused(comm: Intracomm) -> None:
+    """Case T205."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            table = Variable(np.zeros((5, 2)))
+        for kind, text, call in (
+            (IndexError, "out of bounds", lambda: table[100]),
+            (IndexError, "out of bounds", lambda: table[-100]),
+            (IndexError, "out of bounds", lambda: table.sparse_read([5])),
+            (TypeError, "sparse_read", lambda: table[np.array([1])]),
+            (ValueError, "zero", lambda: table[::0]),
+            (ValueError, r"shape \[5, 2\]", lambda: table.assign(np.zeros((5, 3)))),
+            (ValueError, "rows 0 to 4", lambda: table.scatter_add(IndexedSlices(np.ones((1, 2)), [5]))),
+        ):
+            with pytest.raises(kind, match=text):
+                call()
+        assert (table.numpy() == 0).all()
+
+    on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2))
+
+
+def test_sharded_variables_can_be_made_of_variables(comm: Intracomm) -> None:
+    """Cases T200 and T202."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            first, second, third = (Variable(np.full((rows, 2), float(rows))) for rows in (1, 2, 1))
+            integers, longer, number = Variable([[1, 2]]), Variable(np.zeros((1, 3))), Variable(0.0)
+        whole = ShardedVariable([first, second, third], name="whole")
+        assert whole.shape == (4, 2)
+        strategy.barrier()
+        if strategy.is_chief:
+            whole.assign(np.arange(8.0).reshape(4, 2))
+            whole.assign_add([[1, 1], [1, 1], [2, 2], [2, 2]])
+            assert second.numpy().tolist() == [[3, 4], [6, 7]]
+        for wrong, kind, text in (
+            (first, TypeError, "list of variables"),
+            ([first, np.zeros((1, 2))], TypeError, "variables on parameter servers"),
+            ([], ValueError, "at least one"),
+            ([first, integers], ValueError, "one dtype"),
+            ([first, longer], ValueError, "same shape but for axis 0"),
+            ([number], ValueError, "same shape but for axis 0"),
+        ):
+            with pytest.raises(kind, match=text):
+                ShardedVariable(wrong)  # type: ignore[arg-type]
+
+    on_workers(comm, work)
+
+
+@pytest.mark.parametrize("counts", [None, [], [0, 1], [2, 2], [1, 1, 1], "ab"])
+def test_wrong_answers_of_partitioners_are_refused(comm: Intracomm, counts: Any) -> None:
+    """Case T193."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            assert float(Variable(1.0)) == 1.0  # a variable without axes is not cut
+            with pytest.raises((ValueError, InvalidArgumentError), match="variable_partitioner must return"):
+                Variable(np.zeros((4, 2)))
+
+    def partitioner(shape: Any, dtype: Any) -> Any:
+        return counts
+
+    on_workers(comm, work, variable_partitioner=partitioner)
+    assert num_workers(comm) > 0

@@ -1,0 +1,105 @@
+"""How far workers get ahead of each other."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from parameter_server.clusters import on_workers
+
+from mpidist import Variable
+from mpidist.errors import DeadlineExceededError
+from mpidist.experimental import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+STEPS = 8
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, num_ps: int) -> None:
+    """Each worker writes the steps it has done beside those of the others."""
+    if 1 < comm.size <= num_ps:
+        return
+
+    def work(strategy: ParameterServerStrategy) -> int:
+        rank, workers = strategy.topology.rank, strategy.topology.size
+        with strategy.scope():
+            done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
+        own, ahead = np.eye(workers)[rank], 0
+        for step in range(STEPS):
+            time.sleep(0.004 * (rank == workers - 1))
+            for counts in strategy.read(done):
+                assert counts[rank] == step
+                assert counts.min() >= step - staleness
+                ahead = max(ahead, int(step - counts.min()))
+            strategy.push(done, [own] * num_ps)
+            strategy.step_done()
+        return ahead
+
+    aheads = on_workers(comm, work, staleness=staleness, num_ps=num_ps)
+    assert max(aheads) <= staleness
+    if staleness and len(aheads) > 1:
+        assert max(aheads) > 0, "nobody was ahead, so nothing was tested"
+
+
+@pytest.mark.ranks(min=3)
+def test_without_staleness_nobody_waits(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable, flag = Variable(0.0), Variable(0.0)
+        if strategy.is_chief:
+            while float(flag) < strategy.topology.size - 1:
+                time.sleep(0.001)
+        else:
+            for _ in range(STEPS):
+                variable.assign_add(1.0)
+                strategy.step_done()
+            assert float(variable) >= STEPS
+            flag.assign_add(1.0)
+
+    on_workers(comm, work)
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.core
+def test_a_worker_that_has_ended_holds_nobody_up(comm: Intracomm) -> None:
+    """Nor one that ends while others wait for it."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if strategy.is_chief:
+            time.sleep(0.1)
+            return
+        for _ in range(STEPS):
+            strategy.step_done()
+            variable.numpy()
+
+    on_workers(comm, work, staleness=1)
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("call", ["read", "barrier", "variable"])
+def test_a_deadline_names_the_workers_that_are_late(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.3")
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if not strategy.is_chief:
+            strategy.step_done()
+            with pytest.raises(DeadlineExceededError, match=r"waited 0.3 s, and .*rank 0 "), strategy.scope():
+                {"read": variable.numpy, "barrier": strategy.barrier, "variable": lambda: Variable(1.0)}[call]()
+        else:
+            time.sleep(0.6)
+            assert float(variable) == 0.0
+
+    on_workers(comm, work, staleness=0)
