@@ -148,7 +148,7 @@ def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: st
 @again_if_slow
 def test_others_go_on_without_a_worker_that_said_why_it_left(job: Job) -> None:
     """Its traceback is shown once, and the job's exit status tells of it; the server says it, too."""
-    others = "time.sleep(0.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
+    others = "time.sleep(2.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
     program = RAISES.format(others=others, caught="raise")
     ended = job(cluster(program, "on_worker_lost='ignore'"), THREE)
     assert ended.status == 1

@@ -50,20 +50,25 @@ def test_all_pushes_of_all_workers_are_added_once(comm: Intracomm, count: int) -
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("count", [2, LARGE])
+@pytest.mark.parametrize("count", [2, 5 * LARGE])
 def test_a_read_is_a_snapshot_and_a_write_is_whole(comm: Intracomm, count: int) -> None:
     """Case X42: all numbers that are written together are read together, and never fall behind."""
 
     def work(strategy: ParameterServerStrategy) -> None:
         variable = made(strategy, np.zeros(count, np.float32))
-        last = 0.0
-        for step in range(30 if count == 2 else 8):
+        last, delta = 0.0, np.ones(count, np.float32)
+        for step in range(30 if count == 2 else 12):
             if strategy.topology.rank % 2 == 0:
-                variable.assign_add(np.ones(count, np.float32))
+                variable.assign_add(delta)
+                strategy.flush()
+                time.sleep(0.003)  # so that others begin to read while this worker has begun to write
+                continue
             value = variable.numpy()
             assert (value == value[0]).all(), (step, value.min(), value.max())
             assert value[0] >= last
             last = value[0]
+        strategy.barrier()
+        assert (variable.numpy() == (30 if count == 2 else 12) * ((strategy.topology.size + 1) // 2)).all()
 
     on_workers(comm, work)
 
@@ -172,10 +177,14 @@ def test_reductions_are_those_of_the_workers_own_replica(comm: Intracomm) -> Non
         assert one == other == rank
 
 
-def test_initial_values_are_the_chiefs(comm: Intracomm) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_initial_values_are_the_chiefs(comm: Intracomm, late: int) -> None:
     def work(strategy: ParameterServerStrategy) -> float:
-        time.sleep(0.05 * (2 - strategy.topology.rank % 3))
-        return float(made(strategy, lambda: 7.0 + strategy.topology.rank))
+        def initial() -> float:
+            time.sleep(0.05 * abs(late - strategy.topology.rank % 2))
+            return 7.0 + strategy.topology.rank
+
+        return float(made(strategy, initial))
 
     assert set(on_workers(comm, work)) == {7.0}
 
