@@ -18,7 +18,6 @@ _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part
 _CHECKPOINTS: Final = "not in this version: save `variable.numpy()` on the chief"
 _WHY: Final[Mapping[str, str]] = {
     "AutoShardPolicy": "every rank takes its part of every global batch",
-    "CentralStorageStrategy": _NOT_YET,
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
     "IndexedSlices": "there are no sparse values",

@@ -80,6 +80,10 @@ class CurrentReplica(Protocol):
     def replica_id_in_sync_group(self) -> int:
         """The replica's number among all replicas."""
 
+    @property
+    def joint_calls(self) -> Any:
+        """The calls that the replicas of a rank make together: `JointCalls`; `None` if each rank is one replica."""
+
 
 @final
 @dataclass(frozen=True)
@@ -91,12 +95,14 @@ class Entry:
         replica_context: The replica context; `None` in cross-replica context.
         is_update: Whether `StrategyExtended.update` pushed the entry.
         is_merge_call: Whether `ReplicaContext.merge_call` pushed the entry.
+        copy_number: Which of this rank's copies of a variable `StrategyExtended.update` changes, counted from 0.
         is_set_globally: Whether `experimental_set_strategy` pushed the entry, which no `with` statement will pop.
     """
 
     strategy: CurrentStrategy
     replica_context: CurrentReplica | None = None
     is_update: bool = False
+    copy_number: int = 0
     is_merge_call: bool = False
     is_set_globally: bool = False
 

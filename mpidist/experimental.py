@@ -8,12 +8,14 @@ from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.parameter_server import ShardedVariable as ShardedVariable
 from mpidist.parameter_server import partitioners as partitioners
 from mpidist.parameter_server import rules as server_rules
+from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies import ParameterServerStrategy as ParameterServerStrategy
 from mpidist.strategies import Server as Server
 from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",

@@ -1,15 +1,17 @@
-"""Which replicas a rank carries, and how many there are in all."""
+"""Which replicas a rank carries, on which devices, and how many there are in all."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from mpidist.transport import ReplicaTree, Topology, shard_bounds
+from mpidist.errors import TopologyError
+from mpidist.transport import Device, ReplicaTree, Topology, choose_device, count_text, name_ranks, shard_bounds
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "devices_on_one_node"]
 
 
 @final
@@ -49,13 +51,16 @@ class Replicas:
             raise TypeError(f"replicas must be a whole number, got {total!r}")
         if total < topology.size:
             raise ValueError(
-                f"replicas={total} is too few for {topology.size} ranks, as each rank carries one replica at least; "
-                f"start {max(total, 1)} ranks or fewer, or choose replicas={topology.size} or more"
+                f"replicas={total} is too few for {count_text(topology.size, 'rank')}, as each rank carries at "
+                f"least one; choose replicas={topology.size} or more, or start fewer ranks"
             )
         total = int(total)
         bounds = shard_bounds(total, topology.size)
         ids_here = range(bounds[topology.rank], bounds[topology.rank + 1])
         return cls(ids_here, total, ReplicaTree(tuple(bounds), topology))
+
+    def __str__(self) -> str:  # ranks compare it
+        return "one on each rank" if self.tree is None else f"{self.total}, chosen"
 
     @property
     def has_first(self) -> bool:
@@ -66,3 +71,54 @@ class Replicas:
     def num_here(self) -> int:
         """Number of replicas that this rank carries."""
         return len(self.ids_here)
+
+
+def devices_on_one_node(
+    strategy: str, topology: Topology, devices: Sequence[str] | str | None, total: int | None = None
+) -> tuple[list[Device], Replicas | None]:
+    """Choose the devices of this rank's replicas, for a strategy whose ranks share a node. Local.
+
+    Args:
+        strategy: The name of the strategy's class, for errors.
+        topology: The ranks.
+        devices: The device of every replica, in order, or one device string for this rank. By default each rank takes
+            the GPU of its local rank, or the CPU where there is none.
+        total: Number of replicas; `None` for as many as there are devices.
+
+    Returns:
+        The devices, and the replicas that this rank carries; `None` if each rank is one replica.
+
+    Raises:
+        TopologyError: If the ranks are on several nodes.
+        TypeError: If `devices` is neither a string nor a sequence.
+        ValueError: If there are fewer devices or replicas than ranks, if their numbers differ, or if a device string is
+            not understood.
+    """
+    _require_one_node(strategy, topology)
+    if devices is not None and not isinstance(devices, Sequence):
+        raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
+    if devices is None or isinstance(devices, str):
+        device = choose_device(topology) if devices is None else Device.parse(devices)
+        replicas = None if total is None else Replicas.in_blocks(total, topology)
+        return [device] * (1 if replicas is None else replicas.num_here), replicas
+    if len(devices) < topology.size:
+        raise ValueError(
+            f"{strategy} got {len(devices)} devices for {topology.size} ranks, and needs one for each rank at "
+            f"least; start fewer ranks: `mpiexec -n {max(len(devices), 1)} python ...`"
+        )
+    if total is not None and total != len(devices):
+        raise ValueError(f"{strategy} got {len(devices)} devices for replicas={total}; leave one of the two out")
+    parsed = [Device.parse(text) for text in devices]  # all of them, so that every rank finds a bad one
+    if len(devices) == topology.size and total is None:
+        return [parsed[topology.rank]], None
+    replicas = Replicas.in_blocks(len(devices), topology)
+    return [parsed[replica_id] for replica_id in replicas.ids_here], replicas
+
+
+def _require_one_node(strategy: str, topology: Topology) -> None:
+    if topology.num_nodes > 1:
+        nodes = "; ".join(name_ranks(ranks) for ranks in topology.nodes)
+        raise TopologyError(
+            f"{strategy} is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
+            "use MultiWorkerMirroredStrategy"
+        )

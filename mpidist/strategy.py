@@ -15,7 +15,7 @@ from mpidist.cross_device_ops import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Topology, arrays, ends_normally
+from mpidist.transport import Topology, arrays, count_text, ends_normally
 from mpidist.values import (
     DistributedValues,
     PerReplica,
@@ -116,8 +116,9 @@ class Strategy(ABC):
     ) -> Any:
         """Call a function once for each replica, in replica context.
 
-        Not collective by itself; what the function calls may be. Replicas of one rank take turns: each runs up to its
-        next collective call, where it waits for the others.
+        Not collective by itself; what the function calls may be. If the number of replicas was chosen, all ranks call
+        `run` equally often, which their next collective call checks. Replicas of one rank take turns: each runs up to
+        its next collective call, where it waits for the others.
 
         Args:
             fn: The function.
@@ -353,7 +354,9 @@ class Strategy(ABC):
         self.__copy__()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.topology}>"
+        replicas = self._extended.replicas
+        chosen = "" if replicas.tree is None else f"{count_text(replicas.total, 'replica')}, "
+        return f"<{type(self).__name__}: {chosen}{self.topology}>"
 
 
 @final

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any, final
 
 import numpy as np
 
 from mpidist import context_stack
-from mpidist.collectives import all_gather, reduce_scatter
+from mpidist.collectives import all_gather, reduce_scatter, symmetric_spec
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
-from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context import ReplicaContext, call_for_replicas
 from mpidist.replicas import Replicas
 from mpidist.transport import Call, Device, Service, SyncGroup, Topology, fingerprint_of, raise_together
 from mpidist.values import local_component, local_components
-from mpidist.variables import OnEachRank, Variable, VariablePlacement
+from mpidist.variables import OnEachRank, Variable, VariablePlacement, update_copies
 
 __all__ = ["StrategyExtended"]
 
@@ -96,7 +94,7 @@ class StrategyExtended:
         bound = cross_device_ops
         placement = OnEachRank() if variable_placement is None else variable_placement
         carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
-        fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried.total)}
+        fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
@@ -165,8 +163,9 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables: the worker devices."""
-        return self._devices
+        """The devices that hold variables: the worker devices, unless one device holds all variables."""
+        device = self.variable_placement.device
+        return self._devices if device is None else (device,)
 
     def reduce_to(
         self,
@@ -210,7 +209,8 @@ class StrategyExtended:
     ) -> Any:
         """Call `fn(var, *args, **kwargs)` on every rank, to change the rank's copy of a variable. Local.
 
-        Inside the function, assignments to the variable change this rank's copy alone.
+        Inside the function, assignments to the variable change this rank's copy alone. Of an `ON_READ` variable a rank
+        has a copy for each of its replicas, and the function is called for each copy.
 
         Args:
             var: A variable of this strategy.
@@ -221,14 +221,19 @@ class StrategyExtended:
             group: `False` returns a tuple of this rank's results.
 
         Returns:
-            What the function returned on this rank.
+            What the function returned on this rank; of several copies `PerReplica` values.
 
         Raises:
-            ValueError: If the variable is not this strategy's.
-            RuntimeError: If another strategy is current.
+            ValueError: If the variable is not this strategy's; or, if the number of replicas was chosen, if a
+                `PerReplica` is passed for a mirrored variable.
+            RuntimeError: If another strategy is current; inside `run`, if the number of replicas was chosen.
         """
         self._require_own("update", var)
         self.require_not_mixed("update")
+        if self.replicas.tree is not None:
+            self.require_cross_replica("update", "call it in the function of ReplicaContext.merge_call")
+            result = update_copies(var, self._group, self.replicas, fn, args, kwargs or {})
+            return result if group else (result,)
         entry = context_stack.Entry(self.strategy, is_update=True)
         given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))
         result = context_stack.call(entry, fn, var, *given, **named)
@@ -240,11 +245,12 @@ class StrategyExtended:
         """Call a function in replica context, as `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         if self.replicas.tree is not None:
-            given = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
-            return call_for_replicas(*given, fn, args, kwargs or {})
+            where = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
+            return call_for_replicas(*where, fn, args, kwargs or {})
         context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
-        return context_stack.call(entry, fn, *local_components(list(args)), **local_components(dict(kwargs or {})))
+        given = local_components(list(args)) if args else ()
+        return context_stack.call(entry, fn, *given, **(local_components(dict(kwargs)) if kwargs else {}))
 
     @contextmanager
     def colocate_vars_with(self, var: Variable) -> Iterator[None]:
@@ -289,7 +295,7 @@ class StrategyExtended:
         """Allocate arrays of these shapes and dtypes in one window: `Strategy.symmetric_empty`. Collective."""
         native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
         try:
-            native = [_symmetric_spec(shape, dtype) for shape, dtype in specs]
+            native = [symmetric_spec(shape, dtype) for shape, dtype in specs]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
@@ -390,11 +396,3 @@ class StrategyExtended:
             raise ValueError(
                 f"{call}: {local_component(var)!r} is not a variable that was created in this strategy's scope"
             )
-
-
-def _symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
-    native = np.dtype(dtype)
-    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
-        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
-    return dims, native

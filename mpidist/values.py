@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -229,8 +228,8 @@ def components_of(value: DistributedValues, num_replicas: int) -> tuple[Any, ...
         ValueError: If there is not one component for each of these replicas.
     """
     values = value.values
-    if isinstance(value, Mirrored):
-        return values[:1] * num_replicas
+    if len(values) == 1 and not isinstance(value, PerReplica):  # one for all replicas of the rank
+        return values * num_replicas
     if len(values) != num_replicas:
         carries = "one replica" if num_replicas == 1 else f"{num_replicas} replicas"
         raise ValueError(
@@ -254,8 +253,8 @@ def join_components(nests: Sequence[Any]) -> Any:
 
 def _joined(components: tuple[Any, ...]) -> Any:
     first = components[0]
-    is_one = all(component is first for component in components)
-    if is_one and (first is None or (isinstance(first, DistributedValues) and not isinstance(first, _Components))):
+    is_shared = first is None or (type(first) in _DISTRIBUTED and not isinstance(first, _Components))
+    if is_shared and all(component is first for component in components):
         return first
     return PerReplica(components)
 
@@ -265,7 +264,7 @@ def local_components(value: Any, at: int = 0, num_replicas: int = 1) -> Any:
 
     Returns the same object if the nest holds none of them. Arguments are those of `local_component`.
     """
-    return _map_distributed(partial(local_component, at=at, num_replicas=num_replicas), value)
+    return _map_distributed(value, local_component, at, num_replicas)
 
 
 def contributions(value: Any) -> Any:
@@ -273,14 +272,16 @@ def contributions(value: Any) -> Any:
 
     Returns the same object if the nest holds no distributed value.
     """
-    return _map_distributed(contribution, value)
+    return _map_distributed(value, contribution)
 
 
-def _map_distributed(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_distributed(value: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    if type(value) is np.ndarray:
+        return value
     leaves, _ = nest.flatten(value)
     if not has_distributed(leaves):
         return value
-    mapped = [function(leaf) for leaf in leaves]
+    mapped = [function(leaf, *arguments) for leaf in leaves]
     return value if all(map(is_, leaves, mapped)) else nest.rebuild(value, mapped)
 
 

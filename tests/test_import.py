@@ -137,7 +137,6 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("TPUStrategy", "not on TPUs; see the page 'From tf.distribute'"),
         ("experimental.TPUStrategy", "mpidist.experimental has no TPUStrategy: .*TPUs"),
         ("RunOptions", "`run` takes none"),
-        ("experimental.CentralStorageStrategy", "not in this version"),
         ("experimental.PreemptionCheckpointHandler", "not in this version"),
         ("cluster_resolver.TPUClusterResolver", "TPUs"),
         ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
@@ -206,8 +205,10 @@ NcclAllReduce(num_packs=)
 HierarchicalCopyAllReduce(num_packs=)
 CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
-MirroredStrategy(devices=, cross_device_ops=, *, comm=, per_node_variables=)
-MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, comm=, per_node_variables=)
+experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm=)
+MirroredStrategy(devices=, cross_device_ops=, *, replicas=, comm=, per_node_variables=)
+MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, replicas=, comm=, \
+per_node_variables=)
 Strategy.scope(self)
 Strategy.run(self, fn, args=, kwargs=, options=)
 Strategy.reduce(self, reduce_op, value, axis=, options=, *, experimental_hints=)

@@ -55,6 +55,12 @@ BENCHMARKS: Final = {
     "calls": Benchmark("small calls of every kind", "4", calls=_CALLS_OF_SMALL, rounds=15),
     "reductions": Benchmark("other operations, collectives and dtypes", "64K,1M,16M,64M"),
     "overlap": Benchmark("reductions that are started early", lists="16x1M"),
+    "replicas": Benchmark(
+        "what a chosen number of replicas costs",
+        "4,64K,1M,16M",
+        "161x16,resnet50,bert_base",
+        calls=_CALLS_OF_SMALL,
+    ),
     "watching": Benchmark("what checks, notes and deadlines cost", "4,16K,256K,4M,64M", rounds=11),
     "network": Benchmark("sums between hosts", "16M", peers=(*MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2),
     "model": Benchmark("sums between hosts, beside what the cost model predicts", "64K,1M,4M", rounds=9, hosts=2),

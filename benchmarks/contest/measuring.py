@@ -34,7 +34,8 @@ class Timing:
         first: The first call, which plans, allocates and connects.
         rounds: [rounds], the median step of each.
         steps: Number of steps in a round.
-        sent: Bytes and packets that a host sent in a step, where that is counted: the most of all hosts.
+        sent: Bytes and packets that a host sent in a call, or bytes that a rank sent: the most of all ranks.
+        mean_sent: The mean of all ranks.
     """
 
     work: Work
@@ -45,6 +46,7 @@ class Timing:
     rounds: np.ndarray[Any, Any]
     steps: int
     sent: tuple[float, ...] = ()
+    mean_sent: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -63,7 +65,7 @@ class _Turns:
     warm: int = 0
     steps: int = 1
     rounds: list[float] = field(default_factory=list)
-    sent: list[list[float]] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)  # [rounds, ranks, what is counted]
 
     def take_first(self, seconds: float) -> None:
         """Take the first step and a few more, to know how many fit into `seconds`."""
@@ -79,12 +81,13 @@ class _Turns:
         """Take one turn, and keep its median step; a step takes what its slowest rank takes."""
         answers = self.group.ask("turn", way=self.way, warm=self.warm, steps=self.steps)
         self.rounds.append(float(np.median(np.max([answer["times"] for answer in answers], axis=0))))
-        self.sent.append([max(numbers) for numbers in zip(*(answer["sent"] for answer in answers), strict=True)])
+        self.sent.append([answer["sent"] for answer in answers])
 
     def timing(self, work: Work) -> Timing:
-        sent = tuple(float(np.median(numbers)) for numbers in zip(*self.sent, strict=True))
+        sent, mean = (np.median(of(self.sent, axis=1), axis=0).tolist() for of in (np.max, np.mean))
         rounds = np.array(self.rounds)
-        return Timing(work, self.group.peer.name, self.way, self.baseline, self.first, rounds, self.steps, sent)
+        what = work, self.group.peer.name, self.way, self.baseline, self.first, rounds, self.steps
+        return Timing(*what, tuple(sent), tuple(mean))
 
 
 def fitting(groups: Sequence[Group | Job], work: Work) -> list[Group | Job]:

@@ -54,9 +54,11 @@ def row_of(timing: Timing, timings: Sequence[Timing], bound: Bound | None) -> di
     seconds = bound.bound(timing.way, nbytes) if bound else None
     if seconds is not None:
         row |= {"bound_us": f"{seconds * 1e6:.2f}", "share_of_bound": f"{seconds / timing.seconds:.3f}"}
+    if timing.sent:
+        row |= {"sent_bytes": f"{timing.sent[0]:.0f}", "mean_sent_bytes": f"{timing.mean_sent[0]:.0f}"}
     if isinstance(bound, Link) and timing.sent:
         sent, packets = timing.sent
-        row |= {"sent_bytes": f"{sent:.0f}", "sent_packets": f"{packets:.0f}"}
+        row |= {"sent_packets": f"{packets:.0f}"}
         row |= {"sent_to_least": f"{bound.to_least(sent, nbytes):.4f}"}
         row |= {"net_sent_to_least": f"{bound.to_least(sent, nbytes, packets):.4f}"}
     return row
@@ -78,6 +80,7 @@ def lines_of(rows: Sequence[dict[str, str]]) -> list[str]:
     heads |= {"old / new": _by_old} if any("old_by_new" in row for row in rows) else {}
     heads |= {"bound / this": _share} if any("share_of_bound" in row for row in rows) else {}
     heads |= {"sent / least": _sent} if any("sent_to_least" in row for row in rows) else {}
+    heads |= {"sent: most, mean": _bytes} if any(map(_bytes, rows)) else {}
     cells = [
         ["", *heads],
         *([f"{row['way']} ({row['peer']})", *(cell(row) for cell in heads.values())] for row in rows),
@@ -105,6 +108,11 @@ def _numbers(row: dict[str, str], name: str) -> str:
 
 def _share(row: dict[str, str]) -> str:
     return f"{float(row['share_of_bound']):.0%}" if "share_of_bound" in row else ""
+
+
+def _bytes(row: dict[str, str]) -> str:
+    most, mean = (float(row.get(name) or 0) for name in ("sent_bytes", "mean_sent_bytes"))
+    return f"{text_of_bytes(most)}, {text_of_bytes(mean)}" if most else ""
 
 
 def _sent(row: dict[str, str]) -> str:

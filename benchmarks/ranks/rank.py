@@ -88,11 +88,13 @@ class Rank:
 
     def _turn(self, way: str, warm: int, steps: int) -> dict[str, Any]:
         """Take steps, of which the first `warm` do not count. Collective."""
-        chosen, times, began, before = self._ways[way], [], perf_counter(), _sent()
+        chosen, times, began = self._ways[way], [], perf_counter()
+        count_sent = _sent if os.environ.get("BENCHMARK_LINK") else chosen.sent
+        before = count_sent()
         for step in range(warm + steps):
             if step == warm:
                 self._meet()
-                before = _sent()
+                before = count_sent()
             self._number = 1 + self._number % 8
             for arrays in chosen.written:
                 write_number(arrays, self._number + self._library.rank)
@@ -101,7 +103,8 @@ class Rank:
             self._check(chosen, results, self._number)
             del results  # its memory goes back outside of the next step
         self._meet()
-        sent = [(after - was) / steps for was, after in zip(before, _sent())]  # noqa: B905 - Python 3.8
+        calls = steps * self._work.calls
+        sent = [(after - was) / calls for was, after in zip(before, count_sent())]  # noqa: B905 - Python 3.8
         return {"times": times[warm:], "wall": perf_counter() - began, "sent": sent}
 
     def _forget(self) -> dict[str, Any]:
@@ -131,10 +134,9 @@ class Rank:
 
 def _sent() -> list[int]:
     """Read what this host has sent over the link that is measured: bytes with all headers, and packets."""
-    link = os.environ.get("BENCHMARK_LINK")
-    for line in Path("/proc/net/dev").read_text().splitlines() if link else ():
+    for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, text = line.partition(":")
-        if name.strip() == link:
+        if name.strip() == os.environ["BENCHMARK_LINK"]:
             numbers = text.split()
             return [int(numbers[_SENT_BYTES]), int(numbers[_SENT_PACKETS])]
     return []

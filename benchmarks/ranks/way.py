@@ -27,6 +27,10 @@ def _nothing() -> None:
     pass
 
 
+def _uncounted() -> list[int]:
+    return []
+
+
 def _at_once(timed: Callable[[], Any]) -> Any:
     return timed()
 
@@ -40,8 +44,8 @@ class Way:
     """One way to reduce.
 
     Attributes:
-        written: [calls], the arrays that are written before each step, for each call. Where there are none, nothing is
-            checked.
+        written: Lists of arrays that are written before each step, one for each call, and replica of the rank. Where
+            there are none, nothing is checked.
         call: What is timed: the number of the call to its result.
         baseline: The way that it is held against.
         results: The result as NumPy arrays, one for each array of the work.
@@ -50,6 +54,7 @@ class Way:
         expect: What all ranks wrote at a place [ranks], to what belongs there in the result.
         part: Which part of each flat array this rank gets; `None` for all, in its shape.
         tolerance: Greatest relative error. Sums of what is written are exact in float32.
+        sent: The number of bytes that this rank has sent since the start, by the library's own count; or nothing.
     """
 
     written: Sequence[Sequence[Any]]
@@ -61,6 +66,7 @@ class Way:
     expect: Callable[[Sequence[Any]], Any] = field(default=_sum)
     part: slice | None = None
     tolerance: float = 1e-6
+    sent: Callable[[], list[int]] = field(default=_uncounted)
 
 
 class Library:

@@ -13,6 +13,7 @@ from mpidist.collectives.arguments import (
     rebuild_results,
     require_usable,
     require_values,
+    symmetric_spec,
 )
 from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.collectives.broadcast import broadcast
@@ -47,5 +48,6 @@ __all__ = [
     "require_usable",
     "require_values",
     "axes_tuple",
+    "symmetric_spec",
     "wire_and_result_dtypes",
 ]

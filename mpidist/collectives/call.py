@@ -149,6 +149,7 @@ class ReductionCall(CallRecord):
         components: [replicas of this rank][arrays], the native arrays of each; empty where a rank is one replica.
         plan: The plan; set after `operands`.
         checked_outs: The outs, checked; `None` without outs.
+        other_outs: The outs of each other replica of this rank, which are checked, and which the caller writes.
         state: Whatever the execution stores in the call between `begin` and `finish`.
     """
 
@@ -181,6 +182,7 @@ class ReductionCall(CallRecord):
         self.operands: Operands = NO_OPERANDS
         self.components: Sequence[Sequence[Any]] = ()
         self.checked_outs: CheckedOuts | None = None
+        self.other_outs: Sequence[Sequence[Any]] = ()
         self.state: Any = None
 
     def describe(self) -> Mapping[str, str]:

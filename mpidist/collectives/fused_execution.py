@@ -213,7 +213,8 @@ class FusedExecution(Execution):
         total = np.empty(fused.count, fused.wire)
         small.add(staged, fused.reduction, fused.divide_by if keeps else 1, total)
         if not keeps:
-            total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
+            with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+                total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
         for index, part in zip(fused.indices, self._split(total, fused), strict=True):
             if outs is None:
                 results[index] = part

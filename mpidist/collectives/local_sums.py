@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -12,7 +14,43 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
 from mpidist.transport import Fold, arrays
 
-__all__ = ["LocalSums", "require_like_operands", "require_tree_order"]
+__all__ = ["LocalSums", "SumMemory", "require_like_operands", "require_tree_order"]
+
+_KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
+_ALIGNMENT: Final = 64
+_SMALL: Final = 4096  # elements: to add fewer takes less time than to begin an addition
+
+
+@final
+class SumMemory:
+    """Host memory for the sums of one call at a time. It is kept, as new pages of the system take as long as to add."""
+
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
+
+    def take(self, counts: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
+        """Return flat arrays of these lengths and dtypes, uninitialised, until the next call overwrites them."""
+        sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        if starts[-1] < _KEPT_BYTES:
+            return [np.empty(count, dtype) for count, dtype in zip(counts, dtypes, strict=True)]
+        if self._kept.size < starts[-1]:
+            self._kept = np.empty(starts[-1], np.uint8)
+        places = zip(starts, sizes, dtypes, strict=False)
+        return [self._kept[start : start + size].view(dtype) for start, size, dtype in places]
+
+
+@final
+class _Run(NamedTuple):
+    """Arrays that are added at once.
+
+    Attributes:
+        indices: The arrays.
+        num_elements: Number of elements of all of them.
+    """
+
+    indices: tuple[int, ...]
+    num_elements: int
 
 
 @final
@@ -29,32 +67,45 @@ class LocalSums:
     def __init__(self, fold: Fold, ufunc: np.ufunc, specs: Sequence[Spec], wires: Sequence[np.dtype[Any]]) -> None:
         self._fold, self._ufunc = fold, ufunc
         self._specs, self._wires = specs, wires
+        self._runs = lru_cache(16)(self._find_runs)
 
     @property
     def num_rows(self) -> int:
         """Number of rows of this rank."""
         return self._fold.num_rows
 
-    def add(self, components: Sequence[Sequence[Any]]) -> list[Any]:
+    def add(self, components: Sequence[Sequence[Any]], memory: SumMemory | None = None) -> list[Any]:
         """Add to one sum for each array, of a rank that has one row.
 
         Args:
             components: [replicas of this rank][arrays], native arrays.
+            memory: Takes the sums of arrays in host memory; `None` for new arrays.
 
         Returns:
             [arrays]. The arrays of the one replica themselves, if there is one.
         """
         if len(components) == 1:
             return list(components[0])
-        sums = [
-            arrays.empty(spec.shape, wire, spec.device) for spec, wire in zip(self._specs, self._wires, strict=True)
-        ]
-        for index, total in enumerate(sums):
-            parts = [self._flat(own[index], index) for own in components]
-            self._fold.combine(self._ufunc, parts, [total.reshape(-1)])
+        runs = self._runs(tuple(range(len(self._specs))))
+        wires = [self._wires[run.indices[0]] for run in runs]
+        if memory is None or any(spec.device for spec in self._specs):
+            totals = [
+                arrays.empty((run.num_elements,), wire, self._specs[run.indices[0]].device)
+                for run, wire in zip(runs, wires, strict=True)
+            ]
+        else:
+            totals = memory.take([run.num_elements for run in runs], wires)
+        sums: list[Any] = []
+        for run, total in zip(runs, totals, strict=True):
+            self._fold.combine(self._ufunc, [self._flat(own, run) for own in components], [total])
+            at = 0
+            for index in run.indices:
+                end = at + self._specs[index].num_elements
+                sums.append(total[at:end].reshape(self._specs[index].shape))
+                at = end
         return sums
 
-    def add_to_rows(self, components: Sequence[Sequence[Any]], indices: Sequence[int], rows: Sequence[Any]) -> None:
+    def add_to_rows(self, components: Sequence[Sequence[Any]], indices: tuple[int, ...], rows: Sequence[Any]) -> None:
         """Add some arrays to rows that hold one array after the other.
 
         Args:
@@ -63,15 +114,31 @@ class LocalSums:
             rows: [rows of this rank], flat arrays of that dtype, which take the sums.
         """
         at = 0
-        for index in indices:
-            count = self._specs[index].num_elements
-            parts = [self._flat(own[index], index) for own in components]
-            self._fold.combine(self._ufunc, parts, [row[at : at + count] for row in rows])
-            at += count
+        for run in self._runs(indices):
+            parts, end = [self._flat(own, run) for own in components], at + run.num_elements
+            self._fold.combine(self._ufunc, parts, [row[at:end] for row in rows])
+            at = end
 
-    def _flat(self, array: Any, index: int) -> Any:
-        wire = self._wires[index]
-        return array.astype(wire, copy=False).reshape(-1)
+    def _find_runs(self, indices: tuple[int, ...]) -> list[_Run]:
+        """Join small arrays that follow each other, so that they are added at once."""
+        runs: list[_Run] = []
+        kinds: list[Any] = []
+        for index in indices:
+            spec = self._specs[index]
+            kind = None if spec.device or spec.num_elements >= _SMALL else self._wires[index]
+            if kind is not None and kinds and kinds[-1] == kind:
+                runs[-1] = _Run((*runs[-1].indices, index), runs[-1].num_elements + spec.num_elements)
+            else:
+                runs.append(_Run((index,), spec.num_elements))
+                kinds.append(kind)
+        return runs
+
+    def _flat(self, own: Sequence[Any], run: _Run) -> Any:
+        """Return arrays of one replica, one after the other."""
+        wire = self._wires[run.indices[0]]
+        if len(run.indices) == 1:
+            return own[run.indices[0]].astype(wire, copy=False).reshape(-1)
+        return np.concatenate([own[index] for index in run.indices], axis=None, dtype=wire, casting="unsafe")
 
 
 def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
@@ -17,6 +19,7 @@ from mpidist.collectives.call import ReductionCall
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import SyncGroup
+from mpidist.values import Contributions
 
 __all__ = ["open_all_reduce", "open_batch_reduce"]
 
@@ -39,22 +42,26 @@ def open_all_reduce(
     Returns:
         The call, and the mirrored leaves, which are not sent.
     """
-    flat = NO_CONTRIBUTIONS
-    outs = None
+    leaves, structure, mirrored, others = NO_CONTRIBUTIONS
+    outs, other_outs = None, []
     op = ReduceOp.SUM
     merged = merge(None)
     try:
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        flat = flatten_contributions(op, value, group, replicas)
+        if type(value) is np.ndarray and replicas.tree is None:  # the most common call, made faster
+            leaves = [value]
+        else:
+            leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
         if out is not None:
-            outs = flatten_out(flat.structure, bool(flat.mirrored), out)
+            nests = out.nests if isinstance(out, Contributions) else [out]
+            outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    kept = tuple(flat.mirrored)
-    call = ReductionCall(name, op, merged, flat.leaves, flat.structure, kept, None, outs, error, flat.others)
-    return call, flat.mirrored
+    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), None, outs, error, others)
+    call.other_outs = other_outs
+    return call, mirrored
 
 
 def open_batch_reduce(

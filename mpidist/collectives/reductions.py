@@ -16,6 +16,7 @@ from mpidist.collectives.arguments import (
     MirroredLeaves,
     Operands,
     Spec,
+    check_outs,
     native_outs,
     rebuild_results,
     specs_text,
@@ -24,10 +25,11 @@ from mpidist.collectives.arguments import (
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.local_sums import LocalSums, require_like_operands
+from mpidist.collectives.local_sums import LocalSums, SumMemory, require_like_operands
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
+from mpidist.errors import InvalidArgumentError
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import (
@@ -74,6 +76,7 @@ class Reductions:
         self.replicas = replicas
         self._algorithm = algorithm
         self._overflows = OverflowReport()
+        self._sum_memory = SumMemory()
         self._plans: dict[Any, Plan] = {}
         self._planned_for: Levels | None = None
 
@@ -160,7 +163,8 @@ class Reductions:
             if call.outs is not None:
                 self._check_outs(call, operands)
             if plan.local_sums is not None:
-                call.operands = operands.with_arrays(plan.local_sums.add(call.components))
+                memory = None if is_started else self._sum_memory  # calls that are started are under way together
+                call.operands = operands.with_arrays(plan.local_sums.add(call.components, memory))
             if plan.uses_device:
                 plan.execution.prepare(call, is_started)
             if not is_started:
@@ -195,6 +199,12 @@ class Reductions:
             plan.checked_outs[key] = checked
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest
+        for replica_id, others in zip(self.replicas.ids_here[1:], call.other_outs, strict=False):
+            try:
+                natives = native_outs(others, call.values, operands.arrays)
+                check_outs(natives, [None] * len(natives), operands.specs, plan.result_dtypes)
+            except Exception as problem:
+                raise InvalidArgumentError(f"replica {replica_id}: {problem}") from problem
 
     def _plan_of(self, call: ReductionCall) -> Plan:
         # The call's name is not in the key, since there may be one for each variable: `_name_digest` covers the name.
@@ -245,7 +255,7 @@ class Reductions:
         nbytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
         self._log(call, len(specs), "in rows", nbytes, None)
         local_sums = self._local_sums(call.op, tree, specs)
-        return RowsExecution(self.group, tree, lists, local_sums, specs, results, is_wanted)
+        return RowsExecution(self.group, tree, lists, local_sums, self._sum_memory, specs, results, is_wanted)
 
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
         arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec, target_arrays, write_outs
 from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.local_sums import LocalSums
+from mpidist.collectives.local_sums import LocalSums, SumMemory
 from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SyncGroup, all_reduce_rows, arrays
 
 __all__ = ["RowList", "RowsExecution"]
@@ -43,6 +43,7 @@ class RowsExecution(Execution):
         tree: The order in which replicas are added.
         lists: The arrays, grouped.
         local_sums: Adds the replicas of this rank.
+        memory: Takes the rows of arrays in host memory.
         specs: The arrays.
         result_dtypes: The dtype of each result.
         is_wanted: For each result, whether this rank is a destination.
@@ -54,13 +55,14 @@ class RowsExecution(Execution):
         tree: ReplicaTree,
         lists: Sequence[RowList],
         local_sums: LocalSums,
+        memory: SumMemory,
         specs: Sequence[Spec],
         result_dtypes: Sequence[np.dtype[Any]],
         is_wanted: Sequence[bool],
     ) -> None:
         self._group, self._tree, self._lists = group, tree, lists
         self._local_sums, self._specs, self._result_dtypes = local_sums, specs, result_dtypes
-        self._is_wanted = is_wanted
+        self._memory, self._is_wanted = memory, is_wanted
         self._uses_device = any(spec.device for spec in specs)
 
     def prepare(self, call: ReductionCall, is_started: bool) -> None:
@@ -97,7 +99,11 @@ class RowsExecution(Execution):
     def _reduce(self, one: RowList, components: Sequence[Sequence[Any]]) -> Any:
         """Return the sum of all replicas' arrays, one after the other. Collective."""
         count = sum(self._specs[index].num_elements for index in one.indices)
-        rows = [arrays.empty((count,), one.wire, one.device) for _ in range(self._local_sums.num_rows)]
+        num_rows = self._local_sums.num_rows
+        if one.device:
+            rows = [arrays.empty((count,), one.wire, device=True) for _ in range(num_rows)]
+        else:
+            rows = self._memory.take([count] * num_rows, [one.wire] * num_rows)
         self._local_sums.add_to_rows(components, one.indices, rows)
         if self._group.topology.size == 1:
             return rows[0]

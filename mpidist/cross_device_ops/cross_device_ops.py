@@ -245,8 +245,8 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        where = reductions.group, reductions.replicas, self._merge
-        made, kept = open_all_reduce(*where, call, reduce_op, value, options, out, error)
+        group, replicas = reductions.group, reductions.replicas
+        made, kept = open_all_reduce(group, replicas, self._merge, call, reduce_op, value, options, out, error)
         results = reductions.run(made)
         return out if out is not None else rebuild_results(value, results, kept)
 

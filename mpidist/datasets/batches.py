@@ -94,8 +94,11 @@ class GlobalBatches(BatchSource):
     def parts_of(self, batch: Any) -> Sequence[Any]:
         leaves, _ = nest.flatten(batch)
         bounds = shard_bounds(_length_of(leaves), self._replicas.total)
-        of_replicas = [slice(bounds[replica_id], bounds[replica_id + 1]) for replica_id in self._replicas.ids_here]
-        return [nest.rebuild(batch, [leaf[rows] for leaf in leaves]) for rows in of_replicas]
+        parts = []
+        for replica_id in self._replicas.ids_here:
+            start, stop = bounds[replica_id], bounds[replica_id + 1]
+            parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
+        return parts
 
     def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
         leaves, _ = nest.flatten(batch)

@@ -12,7 +12,7 @@ from mpidist import nest
 from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.input_options import InputContext, InputOptions, InputReplicationMode
-from mpidist.datasets.parts import is_missing
+from mpidist.datasets.parts import MISSING
 from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["ArraySpec", "DistributedDataset"]
@@ -126,7 +126,7 @@ class DistributedDataset:
             return spec
         for batch in self._source.batches:
             parts = self._source.parts_of(batch)
-            return nest.map_structure(_spec_of, next(part for part in parts if not is_missing(part)))
+            return nest.map_structure(_spec_of, next(part for part in parts if part is not MISSING))
         raise ValueError("an empty data set has no element_spec")
 
 

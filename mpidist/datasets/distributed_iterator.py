@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import context_stack, nest
 from mpidist.datasets.batches import IN_STEP, BatchSource
-from mpidist.datasets.parts import empty_like, is_missing, join_parts, put_on_devices
+from mpidist.datasets.parts import MISSING, empty_like, join_parts, put_on_devices
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
@@ -103,6 +103,7 @@ class DistributedIterator(Iterator[Any]):
         self, extended: StrategyExtended, number: int, source: BatchSource, num_ahead: int, fetches_to_device: bool
     ) -> None:
         self._extended = extended
+        self._replicas = extended.replicas
         self._call = f"next of data set {number}"
         self._source = source
         self._num_ahead = num_ahead
@@ -167,21 +168,20 @@ class DistributedIterator(Iterator[Any]):
             batch = next(self._batches, _END)
             if batch is _END:
                 return _Step(_END, self._source.end_fields)
-            parts = self._source.parts_of(batch)
-            fields = self._source.common_fields(batch, not self._num_steps)
-            return _Step(join_parts(self._filled(parts), self._extended.replicas), fields)
+            part = self._joined(self._source.parts_of(batch))
+            return _Step(part, self._source.common_fields(batch, not self._num_steps))
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return _Step(None, {}, problem)
 
-    def _filled(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Put an empty batch in the place of each part that is missing."""
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        """Join the parts of this rank's replicas, with an empty batch in the place of each part that is missing."""
         if not self._empty_batches:
-            self._make_empty_batch(next(part for part in parts if not is_missing(part)))
-        if not any(map(is_missing, parts)):
-            return parts
-        if not self._empty_batches and self._empty_error is not None:
-            raise self._empty_error
-        return [self._empty_batches[0] if is_missing(part) else part for part in parts]
+            self._make_empty_batch(next(part for part in parts if part is not MISSING))
+        if len(parts) > 1 and any(part is MISSING for part in parts):
+            if not self._empty_batches and self._empty_error is not None:
+                raise self._empty_error
+            parts = [self._empty_batches[0] if part is MISSING else part for part in parts]
+        return join_parts(parts, self._replicas)
 
     def _make_empty_batch(self, part: Any) -> None:
         try:
@@ -211,5 +211,4 @@ class DistributedIterator(Iterator[Any]):
             mark_shared(problem, group.agreement.ranks)
             raise problem
         empty_batches = [batch for report in reports for batch in report.empty_batches]
-        replicas = self._extended.replicas
-        return join_parts(empty_batches[:1] * replicas.num_here, replicas) if empty_batches else _END
+        return join_parts(empty_batches[:1] * self._replicas.num_here, self._replicas) if empty_batches else _END

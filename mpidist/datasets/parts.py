@@ -12,14 +12,9 @@ from mpidist.replicas import Replicas
 from mpidist.transport import Device, arrays
 from mpidist.values import Contributions, PerReplica, join_components
 
-__all__ = ["MISSING", "empty_like", "is_missing", "join_parts", "put_on_devices"]
+__all__ = ["MISSING", "empty_like", "join_parts", "put_on_devices"]
 
 MISSING: Final = object()  # takes the place of the part of a replica whose own batches have ended
-
-
-def is_missing(part: Any) -> bool:
-    """Whether a replica's own batches have ended."""
-    return part is MISSING
 
 
 def empty_like(leaf: Any) -> Any:
@@ -30,7 +25,9 @@ def empty_like(leaf: Any) -> Any:
 
 
 def join_parts(parts: Sequence[Any], replicas: Replicas) -> Any:
-    """Join the parts of this rank's replicas into a nest of `PerReplica` values; bare if each rank is one replica.
+    """Join the parts of this rank's replicas, of which none is missing, into a nest of `PerReplica` values.
+
+    If each rank is one replica, its part stays bare.
 
     Raises:
         InvalidArgumentError: If the parts of two replicas are nests of different forms.

@@ -1,7 +1,7 @@
 """Rules by which a server changes a variable when a gradient arrives: SGD, momentum, Adam, and a program's own.
 
 A worker sends a rule's name and numbers, never code. So a rule of a program is registered on all ranks, when modules
-are imported:
+are imported::
 
     @server_rules.register("clip")
     def clip(value, gradient, memory, limit):

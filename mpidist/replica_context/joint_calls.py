@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -13,12 +14,18 @@ from mpidist.collectives import PendingResult, axis_of
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
+from mpidist.options import ReduceOp
+from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
 from mpidist.values import Contributions, DistributedValues, PerReplica, contributions, local_components
 
-__all__ = ["JointCalls", "SharedResult", "read_only"]
+__all__ = ["JointCalls", "SharedResult"]
+
+_NOT_COPIED = (np.ndarray, np.generic, DistributedValues)  # which replicas may share
+
+WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
 
 @final
@@ -42,52 +49,73 @@ class JointCalls:
         cross_device_ops: The algorithm, bound to the strategy's ranks.
         replicas: Which replicas the rank carries.
         turns: Lets the replicas meet. Also an attribute.
+        pending: What the replicas wrote since they last met. Also an attribute.
     """
 
     def __init__(
-        self, strategy: CurrentStrategy, cross_device_ops: CrossDeviceOps, replicas: Replicas, turns: Turns
+        self,
+        strategy: CurrentStrategy,
+        cross_device_ops: CrossDeviceOps,
+        replicas: Replicas,
+        turns: Turns,
+        pending: PendingWrites,
     ) -> None:
         self._strategy, self._ops, self._replicas = strategy, cross_device_ops, replicas
         self.turns = turns
+        self.pending = pending
 
     def all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
-        result = self.turns.meet("all_reduce", self._all_reduce, _Reduction(op, contributions(value), options, out))
-        return self._deliver(result, out)
+        return self.turns.meet("all_reduce", self._all_reduce, _Reduction(op, contributions(value), options, out))
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
         """See `ReplicaContext.start_all_reduce`."""
-        own = _Reduction(op, contributions(value), options, out)
-        pending = self.turns.meet("start_all_reduce", self._start_all_reduce, own)
-        return SharedResult(pending, partial(self._deliver, out=out))
+        given = _Reduction(op, contributions(value), options, out)
+        started: SharedResult = self.turns.meet("start_all_reduce", self._start_all_reduce, given)
+        return started
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
-        call = f"reduce_scatter along axis {axis}"
-        own = _Reduction(op, contributions(value), options, None)
-        return self._here(self.turns.meet(call, partial(self._reduce_scatter, axis), own))
+        given = _Reduction(op, contributions(value), options, None)
+        return self.turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), given)
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.all_gather`."""
-        call = f"all_gather along axis {axis}"
-        return self._deliver(
-            self.turns.meet(call, partial(self._all_gather, axis, options), contributions(value)), None
-        )
+        given = _Reduction(None, contributions(value), options, None)
+        return self.turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), given)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """See `ReplicaContext.merge_call`."""
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         return self.turns.meet(f"merge_call of {name}", partial(self._merge, merge_fn, name), (args, kwargs))
 
+    def write_together(self, call: str, write: WriteTogether, argument: Any, error: Exception | None) -> None:
+        """Write an array that the replicas of this rank share, once for all of them. Collective.
+
+        Args:
+            call: The name of the call, for errors.
+            write: Writes, given the argument of each replica, and what is wrong on this rank. Collective.
+            argument: What this replica writes.
+            error: What is wrong with this argument.
+        """
+        self.turns.meet(call, partial(self._write_together, write), (argument, error))
+
+    def _write_together(
+        self, write: WriteTogether, given: Sequence[tuple[Any, Exception | None]], error: Exception | None
+    ) -> Sequence[None]:
+        write([argument for argument, _ in given], error or next((wrong for _, wrong in given if wrong), None))
+        return [None] * len(given)
+
     def _all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
         result = self._ops.all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        return [result] * len(given)
+        return self._share(result, made.out)
 
     def _start_all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
         pending = self._ops.start_all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        return [pending] * len(given)
+        shared = _SharedPending(pending, partial(self._share, outs=made.out), self.turns)
+        return [SharedResult(shared, at) for at in range(len(given))]
 
     def _reduce_scatter(self, axis: int, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
         made, problem = self._common(given)
@@ -99,11 +127,12 @@ class JointCalls:
         for replica_id in self._replicas.ids_here:
             cut = [_part(leaf, at, replica_id, self._replicas.total) for leaf, at in moved]
             parts.append(nest.rebuild(result, cut))
-        return parts
+        return [self._own(part, at) for at, part in enumerate(parts)]
 
-    def _all_gather(self, axis: int, options: Any, given: Sequence[Any], error: Exception | None) -> Sequence[Any]:
-        result = self._strategy.extended.all_gather("all_gather", Contributions(given), axis, options, error)
-        return [result] * len(given)
+    def _all_gather(self, axis: int, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
+        made, problem = self._common(given)
+        result = self._strategy.extended.all_gather("all_gather", made.value, axis, made.options, error or problem)
+        return self._share(result, None)
 
     def _merge(
         self, merge_fn: Callable[..., Any], name: str, given: Sequence[Any], error: Exception | None
@@ -111,44 +140,89 @@ class JointCalls:
         args: Any = ()
         kwargs: Any = {}
         try:
-            args = [_merged(components) for components in zip(*(list(one) for one, _ in given), strict=True)]
-            named = [dict(one or {}) for _, one in given]
+            positional, named = [list(one) for one, _ in given], [dict(one or {}) for _, one in given]
+            for replica_id, one, other in zip(self._replicas.ids_here, positional, named, strict=False):
+                if len(one) != len(positional[0]) or other.keys() != named[0].keys():
+                    raise InvalidArgumentError(
+                        f"replica {replica_id} passes {len(one)} arguments and the names {sorted(other)}, and replica "
+                        f"{self._replicas.ids_here[0]} {len(positional[0])} and {sorted(named[0])}"
+                    )
+            args = [_merged(components) for components in zip(*positional, strict=True)]
             kwargs = {key: _merged([one[key] for one in named]) for key in named[0]}
-            if any(one.keys() != named[0].keys() or len(one) != len(named[0]) for one in named):
-                raise InvalidArgumentError("replicas pass unlike keyword arguments")
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
         result = context_stack.call(entry, merge_fn, self._strategy, *args, **kwargs)
         num_here = self._replicas.num_here
-        return [local_components(result, at, num_here) for at in range(num_here)]
+        whole = nest.map_structure(_read_only_view, result)
+        return [self._own(local_components(whole, at, num_here), at) for at in range(num_here)]
 
     def _common(self, given: Sequence[_Reduction]) -> tuple[_Reduction, Exception | None]:
         """Join the arguments of the replicas to those of the rank, with what is wrong with them."""
         first, error = given[0], None
-        for replica_id, other in zip(self._replicas.ids_here, given, strict=False):
-            for name, mine, theirs in (("reduce_op", other.op, first.op), ("options", other.options, first.options)):
+        ids = self._replicas.ids_here
+        for replica_id, other in zip(ids, given, strict=False):
+            for what, mine, theirs in (
+                ("reduce_op", _op_of(other.op), _op_of(first.op)),
+                ("options", other.options, first.options),
+                ("out", other.out is not None, first.out is not None),
+            ):
                 if mine != theirs:
-                    who = f"replica {replica_id} passes {name} {mine!r}"
-                    error = InvalidArgumentError(f"{who}, and replica {self._replicas.ids_here[0]} {theirs!r}")
-            if (other.out is None) != (first.out is None):
-                error = InvalidArgumentError("some replicas of the rank pass out=, and others do not")
-        return first._replace(value=Contributions([one.value for one in given])), error
+                    mine, theirs = (
+                        ("some" if mine else "none", "some" if theirs else "none")
+                        if what == "out"
+                        else (str(mine), str(theirs))
+                    )
+                    error = InvalidArgumentError(
+                        f"replica {replica_id} passes {what} {mine}, and replica {ids[0]} {theirs}"
+                    )
+        outs = None if first.out is None or error is not None else Contributions([one.out for one in given])
+        return _Reduction(first.op, Contributions([one.value for one in given]), first.options, outs), error
 
-    def _deliver(self, result: Any, out: Any) -> Any:
-        """Give this replica a result that all replicas of the rank share: in `out`, or read-only. In its own turn."""
-        if out is None:
-            return read_only(self._here(result))
-        if out is not result:
-            for source, target in zip(nest.flatten(result)[0], nest.flatten(out)[0], strict=True):
+    def _share(self, result: Any, outs: Contributions | None) -> list[Any]:
+        """Return the result for each replica of the rank: in the outs of each, or one that all share.
+
+        All outs are written here, before a replica goes on, and may change its own.
+        """
+        if outs is None:
+            return [self._own(nest.map_structure(_read_only, result), at) for at in range(self._replicas.num_here)]
+        if self.turns.has_several_gpus:
+            arrays.wait_for_stream()
+        first, *others = (nest.flatten(out)[0] for out in outs.nests)
+        for at, other in enumerate(others, 1):
+            self.turns.use_device(at)
+            for source, target in zip(first, other, strict=True):
                 if target is not source:
-                    target[...] = self._here(source)
-        return out
+                    target[...] = arrays.on_current_device(source)
+        self.turns.use_device(0)
+        return list(outs.nests)
 
-    def _here(self, result: Any) -> Any:
-        """Bring arrays to this replica's device."""
-        return nest.map_structure(arrays.on_current_device, result) if self.turns.has_several_gpus else result
+    def _own(self, result: Any, at: int) -> Any:
+        """Copy for a replica what all replicas would share and could write: arrays that are not NumPy's."""
+        leaves, _ = nest.flatten(result)
+        if at == 0 or all(isinstance(leaf, _NOT_COPIED) or not hasattr(leaf, "shape") for leaf in leaves):
+            return result
+        self.turns.use_device(at)
+        copies = [_copied(leaf) for leaf in leaves]
+        self.turns.use_device(0)
+        return nest.rebuild(result, copies)
+
+
+@final
+class _SharedPending:
+    """A started all-reduce of all replicas of a rank."""
+
+    def __init__(self, pending: PendingResult, share: Callable[[Any], list[Any]], turns: Turns) -> None:
+        self.pending, self._share, self._turns = pending, share, turns
+        self._outcomes: list[Any] | None = None
+
+    def wait(self, at: int) -> Any:
+        if self._outcomes is None:  # then no replica has waited, and none may use its outs
+            self._turns.use_device(0)
+            self._outcomes = self._share(self.pending.wait())
+            self._turns.use_device(at)
+        return self._outcomes[at]
 
 
 @final
@@ -156,28 +230,47 @@ class SharedResult:
     """A started all-reduce, as one of the replicas of a rank holds it: see `PendingResult`.
 
     Args:
-        pending: The all-reduce of the rank.
-        deliver: Gives the replica the result.
+        shared: The all-reduce of the rank.
+        at: Which replica of the rank, counted from 0.
     """
 
-    def __init__(self, pending: PendingResult, deliver: Callable[[Any], Any]) -> None:
-        self._pending, self._deliver = pending, deliver
+    def __init__(self, shared: _SharedPending, at: int) -> None:
+        self._shared, self._at = shared, at
 
     def is_done(self) -> bool:
         """Whether the result is there: `PendingResult.is_done`."""
-        return self._pending.is_done()
+        return self._shared.pending.is_done()
 
     def wait(self) -> Any:
         """Wait for the result: `PendingResult.wait`."""
-        return self._deliver(self._pending.wait())
+        return self._shared.wait(self._at)
 
 
-def read_only(result: Any) -> Any:
-    """Let no replica write the arrays of a result, which all replicas of the rank share."""
-    for leaf in nest.flatten(result)[0]:
-        if type(leaf) is np.ndarray:
-            leaf.flags.writeable = False
-    return result
+def _read_only(leaf: Any) -> Any:
+    """Let no replica write an array of a result, which all replicas of the rank share."""
+    if isinstance(leaf, np.ndarray):
+        leaf.setflags(write=False)
+    return leaf
+
+
+def _read_only_view(leaf: Any) -> Any:
+    """View an array that is the program's own, so that no replica writes it through the view."""
+    return _read_only(leaf.view()) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy an array of another library than NumPy to the current device."""
+    if isinstance(leaf, _NOT_COPIED) or not hasattr(leaf, "shape"):
+        return leaf
+    library = arrays.library_of(leaf)
+    return library.from_native(library.to_native(leaf).copy(), leaf)
+
+
+def _op_of(op: Any) -> Any:
+    """Return a reduction by its value, whichever way it was written; what is none, as it is."""
+    with suppress(ValueError, TypeError):
+        return ReduceOp.of(op)
+    return op
 
 
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
@@ -196,9 +289,14 @@ def _merged(components: Sequence[Any]) -> Any:
 
 
 def _merged_leaf(parts: tuple[Any, ...]) -> Any:
-    """Keep what is the same on all replicas and no array, such as a variable or a learning rate."""
+    """Keep what is the same on all replicas, such as a variable or a text; but not arrays and numbers.
+
+    Whether these are the same may depend on how many replicas a rank carries.
+    """
     first = parts[0]
-    is_array = hasattr(first, "shape") and not isinstance(first, DistributedValues)
-    if not is_array and all(part is first or (type(part) is type(first) and part == first) for part in parts):
+    if isinstance(first, DistributedValues):
+        return first if all(part is first for part in parts) else PerReplica(parts)
+    is_number = isinstance(first, (int, float, complex)) and not isinstance(first, bool)
+    if not (is_number or hasattr(first, "shape")) and all(part is first or part == first for part in parts):
         return first
     return PerReplica(parts)

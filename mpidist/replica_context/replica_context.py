@@ -14,7 +14,7 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context.joint_calls import JointCalls, SharedResult
-from mpidist.transport import open_groups
+from mpidist.transport import Device, open_groups
 from mpidist.values import local_components
 
 __all__ = ["ReplicaContext"]
@@ -43,7 +43,7 @@ class ReplicaContext:
         replica_id_in_sync_group: int,
         cross_device_ops: CrossDeviceOps,
         joint_calls: JointCalls | None = None,
-        device: str | None = None,
+        device: Device | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group

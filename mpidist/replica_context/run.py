@@ -10,6 +10,7 @@ from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.replica_context.joint_calls import JointCalls
+from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
@@ -42,10 +43,14 @@ def call_for_replicas(
     Returns:
         A nest of `PerReplica` values: see `join_components`.
     """
-    joint_calls = JointCalls(strategy, cross_device_ops, replicas, Turns(replicas.ids_here, devices))
+    strategy.extended.group.agreement.run += 1  # a replica that left a call out is found in the next call of its rank
+    pending = PendingWrites(replicas.ids_here)
+    turns = Turns(replicas.ids_here, devices, pending.settle)
+    joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):
-        given, named = (local_components(part, at, replicas.num_here) for part in (list(args), dict(kwargs)))
-        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, str(devices[at]))
+        given = local_components(list(args), at, replicas.num_here) if args else ()
+        named = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
+        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, devices[at])
         bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *given, **named))
-    return join_components(joint_calls.turns.run(bodies))
+    return join_components(turns.run(bodies))

@@ -8,7 +8,8 @@ that talks to MPI and the current device are those of a program with one replica
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from contextvars import copy_context
+from typing import Any, Final, NamedTuple, final
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -17,6 +18,8 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.transport import Device, arrays
 
 __all__ = ["CarryOut", "Turns"]
+
+_MAX_REFUSED: Final = 1000
 
 # Makes a call for all replicas of this rank, with the argument of each. If there is an error, some replicas may be
 # missing, and the call raises an error on all ranks. Returns a result for each replica.
@@ -62,6 +65,7 @@ class _Replica:
         self.has_ended = False
         self._body, self._device = body, device
         self._stack = greenlet(self._run)
+        self._stack.gr_context = copy_context()  # such as NumPy's error state
         self._contexts = context_stack.copy_entries()
         self._outcome: Any = None
         self._refusal: BaseException | None = None
@@ -115,17 +119,27 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
+        settle: Called when all replicas have met, before their call is made, and when all have returned. Settles what
+            they wrote meanwhile, and returns what is wrong with it.
 
     Attributes:
         has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
-    def __init__(self, replica_ids: Sequence[int], devices: Sequence[Device]) -> None:
-        self._ids, self._devices = replica_ids, devices
-        self.has_several_gpus = len(set(devices)) > 1 and any(device.is_gpu for device in devices)
+    def __init__(
+        self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
+    ) -> None:
+        self._ids, self._devices, self._settle = replica_ids, devices, settle
+        self.has_several_gpus = devices.count(devices[0]) < len(devices) and any(device.is_gpu for device in devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False
+        self._num_refused = 0  # calls of replicas that were ended
+
+    def use_device(self, at: int) -> None:
+        """Make the device of a replica of this rank current, if the replicas have different ones."""
+        if self.has_several_gpus:
+            self._devices[at].use()
 
     def run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run a function for each replica of this rank. As collective as the functions are.
@@ -136,6 +150,8 @@ class Turns:
         Raises:
             InvalidArgumentError: If a replica made another call than the others, or returned before them. On all ranks
                 that make a call meanwhile.
+            ValueError: If replicas wrote different values to an array that they share. On all ranks that make the next
+                call.
             Exception: What a function raised. If other replicas of the rank wait in a call, all ranks that make the
                 call raise an error that names the replica.
         """
@@ -167,6 +183,9 @@ class Turns:
         if self._running is None:  # the rank carries one replica
             return carry_out([argument], None)[0]
         if self._is_over:
+            self._num_refused += 1
+            if self._num_refused > _MAX_REFUSED:  # a loop that catches everything; the replica is left where it is
+                self._home.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = _Meeting(call, carry_out, argument)
         if self.has_several_gpus:  # the call reads this replica's arrays on another device
@@ -182,7 +201,10 @@ class Turns:
                     raise replica.error  # such as KeyboardInterrupt
         if not all(replica.has_ended for replica in replicas):
             return False
+        unsettled = self._settle()  # also if replicas raised: what all of them wrote before stays written
         _raise_first(replicas)
+        if unsettled is not None:
+            raise unsettled
         return True
 
     def _meet(self, replicas: Sequence[_Replica]) -> None:
@@ -192,8 +214,10 @@ class Turns:
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
         if self.has_several_gpus:
             self._devices[0].use()
+        unsettled = self._settle()
+        problem = _difference(replicas) or unsettled
         try:
-            outcomes = first.carry_out(arguments, _difference(replicas))
+            outcomes = first.carry_out(arguments, problem)
         except Exception as error:
             refusal = error
         if refusal is None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import final
 
 from mpidist.cross_device_ops import CollectiveAllReduce, CrossDeviceOps
-from mpidist.errors import TopologyError
-from mpidist.replicas import Replicas
+from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Device, Intracomm, SyncGroup, Topology, choose_device, name_ranks
+from mpidist.transport import Device, Intracomm, SyncGroup
 from mpidist.variables import OncePerNode, OnEachRank
 
 __all__ = ["MirroredStrategy"]
@@ -53,46 +52,11 @@ class MirroredStrategy(Strategy):
     ) -> None:
         group = SyncGroup.from_mpi(comm)
         chosen, error, carried = [Device("cpu")], None, None
+        name = type(self).__name__
         try:
-            _require_one_node(group)
-            chosen, carried = _devices_of(group.topology, devices, replicas)
+            chosen, carried = devices_on_one_node(name, group.topology, devices, replicas)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
         placement = OncePerNode(group, None) if per_node_variables else OnEachRank()
-        name = type(self).__name__
         super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))
-
-
-def _require_one_node(group: SyncGroup) -> None:
-    topology = group.topology
-    if topology.num_nodes > 1:
-        nodes = "; ".join(name_ranks(ranks) for ranks in topology.nodes)
-        raise TopologyError(
-            f"MirroredStrategy is for the ranks of one node, and these are on {topology.num_nodes} nodes ({nodes}); "
-            "use MultiWorkerMirroredStrategy"
-        )
-
-
-def _devices_of(
-    topology: Topology, devices: Sequence[str] | str | None, total: int | None
-) -> tuple[list[Device], Replicas | None]:
-    """Return the devices of this rank's replicas, and the replicas; `None` if each rank is one replica."""
-    if devices is not None and not isinstance(devices, Sequence):
-        raise TypeError(f"devices must be a device string or a sequence of them, got {devices!r}")
-    if devices is None or isinstance(devices, str):
-        device = choose_device(topology) if devices is None else Device.parse(devices)
-        replicas = None if total is None else Replicas.in_blocks(total, topology)
-        return [device] * (1 if replicas is None else replicas.num_here), replicas
-    if len(devices) < topology.size:
-        raise ValueError(
-            f"MirroredStrategy got {len(devices)} devices for {topology.size} ranks, and needs one for each rank at "
-            f"least; start fewer ranks: `mpiexec -n {max(len(devices), 1)} python ...`"
-        )
-    if total is not None and total != len(devices):
-        raise ValueError(f"MirroredStrategy got {len(devices)} devices for replicas={total}; leave one of the two out")
-    parsed = [Device.parse(text) for text in devices]  # all of them, so that every rank finds a bad one
-    if len(devices) == topology.size and total is None:
-        return [parsed[topology.rank]], None
-    replicas = Replicas.in_blocks(len(devices), topology)
-    return [parsed[replica_id] for replica_id in replicas.ids_here], replicas

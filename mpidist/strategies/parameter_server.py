@@ -37,7 +37,7 @@ _CHANGES: Final = {"assign": Change.ASSIGN, "assign_add": Change.ADD, "assign_su
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: variables live on parameter servers, and every worker reads and changes them by itself.
 
-    Making one is collective over `comm`. Then servers serve, and workers work:
+    Making one is collective over `comm`. Then servers serve, and workers work::
 
         strategy = mpidist.experimental.ParameterServerStrategy(num_ps=1)
         if strategy.is_ps:

@@ -30,11 +30,13 @@ __all__ = [
     "library_of",
     "memory_bounds",
     "num_visible_gpus",
+    "on_current_device",
     "require_not_capturing",
     "share_memory",
     "to_device",
     "to_host",
     "use_gpu",
+    "wait_for_stream",
 ]
 
 _MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms

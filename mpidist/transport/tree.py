@@ -79,6 +79,8 @@ class Fold:
         compiler = _Compiler(inputs)
         self._outputs: list[_Output] = [compiler.compile(row) for row in rows]
         self._num_scratch = compiler.num_scratch
+        steps = self._outputs[0].steps
+        self._pair = steps[0][:2] if self.num_rows == len(steps) == 1 else None  # the parts of the only addition
         read_later: set[int] = set()
         for at in reversed(range(self.num_rows)):
             output = self._outputs[at]
@@ -97,7 +99,13 @@ class Fold:
             outs: [num_rows], the arrays that take the output rows. Each may be one of `parts`.
         """
         first, is_device = outs[0], arrays.is_device(outs[0])
-        call = ufunc if is_device else partial(without_float_errors, ufunc)
+        call: Callable[..., Any] = ufunc if is_device else partial(without_float_errors, ufunc)
+        if ufunc is np.multiply and first.dtype.kind == "c":
+            call = partial(_multiply_complex, call is ufunc)
+        if self._pair is not None:  # no partial sum that has to stay in the cache
+            left, right = self._pair
+            call(parts[left], parts[right], out=first)
+            return
         are_late = _NOT_LATE if self.num_rows == 1 else self._are_late(parts, outs)
         if is_device or first.nbytes <= _BLOCK_BYTES:
             self._add(call, parts, outs, are_late)
@@ -282,3 +290,17 @@ def _copied(part: Any, out: Any) -> Any:
     if part is not out:
         out[...] = part
     return out
+
+
+def _multiply_complex(is_device: bool, one: Any, other: Any, out: Any = None) -> Any:
+    """Multiply complex numbers by real products: NumPy rounds its own by the length and the place of the result."""
+    multiply, subtract, add = (
+        (np.multiply, np.subtract, np.add)
+        if is_device
+        else (partial(without_float_errors, ufunc) for ufunc in (np.multiply, np.subtract, np.add))
+    )
+    real = subtract(multiply(one.real, other.real), multiply(one.imag, other.imag))
+    imaginary = add(multiply(one.real, other.imag), multiply(one.imag, other.real))
+    product = arrays.empty(one.shape, one.dtype, is_device) if out is None else out
+    product.real[...], product.imag[...] = real, imaginary
+    return product

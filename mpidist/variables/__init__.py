@@ -2,15 +2,13 @@
 
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
+from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import SparseUpdates, change_rows, checked_rows
-from mpidist.variables.variable import (
-    MirroredVariable,
-    SyncOnReadVariable,
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from mpidist.variables.sync_on_read import SyncOnReadVariable
+from mpidist.variables.updating import update_copies
+from mpidist.variables.variable import Variable
 
 __all__ = [
     "MirroredVariable",
@@ -26,4 +24,5 @@ __all__ = [
     "cast_for",
     "change_rows",
     "checked_rows",
+    "update_copies",
 ]

@@ -9,11 +9,12 @@ import numpy as np
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
-from mpidist.values import local_component
+from mpidist.replicas import Replicas
+from mpidist.values import PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.casting import cast_for
 
-__all__ = ["Assignable"]
+__all__ = ["Assignable", "store"]
 
 
 class Assignable(ABC):
@@ -22,12 +23,14 @@ class Assignable(ABC):
     Attributes:
         _strategy: The strategy that was current when the variable was made.
         _name: The variable's name.
-        _value: This rank's copy.
+        _value: This rank's copy; of several, that of the rank's first replica.
+        _replicas: Which replicas this rank carries, if their number was chosen; else `None`.
     """
 
     _strategy: CurrentStrategy
     _name: str
     _value: Any
+    _replicas: Replicas | None
 
     @abstractmethod
     def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
@@ -42,11 +45,14 @@ class Assignable(ABC):
         """Set the value, and return the variable.
 
         In `Strategy.run` the replicas' values are aggregated, and the call is collective, unless the aggregation is
-        NONE or the synchronization ON_READ. Elsewhere the call is local.
+        NONE or the synchronization ON_READ. Elsewhere the call is local. With NONE, replicas of one rank must assign
+        the same bits, and the variable is written once; that is checked at their next collective call and at the end of
+        `run`.
 
         Args:
             value: An array of the variable's shape and of the same kind of number (a float is not cast to an integer),
-                or a number; of a distributed value, this rank's component.
+                or a number; of a distributed value, this rank's component. Outside of `run` a `PerReplica` is refused
+                if the number of replicas was chosen.
             use_locking: Of no effect: no other thread writes a variable.
             name: Of no effect.
             read_value: `False` returns `None`.
@@ -101,7 +107,7 @@ class Assignable(ABC):
         own = self._value
         is_array = type(value) is type(own) or isinstance(value, np.generic)
         if not is_array:
-            value = local_component(value)
+            value = local_component(value) if self._replicas is None else self._component(value)
             if isinstance(value, ReadsAsArray):
                 value = value._read_view()
             is_array = type(value) is type(own)
@@ -115,17 +121,35 @@ class Assignable(ABC):
             )
         return array
 
+    @abstractmethod
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
-        """Write this rank's copy."""
-        self._store(self._cast(value), ufunc)
+        """Write this rank's copy, or the current replica's."""
 
     @final
-    def _store(self, array: Any, ufunc: np.ufunc | None) -> None:
-        if ufunc is None:
-            self._value[...] = array
-        else:
-            ufunc(self._value, array, out=self._value)
+    def _current_entry_in_run(self) -> context_stack.Entry | None:
+        """Return the innermost entry of the context stack, if it is of the strategy's `run`."""
+        entry = context_stack.innermost()
+        is_in_run = entry is not None and entry.strategy is self._strategy and entry.replica_context is not None
+        return entry if is_in_run else None
+
+    def _component(self, value: Any) -> Any:
+        """Take the current replica's component of a value, if the number of replicas was chosen."""
+        if isinstance(value, PerReplica) and self._current_entry_in_run() is None:
+            raise ValueError(
+                f"variable {self._name!r} takes one value for all replicas, and a PerReplica was assigned to it in "
+                "cross-replica context: reduce the PerReplica first, as with strategy.reduce('mean', value), or assign "
+                "each component inside strategy.run()"
+            )
+        return local_component(value)
 
     @final
     def _is_of_default_strategy(self) -> bool:
         return context_stack.is_default(self._strategy)
+
+
+def store(target: Any, array: Any, ufunc: np.ufunc | None) -> None:
+    """Write an array. `ufunc` combines its old value and `array`; `None` replaces the old value."""
+    if ufunc is None:
+        target[...] = array
+    else:
+        ufunc(target, array, out=target)

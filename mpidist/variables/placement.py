@@ -18,12 +18,14 @@ class VariablePlacement(ABC):
 
     Attributes:
         is_shared: Whether several ranks hold one array, so that no rank may write it alone.
+        device: The device that holds all variables; `None` for the devices of the ranks.
     """
 
     is_shared: bool
+    device: str | None = None
 
     def __str__(self) -> str:  # ranks compare it
-        return type(self).__name__
+        return type(self).__name__ if self.device is None else f"{type(self).__name__} on {self.device}"
 
     def make(self, strategy: CurrentStrategy, *args: Any, **kwargs: Any) -> Any:
         """Make a variable of a kind of this placement's own, or return `None`. Arguments are those of `Variable`."""
@@ -81,22 +83,26 @@ class OncePerNode(VariablePlacement):
     Args:
         group: The ranks.
         timeout_seconds: How long a rank waits for other ranks; `None` means the group's own deadline.
+        device: The name of the host memory, if that is to hold all variables, also those that are given in device
+            memory. `None` lets each rank hold these in its device memory.
     """
 
     is_shared = True
 
-    def __init__(self, group: SyncGroup, timeout_seconds: float | None) -> None:
+    def __init__(self, group: SyncGroup, timeout_seconds: float | None, device: str | None = None) -> None:
+        self.device = device
         self._group = group
         self._timeout_seconds = timeout_seconds
 
     def for_value(self, value: Any) -> VariablePlacement:
-        return OnEachRank() if arrays.is_device(value) else self  # device memory is not shared
+        is_own = self.device is None and arrays.is_device(value)  # device memory is not shared
+        return OnEachRank() if is_own else self
 
     def store(self, value: Any) -> Any:
         with self._group.call(self._record("placing of a variable")):
             pass  # agreed on before the allocation, which may fail and leave the group usable
         (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
-        self._group.shared.write(array, value)
+        self._group.shared.write(array, arrays.to_host(value) if arrays.is_device(value) else value)
         return array
 
     def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:

@@ -40,8 +40,8 @@ class SparseUpdates(ABC):
 
         In `Strategy.run` the replicas' deltas are aggregated, as in `assign_add`, and the call is collective, unless
         the aggregation is NONE: every rank gathers the rows of all ranks, and changes its copy in rank order. MEAN
-        divides the rows by the number of ranks first; ONLY_FIRST_REPLICA takes the rows of rank 0 alone. Elsewhere the
-        call is local.
+        divides the rows by the number of replicas first; ONLY_FIRST_REPLICA takes the rows of replica 0 alone.
+        Elsewhere the call is local.
 
         Args:
             sparse_delta: k rows: values [k, ...] with the variable's dimensions but the first, and indices [k] from 0

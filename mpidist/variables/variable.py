@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 import numpy as np
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
-from mpidist.options import CaseInsensitiveEnum, ReduceOp
+from mpidist.replicas import Replicas
 from mpidist.transport import arrays, open_groups
-from mpidist.values import DistributedValues, require_contributions
+from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
-from mpidist.variables.casting import cast_for, is_python_number
-from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, change_rows, checked_rows
+from mpidist.variables.casting import cast_for
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sparse_updates import SparseUpdates
 
-if TYPE_CHECKING:
-    from mpidist.transport import SyncGroup
-
-__all__ = ["MirroredVariable", "SyncOnReadVariable", "Variable", "VariableAggregation", "VariableSynchronization"]
+__all__ = ["Variable"]
 
 logger = logging.getLogger("mpidist.variables")
-
-
-@final
-class VariableSynchronization(CaseInsensitiveEnum):
-    """When the copies of a variable are aggregated: `AUTO` means `ON_WRITE`."""
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
-
-
-@final
-class VariableAggregation(CaseInsensitiveEnum):
-    """How the values that replicas write or hold are aggregated. `ONLY_FIRST_REPLICA` takes rank 0's."""
-
-    NONE = "NONE"
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
 
 class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
@@ -53,7 +30,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     Python's operators and NumPy's functions read a variable as an array. Assigning in `Strategy.run` aggregates the
     values of all replicas; assigning in cross-replica context writes this rank's copy, so every rank must write the
-    same value.
+    same value. Replicas of one rank share the rank's copy, unless the synchronization is `ON_READ`.
 
     Args:
         initial_value: An array, a number, or a function that returns one. Every rank starts with the value of rank 0.
@@ -67,10 +44,16 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     Raises:
         ValueError: If `synchronization` is NONE, if one of the two is not known, or if the aggregation of integers is
             MEAN.
+        RuntimeError: In `Strategy.run`, if the number of replicas was chosen.
         InvalidArgumentError: If the ranks' names, shapes, dtypes or rules differ. On every rank.
     """
 
+    _kinds: ClassVar[dict[VariableSynchronization, type[Variable]]] = {}
     _is_trainable_by_default: ClassVar[bool]
+
+    def __init_subclass__(cls, synchronization: VariableSynchronization) -> None:
+        super().__init_subclass__()
+        Variable._kinds[synchronization] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         kind: type[Variable] = cls
@@ -79,10 +62,9 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
             own = strategy.extended.variable_placement.make(strategy, *args, **kwargs)
             if own is not None:  # no subclass, so `__init__` is not called
                 return own
-            kind = MirroredVariable
+            kind = cls._kinds[VariableSynchronization.ON_WRITE]
             with suppress(ValueError):  # `__init__` raises it, on all ranks
-                if VariableSynchronization(kwargs.get("synchronization", "AUTO")) is VariableSynchronization.ON_READ:
-                    kind = SyncOnReadVariable
+                kind = cls._kinds.get(VariableSynchronization(kwargs.get("synchronization", "AUTO")), kind)
         made: Variable = super().__new__(kind)
         return made
 
@@ -101,6 +83,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         array: Any = np.empty(0)
         fields: dict[str, str] = {}
         self._strategy = strategy
+        self._replicas = _chosen_replicas(strategy)
         self._name = name if name is not None else strategy.extended.default_variable_name()
         try:
             self._synchronization = _synchronization(synchronization)
@@ -130,14 +113,24 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
                 self._name,
             )
 
+    @abstractmethod
     def _place(self, value: Any) -> Any:
-        """Put the initial value where this kind of variable lives."""
-        return value
+        """Put the initial value where this kind of variable lives, and return this rank's first copy."""
+
+    @abstractmethod
+    def _here(self) -> Any:
+        """Return the copy of the current replica in `run`, and of this rank's first replica elsewhere."""
+
+    def _all_here(self) -> tuple[Any, ...]:
+        """Return the copy of each replica of this rank, in cross-replica context."""
+        return (self._value,) * (1 if self._replicas is None else self._replicas.num_here)
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """This rank's copy, in a tuple of one."""
-        return (self.local_value(),)
+        """The copies of this rank's replicas, in a tuple; in `run` of the current replica alone."""
+        if self._replicas is None or self._current_entry_in_run() is not None:
+            return (self.local_value(),)
+        return tuple(map(_read_only_view, self._all_here()))
 
     @property
     def strategy(self) -> CurrentStrategy:
@@ -178,11 +171,11 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     @final
     def local_value(self) -> Any:
-        """Return this rank's own copy, in any context: a view that must not be written. Local."""
-        view = self._value.view()
-        if not arrays.is_device(view):
-            view.flags.writeable = False
-        return view
+        """Return this rank's own copy, in any context: a view that must not be written. Local.
+
+        Where a rank carries several replicas, in `run` the copy of the current replica, elsewhere of the first one.
+        """
+        return _read_only_view(self._value if self._replicas is None else self._here())
 
     @final
     def value(self) -> Any:
@@ -193,7 +186,7 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     def read_value(self) -> Any:
         """Return the value in the current context: a new array. Collective for `ON_READ` in cross-replica context."""
         value = self._read_view()
-        return value.copy() if value is self._local_view else value
+        return value.copy() if value is self._local_view or self._replicas is not None else value
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -204,173 +197,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
     def __repr__(self) -> str:
         return (
             f"<mpidist.Variable {self._name!r} {self.dtype.name}{list(self.shape)} {self._synchronization} "
-            f"{self._aggregation}, this rank's copy: {self._value!r}>"
+            f"{self._aggregation}, this rank's copy: {self._here()!r}>"
         )
-
-
-@final
-class MirroredVariable(Variable):
-    """A variable whose copies are kept equal: every rank writes the aggregate of what the replicas assign."""
-
-    _is_trainable_by_default = True
-
-    def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Return True for the ranks of its strategy, in cross-replica context."""
-        entry = context_stack.innermost()
-        return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
-
-    def _read_view(self) -> Any:
-        return self._local_view
-
-    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        aggregation = self._aggregation
-        if aggregation is VariableAggregation.NONE:
-            self._require_own_copy()
-            self._write(value, ufunc)
-            return
-        ops = self._strategy.extended.cross_device_ops
-        array, error = self._value, None
-        try:
-            array = self._contribution(value)
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = problem
-        call = f"assignment to variable {self._name!r}"
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            self._write(ops.broadcast(array, "all", call=call, error=error), ufunc)
-        else:
-            self._write(ops.all_reduce(ReduceOp[aggregation.name], array, call=call, error=error), ufunc)
-
-    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        self._write(value, ufunc)
-
-    def _place(self, value: Any) -> Any:
-        self._placement = self._strategy.extended.variable_placement.for_value(value)
-        return self._placement.store(value)
-
-    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
-        if not self._placement.is_shared:
-            self._store(self._cast(value), ufunc)
-            return
-        array, error = self._value, None
-        try:
-            array = self._cast(value)
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = problem
-        self._placement.write(self._name, partial(self._store, array, ufunc), error)
-
-    def _require_own_copy(self) -> None:
-        if self._placement.is_shared:
-            what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
-            raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
-
-    def _contribution(self, value: Any) -> Any:
-        num_replicas = self._strategy.num_replicas_in_sync
-        if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
-            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group, num_replicas)
-            if is_python_number(value):
-                raise ValueError(
-                    f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "
-                    f"with aggregation SUM, it would count {num_replicas} times. Assign an array that this replica "
-                    "contributes"
-                )
-        array = self._cast(value)
-        return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
-
-    def _scatter(self, call: str, delta: Any) -> None:
-        entry = self._current_entry(call)
-        aggregates = self._aggregation is not VariableAggregation.NONE
-        if entry is None or entry.replica_context is None:
-            aggregates = False
-        elif not aggregates:
-            self._require_own_copy()
-        elif call not in AGGREGATED_CALLS and self._aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
-            raise NotImplementedError(
-                f"{call} of variable {self._name!r} has no {self._aggregation} over replicas; choose aggregation "
-                "ONLY_FIRST_REPLICA or NONE, or change the rows outside of strategy.run()"
-            )
-        indices, values, error = np.empty(0, np.int64), self._value, None
-        try:
-            indices, values = checked_rows(delta, self._value, f"variable {self._name!r}")
-        except Exception as problem:
-            error = problem
-        if aggregates:
-            indices, values = self._gather_rows(call, indices, values, error)
-        self._placement.write(self._name, partial(change_rows, call, self._value, indices, values), error)
-
-    def _gather_rows(self, call: str, indices: Any, values: Any, error: Exception | None) -> tuple[Any, Any]:
-        """Gather the rows of all replicas, for the aggregation."""
-        extended, aggregation = self._strategy.extended, self._aggregation
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not extended.replicas.has_first:
-            indices, values = indices[:0], values[:0]
-        call = f"{call} of variable {self._name!r}"
-        indices, values = extended.all_gather(call, (indices, values), 0, None, error)
-        if aggregation is VariableAggregation.MEAN:
-            values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
-        return indices, values
-
-
-@final
-class SyncOnReadVariable(Variable):
-    """A variable whose copies may differ. Reading it in cross-replica context aggregates them: a metric, say."""
-
-    _is_trainable_by_default = False
-
-    def is_mirrored_over(self, group: SyncGroup) -> bool:
-        """Return False: copies may differ."""
-        return False
-
-    def _read_view(self) -> Any:
-        """Return this rank's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
-        entry = context_stack.innermost()
-        if (
-            entry is not None and (entry.replica_context is not None or entry.is_update)
-        ) or self._is_of_default_strategy():
-            return self._local_view
-        ops = self._strategy.extended.cross_device_ops
-        self._require_aggregation("read")
-        call = f"reading of variable {self._name!r}"
-        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return ops.broadcast(self._value, "all", call=call)
-        return ops.all_reduce(ReduceOp[self._aggregation.name], self._value, call=call)
-
-    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
-        self._write(value, ufunc)
-
-    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
-        if not self._is_of_default_strategy():
-            self._require_aggregation("assigned")
-            if self._aggregation is VariableAggregation.SUM:
-                if ufunc is not None:
-                    raise ValueError(
-                        f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, "
-                        "and not added to or subtracted from"
-                    )
-                self._store(self._share_of_sum(self._cast(value)), None)
-                return
-        self._write(value, ufunc)
-
-    def _share_of_sum(self, total: Any) -> Any:
-        """Return this rank's part of a sum: equal parts, of integers with the remainder in replica 0's part."""
-        count = self._strategy.num_replicas_in_sync
-        if total.dtype.kind not in "biu":
-            return total / count
-        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
-        rest = np.fmod(wide, wide.dtype.type(count))
-        share = (wide - rest) // wide.dtype.type(count)
-        return share + rest if self._strategy.extended.replicas.has_first else share
-
-    def _scatter(self, call: str, delta: Any) -> None:
-        raise NotImplementedError(
-            f"{call} is not supported by variable {self._name!r}, which is ON_READ: read the variable, change the "
-            "array, and assign the array"
-        )
-
-    def _require_aggregation(self, what: str) -> None:
-        if self._aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"variable {self._name!r} with aggregation NONE cannot be {what} in cross-replica context: could not "
-                "convert NONE to a ReduceOp. Choose SUM, MEAN or ONLY_FIRST_REPLICA, or use local_value()"
-            )
 
 
 def _synchronization(value: VariableSynchronization | str) -> VariableSynchronization:
@@ -386,3 +214,24 @@ def _native(value: Any, dtype: Any, what: str) -> Any:
     if dtype is not None:
         array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
     return array.astype(array.dtype.newbyteorder("="))
+
+
+def _chosen_replicas(strategy: CurrentStrategy) -> Replicas | None:
+    """Return which replicas this rank carries, if their number was chosen."""
+    replicas: Replicas = strategy.extended.replicas
+    if replicas.tree is None:
+        return None
+    entry = context_stack.innermost()
+    if entry is not None and entry.replica_context is not None:
+        raise RuntimeError(
+            "a Variable cannot be made inside the function of strategy.run() if the number of replicas was chosen, as "
+            "each replica would make one: make it in strategy.scope()"
+        )
+    return replicas
+
+
+def _read_only_view(array: Any) -> Any:
+    view = array.view()
+    if not arrays.is_device(view):
+        view.flags.writeable = False
+    return view

@@ -177,7 +177,7 @@ else:
                 {}["mine"]
             attempt("reads", reads)
     except KeyError:
-        time.sleep(1)
+        time.sleep(3)
 os._exit(0)
 """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.parameter_servers import num_workers, on_workers
+from parameter_server.clusters import num_workers, on_workers
 
 import mpidist
 from mpidist import IndexedSlices, Variable

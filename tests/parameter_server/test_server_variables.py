@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
+from parameter_server.clusters import num_workers, on_workers
 from support.everywhere import raises_everywhere
-from support.parameter_servers import num_workers, on_workers
 
 import mpidist
 from mpidist import IndexedSlices, Variable

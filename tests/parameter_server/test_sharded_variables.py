@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from support.parameter_servers import num_workers, on_workers
+from parameter_server.clusters import num_workers, on_workers
 
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import InvalidArgumentError

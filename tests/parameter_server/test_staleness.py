@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.parameter_servers import on_workers
+from parameter_server.clusters import on_workers
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError

@@ -37,6 +37,7 @@ SMALL = {
     "calls": ("--sizes", "4"),
     "reductions": ("--sizes", "64K"),
     "overlap": ("--sizes", "", "--lists", "2x1K"),
+    "replicas": ("--sizes", "4", "--lists", "2x1K"),
 }
 WAY = Way([], lambda at: None)
 
@@ -172,7 +173,7 @@ def test_traffic_of_four_ranks(way: str, passes: float | None) -> None:
 
 def timing(peer: str, way: str, baseline: str, seconds: list[float], sent: tuple[float, ...] = ()) -> Timing:
     one = work.Work("size", "1K", ((256,),), benchmark="network")
-    return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent)
+    return Timing(one, peer, way, baseline, 9.0, np.array(seconds), 1, sent, mean_sent=sent)
 
 
 def test_way_is_held_against_its_own_mpi_or_the_faster_one() -> None:
@@ -204,11 +205,11 @@ def test_every_benchmark_has_ways_over_mpi() -> None:
     assert sorted(NAMES) == sorted(path.stem for path in (BENCHMARKS / "mpi_ways").glob("[a-z]*.py"))
 
 
-@pytest.mark.parametrize("name", ["algorithms", "calls", "reductions", "overlap"])
+@pytest.mark.parametrize("name", sorted(SMALL))
 def test_benchmark_runs_and_its_results_are_right(tmp_path: Path, name: str) -> None:
     measured(tmp_path, name, "--peers", "mpich", "--rounds", "1", "--seconds", "0.01", *SMALL[name])
     found = rows_in(tmp_path / f"{name}-2-ranks.csv")
-    assert len(found) == len({row["way"] for row in found}) >= 3
+    assert len(found) == len({(row["work"], row["way"]) for row in found}) >= 3
 
 
 def test_shards_of_uneven_length_are_right(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from mpidist import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     PerReplica,
+    ReduceOp,
     ReductionToOneDevice,
+    Variable,
     get_replica_context,
     get_strategy,
 )
@@ -167,11 +169,11 @@ def test_reduce_scatter_gives_each_replica_a_part(strategy: Any) -> None:
 def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     ids, calls = ids_here(strategy), []
 
-    def merge(inner: Any, value: Any, rate: float, *, name: str) -> Any:
+    def merge(inner: Any, value: Any, rate: Any, *, name: str) -> Any:
         assert inner is strategy
         assert get_strategy() is strategy
         assert get_replica_context() is None
-        calls.append((value.values, rate, name))
+        calls.append((value.values, rate.values, name))
         return strategy.reduce("sum", value), value
 
     def step() -> Any:
@@ -182,7 +184,7 @@ def test_merge_call_sees_all_replicas_of_the_rank(strategy: Any) -> None:
     total = strategy.num_replicas_in_sync
     for sum_, is_own in strategy.experimental_local_results(strategy.run(step)):
         assert (sum_, is_own) == (total * (total - 1) / 2, True)
-    assert calls == [(tuple(map(float, ids)), 0.5, "n")]
+    assert calls == [(tuple(map(float, ids)), (0.5,) * len(ids), "n")]
 
 
 def test_reduce_along_an_axis_weighs_rows(strategy: Any) -> None:
@@ -216,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda own: context().all_gather(np.ones(1), 0),
         "replica {0} called all_gather along axis 0, while",
     ),
-    "other op": (lambda own: context().all_reduce("mean", np.ones(2)), "replica {0} passes reduce_op 'mean', and"),
+    "other op": (lambda own: context().all_reduce("mean", np.ones(2)), "replica {0} passes reduce_op MEAN, and"),
     "other shape": (lambda own: context().all_reduce("sum", np.ones(3)), "array 0 of replica {0} is f64.3., and"),
     "other nest": (lambda own: context().all_reduce("sum", [np.ones(2)]), "replica {0} passes"),
 }
@@ -289,7 +291,7 @@ def test_arguments_of_another_kind_are_refused(comm: Intracomm) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_ranks_that_choose_other_numbers_are_refused(comm: Intracomm) -> None:
-    with raises_everywhere(comm, InvalidArgumentError, "replicas: rank 0: 8; "):
+    with raises_everywhere(comm, InvalidArgumentError, "replicas: rank 0: 8, chosen; "):
         MirroredStrategy(replicas=8 if comm.rank == 0 else 9)
 
 
@@ -299,3 +301,132 @@ def test_without_replicas_values_are_bare(comm: Intracomm) -> None:
         assert strategy.extended.replicas.tree is None
         result = strategy.run(lambda: context().all_reduce("sum", np.ones(2)))
         result += 1  # each rank's own
+
+
+def test_outs_are_written_before_a_replica_may_change_its_own(strategy: Any) -> None:
+    total = strategy.num_replicas_in_sync
+
+    def step() -> list[Any]:
+        first, second = np.ones(3), np.ones(3)
+        context().all_reduce("sum", first, out=first)
+        first += 100
+        started = context().start_all_reduce("sum", second, out=second)
+        started.wait()
+        second += 100
+        return [first, second]
+
+    for part in strategy.experimental_local_results(strategy.run(step)):
+        assert [array.tolist() for array in part] == [[total + 100.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        (lambda: np.empty((2, 3)), "replica 1: out 0 must be an array f64.3."),
+        (lambda: np.empty(3, np.float32), "replica 1: out 0 must be an array f64.3."),
+        (lambda: np.empty(0).reshape(0), "replica 1: out 0 must be an array f64.3."),
+        (lambda: [1.0, 2.0, 3.0], "out must be a nest of the same form"),
+        (lambda: None, "replica 1 passes out none, and replica 0 some"),
+    ],
+)
+def test_outs_of_all_replicas_are_checked(out: Callable[[], Any], text: str, comm: Intracomm) -> None:
+    with MirroredStrategy(replicas=2 * comm.size) as strategy:
+
+        def step() -> Any:
+            value = np.ones(3)
+            return context().all_reduce("sum", value, out=out() if replica_id() == 1 else value)
+
+        with raises_everywhere(comm, InvalidArgumentError, text):
+            strategy.run(step)
+
+
+def test_result_of_merge_call_cannot_be_written_by_one_replica(strategy: Any) -> None:
+    kept = np.ones(2)
+
+    def step() -> Any:
+        result = context().merge_call(lambda _: [kept, "text"])
+        with pytest.raises(ValueError, match="read-only"):
+            result[0][...] = 5
+        return result[1]
+
+    assert set(strategy.run(step).values) == {"text"}
+    kept += 1  # the program's own array stays its own
+
+
+def test_numbers_of_merge_call_are_those_of_the_replicas(strategy: Any) -> None:
+    """Whether they are equal or not, so that a program does not depend on them, nor on the ranks."""
+
+    def step(number: float) -> Any:
+        return context().merge_call(lambda inner, value: inner.reduce("sum", value), args=(number,))
+
+    assert set(strategy.run(step, args=(0.5,)).values) == {0.5 * strategy.num_replicas_in_sync}
+
+
+def test_one_operation_can_be_written_in_many_ways(comm: Intracomm) -> None:
+    with MirroredStrategy(replicas=3 * comm.size) as strategy:
+        ways = ["sum", "SUM", ReduceOp.SUM]
+        result = strategy.run(lambda: context().all_reduce(ways[replica_id() % 3], 1.0))
+        assert set(result.values) == {3.0 * comm.size}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_replica_alone_on_its_rank_that_leaves_a_call_out_is_found(is_raised: bool, comm: Intracomm) -> None:
+    """In the next call of its rank, which the other ranks would take for the call that was left out."""
+    with MirroredStrategy(replicas=comm.size) as strategy:
+
+        def step(number: int) -> Any:
+            if number == 0 and replica_id() == comm.size - 1:
+                if is_raised:
+                    raise KeyError
+                return None
+            return context().all_reduce("sum", 1.0)
+
+        def train() -> None:
+            for number in range(2):
+                try:
+                    strategy.run(step, args=(number,))
+                except KeyError:
+                    continue
+
+        rank = comm.size - 1
+        with raises_everywhere(comm, InvalidArgumentError, rf"strategy.run\(\): rank.* 0.*: 1; rank {rank}: 2"):
+            train()
+
+
+def test_what_all_replicas_wrote_stays_if_they_raise(strategy: Any) -> None:
+    """A checkpoint that is written then must not depend on the number of ranks."""
+    with strategy.scope():
+        count = Variable(0)
+
+    def step() -> None:
+        count.assign_add(1)
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        strategy.run(step)
+    assert int(count) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_overflow_to_half_precision_is_a_result(strategy: Any) -> None:
+    with np.errstate(all="raise"):
+        result = strategy.run(lambda: context().all_reduce("sum", [np.full(2, 60000, np.float16), np.ones(3, "f2")]))
+    total = strategy.num_replicas_in_sync
+    assert (result[0].values[0] == (np.inf if total > 1 else 60000)).all()
+
+
+def test_complex_products_have_the_same_bits(comm: Intracomm) -> None:
+    """NumPy rounds a product of complex numbers by the length of the array, and so by the number of ranks."""
+    from mpi4py import MPI
+
+    def product(strategy: Any, count: int) -> Any:
+        def step() -> Any:
+            rng = np.random.default_rng(replica_id())
+            return context().all_reduce("prod", rng.normal(size=count) + 1j * rng.normal(size=count))
+
+        return strategy.run(step).values[0]
+
+    with MirroredStrategy(replicas=16) as together, MirroredStrategy(replicas=16, comm=MPI.COMM_SELF) as alone:
+        for count in (1, 2, 5, 1000):
+            assert product(together, count).tobytes() == product(alone, count).tobytes()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import decimal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpidist import OneDeviceStrategy, context_stack
@@ -30,7 +32,7 @@ class Log:
 
 
 def turns_of(*replica_ids: int) -> Turns:
-    return Turns(replica_ids, [Device("cpu")] * len(replica_ids))
+    return Turns(replica_ids, [Device("cpu")] * len(replica_ids), lambda: None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -169,3 +171,26 @@ def test_each_replica_has_contexts_of_its_own() -> None:
     outer = context_stack.copy_entries()
     assert turns.run([lambda: body(entries[0]), lambda: body(entries[1])]) == [[True, True], [True, True]]
     assert context_stack.copy_entries() == outer
+
+
+def test_replicas_inherit_context_variables() -> None:
+    """NumPy's error state, for example, and that of `decimal`."""
+    turns = turns_of(0, 1)
+    with np.errstate(over="raise"), decimal.localcontext(prec=5):
+        seen = turns.run([lambda: (np.geterr()["over"], decimal.getcontext().prec)] * 2)
+    assert seen == [("raise", 5)] * 2
+
+
+def test_replica_that_catches_everything_is_left_behind() -> None:
+    """Its loop would go on for ever, and hide why."""
+    turns, log = turns_of(0, 1), Log()
+
+    def stubborn() -> None:
+        while True:
+            try:
+                turns.meet("add", log.add, 1)
+            except BaseException:
+                continue
+
+    with pytest.raises(KeyError, match="mine"):
+        turns.run([stubborn, lambda: fail(turns, log)])

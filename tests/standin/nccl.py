@@ -197,8 +197,8 @@ class FakeArray:
             return self._view(flat)
         return self._world.asarray(self._world.read(self).reshape(*shape))
 
-    def view(self, dtype: Any) -> FakeArray:
-        return self._view(self._numbers.view(dtype))
+    def view(self, dtype: Any = None) -> FakeArray:
+        return self._view(self._numbers.view(self.dtype if dtype is None else dtype))
 
     def swapaxes(self, one: int, other: int) -> FakeArray:
         return self._view(self._numbers.swapaxes(one, other))
@@ -210,6 +210,17 @@ class FakeArray:
 
     def copy(self) -> FakeArray:
         return self._world.asarray(np.ascontiguousarray(self._world.read(self)).reshape(self.shape))
+
+    def __eq__(self, other: Any) -> Any:
+        return self._world.asarray(self._world.read(self) == self._world.read(other))
+
+    __hash__ = object.__hash__
+
+    def all(self) -> FakeArray:
+        return self._world.asarray(self._world.read(self).all())
+
+    def __bool__(self) -> bool:
+        return bool(self._world.asnumpy(self))
 
     def __truediv__(self, divisor: Any) -> FakeArray:
         return self._world.asarray(self._world.read(self) / divisor)

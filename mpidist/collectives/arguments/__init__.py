@@ -22,6 +22,7 @@ from mpidist.collectives.arguments.operands import (
     native_dtype,
     require_values,
     result_arrays,
+    symmetric_spec,
 )
 from mpidist.collectives.arguments.out_arrays import (
     CheckedOuts,
@@ -63,6 +64,7 @@ __all__ = [
     "require_values",
     "result_arrays",
     "send_to",
+    "symmetric_spec",
     "specs_text",
     "target_arrays",
     "write_outs",

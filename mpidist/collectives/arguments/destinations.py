@@ -143,8 +143,6 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
             replicas was chosen, a leaf that no replica contributes.
         TypeError: If a leaf is neither an array nor a number.
     """
-    if type(value) is np.ndarray and replicas.tree is None:
-        return FlatContributions([value], nest.LEAF)
     if isinstance(value, Contributions):
         parts, structure = value.flatten(replicas.ids_here)
         for leaves, own in zip(parts, value.nests, strict=True):
@@ -185,7 +183,7 @@ def _first(leaf: DistributedValues) -> Any:
 
 def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
     """Build a nest like `value`, of the results of the leaves that were sent and of the mirrored leaves."""
-    if isinstance(value, Contributions):
+    if type(value) is Contributions:
         value = value.nests[0]
     if not mirrored:
         return nest.rebuild(value, results)

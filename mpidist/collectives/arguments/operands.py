@@ -27,6 +27,7 @@ __all__ = [
     "native_dtype",
     "require_values",
     "result_arrays",
+    "symmetric_spec",
     "axes_tuple",
 ]
 
@@ -218,7 +219,7 @@ def _native(value: Any) -> Any:
 
 def _path_of(leaf: Any, value: Any) -> str:
     leaves, structure = nest.flatten(value)
-    return next(path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf)
+    return next((path for path, one in zip(paths(structure), leaves, strict=True) if one is leaf), "")
 
 
 def _refusal(leaf: Any, path: str, text: str) -> TypeError:
@@ -241,3 +242,16 @@ def _index(axis: Any, what: str) -> int:
         return operator.index(axis)
     except TypeError:
         raise TypeError(f"axis must be {what}, got {value_text(axis)}") from None
+
+
+def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the dtype of an array that ranks of a node share.
+
+    Raises:
+        InvalidArgumentError: If there is no such array.
+    """
+    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+    native = np.dtype(dtype)
+    if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
+        raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
+    return dims, native

@@ -90,10 +90,11 @@ class Agreement(ABC):
         end: Records that the call which was joined last is over. Local.
         check_peers: Raises if waiting for the other ranks cannot help. Local; for waits outside of the agreement.
         ranks: The ranks of the group, as they are numbered in the whole job.
+        run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
     """
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
-        self.sequence = 0
+        self.sequence = self.run = 0
         self.ranks = ranks
         self.end = end
         self.check_peers = check_peers

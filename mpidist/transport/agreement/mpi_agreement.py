@@ -75,7 +75,8 @@ class MpiAgreement(Agreement):
         if timeout or record.is_last:
             self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
-        self._rounds.start(fingerprint ^ bool(timeout), record.variant)
+        run = 0 if record.is_last else self.run
+        self._rounds.start(fingerprint ^ bool(timeout) ^ (run << 1), record.variant)
 
     def _must_meet(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
@@ -194,7 +195,7 @@ class MpiAgreement(Agreement):
     def _raise_mismatch(self, record: CallRecord) -> None:
         """Raise the error of ranks whose calls differ; ranks that leave return. Collective."""
         error = record.error
-        fields = {"call": record.name, "timeout": "set" if record.timeout else "none"}
+        fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{self.run}"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
         else:

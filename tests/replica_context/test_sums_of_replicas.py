@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,6 @@ from mpidist.options import CommunicationOptions
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-pytestmark = pytest.mark.core
 
 UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -83,6 +82,7 @@ def test_bits_are_those_of_the_simulation(
                 assert got.tobytes() == expected.tobytes(), (op, spec)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True)
 def test_hard_sum_is_exact_on_any_ranks(transport: str, comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Acceptance (3): in rank order this is 5.0, or 4.0, by the number of ranks."""
@@ -120,6 +120,7 @@ def digest_of_training(strategy: Any, steps: int) -> str:
     return hashlib.sha256(first.tobytes() + second.tobytes()).hexdigest()[:12]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("total", [4, 8])
 def test_training_gives_the_same_bits_on_any_ranks(total: int, comm: Intracomm, placement: tuple[int, ...]) -> None:
     """Acceptance (4). Compared with one rank alone, which adds all replicas itself."""
@@ -158,6 +159,28 @@ def busier_directions(nbytes: int, rows: tuple[int, ...]) -> list[int]:
     received = [(sum(rows) - own) * shard + rest for own in rows]
     assert sum(sent) == sum(received) == 2 * rest * len(rows) * 4 // 3
     return list(map(max, sent, received))
+
+
+@pytest.mark.parametrize("total", [7, 8])
+def test_memory_of_sums_is_not_shared_by_results_and_started_calls(
+    total: int, comm: Intracomm, placement: tuple[int, ...]
+) -> None:
+    """The arrays are so large that a rank keeps the memory of its replicas' sums for the next call."""
+    shapes = [(90_000,), (3, 30_000), (80_000,), (70_000,)]
+
+    def step() -> Any:
+        own = get_replica_context()
+        time.sleep(0.02 * comm.rank)  # a rank opens its second call while its first one waits for the others
+        values = [numbers(own.replica_id_in_sync_group, at, shape, "f4") for at, shape in enumerate(shapes)]
+        started = [own.start_all_reduce("sum", value) for value in values[:2]]
+        results = [own.all_reduce("sum", value) for value in values[2:]]
+        return [pending.wait() for pending in started] + results
+
+    with MultiWorkerMirroredStrategy(replicas=total) as strategy:
+        results = strategy.experimental_local_results(strategy.run(step))[0]
+        for at, shape in enumerate(shapes):
+            expected = simulate("sum", [numbers(replica, at, shape, "f4") for replica in range(total)])
+            assert np.asarray(results[at]).tobytes() == expected.tobytes(), shape
 
 
 @st.composite

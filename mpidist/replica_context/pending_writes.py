@@ -1,0 +1,111 @@
+"""What replicas of one rank write by themselves to arrays that they share: kept once all of them wrote the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+__all__ = ["PendingWrites"]
+
+
+@final
+class PendingWrites:
+    """The writes of this rank's replicas to shared arrays since they last met in a call.
+
+    A replica writes to an array of its own, which the other replicas do not see. Replicas that wrote the same share one
+    array, so these arrays take the memory of one copy, and of one more while a replica writes.
+
+    Args:
+        replica_ids: The ids of the replicas of this rank.
+    """
+
+    def __init__(self, replica_ids: Sequence[int]) -> None:
+        self._ids = replica_ids
+        self._written: dict[int, _WrittenArray] = {}  # by the id of the shared array
+
+    def read(self, replica_id: int, shared: Any) -> Any:
+        """Return a shared array as a replica sees it: with what the replica wrote. Local."""
+        written = self._written.get(id(shared))
+        return shared if written is None else written.seen_by(replica_id)
+
+    def change(self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None]) -> None:
+        """Change a shared array as one replica sees it. Local.
+
+        Args:
+            replica_id: The replica.
+            name: The name of the variable, for errors.
+            shared: The shared array.
+            change: Writes the array that it is called with.
+        """
+        written = self._written.get(id(shared)) or _WrittenArray(name, shared)
+        written.change(replica_id, change)
+        self._written[id(shared)] = written
+
+    def settle(self) -> Exception | None:
+        """Write the shared arrays, if all replicas wrote the same, and forget what was written. Local.
+
+        Returns:
+            What is wrong: a `ValueError` if replicas wrote different bits, and then nothing is written. It is not
+            raised, as the other ranks must learn of it.
+        """
+        if not self._written:
+            return None
+        written, self._written = list(self._written.values()), {}
+        try:
+            for one in written:
+                one.require_equal(self._ids)
+            for one in written:
+                one.keep()
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            return problem
+        return None
+
+
+@final
+class _WrittenArray:
+    """A shared array, and what replicas wrote to it."""
+
+    def __init__(self, name: str, shared: Any) -> None:
+        self._name, self._shared = name, shared
+        self._first_writer = -1
+        self._copies: dict[int, Any] = {}  # by replica; equal ones are one array, which the first writer made
+
+    def seen_by(self, replica_id: int) -> Any:
+        return self._copies.get(replica_id, self._shared)
+
+    def change(self, replica_id: int, change: Callable[[Any], None]) -> None:
+        if not self._copies:
+            self._first_writer = replica_id
+        is_first, first = replica_id == self._first_writer, self._copies.get(self._first_writer)
+        own = self._copies.get(replica_id)
+        if own is None or (own is first and not is_first):
+            own = self.seen_by(replica_id).copy()
+        change(own)
+        self._copies[replica_id] = own if is_first or not _same_bits(own, first) else first
+
+    def require_equal(self, replica_ids: Sequence[int]) -> None:
+        first = self._copies[self._first_writer]
+        for replica_id in replica_ids:
+            copy = self.seen_by(replica_id)
+            if copy is first or _same_bits(copy, first):
+                continue
+            did = "another value" if replica_id in self._copies else "nothing"
+            raise ValueError(
+                f"copies would differ: replica {self._first_writer} assigned a value to variable {self._name!r}, and "
+                f"replica {replica_id} {did}, and the replicas of a rank share one copy. With aggregation NONE, assign "
+                "what is the same on all replicas, such as what all_reduce returns; or make the variable with "
+                "aggregation SUM, MEAN or ONLY_FIRST_REPLICA, or with synchronization ON_READ"
+            )
+
+    def keep(self) -> None:
+        self._shared[...] = self._copies[self._first_writer]
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if one.dtype.char in "gG":  # of 16 bytes, 6 are padding
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    size = min(one.dtype.itemsize, 8)
+    words = np.dtype(f"u{size}") if one.dtype.itemsize % size == 0 and size in (1, 2, 4, 8) else np.dtype(np.uint8)
+    return bool((one.reshape(-1).view(words) == other.reshape(-1).view(words)).all())

@@ -1,0 +1,188 @@
+"""A variable whose copies are kept equal: what replicas assign is aggregated before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from mpidist import context_stack
+from mpidist.options import ReduceOp
+from mpidist.values import Contributions, require_contributions
+from mpidist.variables.assigning import store
+from mpidist.variables.casting import is_python_number
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, change_rows, checked_rows
+from mpidist.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpidist.transport import SyncGroup
+
+__all__ = ["MirroredVariable"]
+
+
+@final
+class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRITE):
+    """A variable whose copies are kept equal: every rank writes the aggregate of what the replicas assign.
+
+    The replicas of one rank share the rank's copy. What one of them assigns with aggregation NONE waits in the
+    `PendingWrites` of the run, until all of them have assigned the same.
+    """
+
+    _is_trainable_by_default = True
+
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Return True for the ranks of its strategy, in cross-replica context."""
+        entry = context_stack.innermost()
+        return group is self._strategy.extended.group and (entry is None or entry.replica_context is None)
+
+    def _place(self, value: Any) -> Any:
+        self._placement = self._strategy.extended.variable_placement.for_value(value)
+        return self._placement.store(value)
+
+    def _here(self) -> Any:
+        context = self._sharing_context()
+        if context is None:
+            return self._value
+        return context.joint_calls.pending.read(context.replica_id_in_sync_group, self._value)
+
+    def _read_view(self) -> Any:
+        return self._local_view if self._replicas is None else self.local_value()
+
+    def _sharing_context(self) -> context_stack.CurrentReplica | None:
+        """Return the current replica's context in `run`, if the replica shares the rank's copy with others."""
+        if self._replicas is None or self._replicas.num_here == 1:
+            return None
+        entry = context_stack.innermost()
+        return entry.replica_context if entry is not None and entry.strategy is self._strategy else None
+
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if self._aggregation is VariableAggregation.NONE:
+            self._require_own_copy()
+            if self._replicas is None:
+                self._write(value, ufunc)
+            else:
+                self._change_here(partial(store, array=self._cast(value), ufunc=ufunc))
+            return
+        array, error = self._value, None
+        try:
+            array = self._contribution(value)
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = problem
+        if self._replicas is None:
+            self._write_aggregate(array, array, ufunc, error)
+            return
+        how = "" if ufunc is None else f" by {ufunc.__name__}"
+        self._meet(f"assignment to variable {self._name!r}{how}", partial(self._write_together, ufunc), array, error)
+
+    def _write_aggregate(self, values: Any, first: Any, ufunc: np.ufunc | None, error: Exception | None) -> None:
+        """Aggregate what replicas assign, and write it.
+
+        Args:
+            values: What this rank's replicas assign.
+            first: What the first of these assigns.
+            ufunc: As in `_assign_in_replica`.
+            error: What is wrong on this rank.
+        """
+        ops, call = self._strategy.extended.cross_device_ops, f"assignment to variable {self._name!r}"
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            self._write(ops.broadcast(first, "all", call=call, error=error), ufunc)
+        else:
+            self._write(ops.all_reduce(ReduceOp[self._aggregation.name], values, call=call, error=error), ufunc)
+
+    def _write_together(self, ufunc: np.ufunc | None, given: Sequence[Any], error: Exception | None) -> None:
+        self._write_aggregate(Contributions(given), given[0], ufunc, error)
+
+    def _change_here(self, change: Callable[[Any], None]) -> None:
+        """Change the copy as the current replica alone sees it."""
+        context = self._sharing_context()
+        if context is None:
+            change(self._value)
+        else:
+            replica_id = context.replica_id_in_sync_group
+            context.joint_calls.pending.change(replica_id, self._name, self._value, change)
+
+    def _meet(self, call: str, carry_out: Any, argument: Any, error: Exception | None) -> None:
+        """Let the replicas of this rank make a call together: see `JointCalls.write_together`."""
+        context = context_stack.current_replica()
+        assert context is not None
+        context.joint_calls.write_together(call, carry_out, argument, error)
+
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
+
+    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if not self._placement.is_shared:
+            store(self._value, self._cast(value), ufunc)
+            return
+        array, error = self._value, None
+        try:
+            array = self._cast(value)
+        except Exception as problem:  # of any kind: the other ranks must learn of it
+            error = problem
+        self._placement.write(self._name, partial(store, self._value, array, ufunc), error)
+
+    def _require_own_copy(self) -> None:
+        if self._placement.is_shared:
+            what = f"variable {self._name!r} has aggregation NONE and is one for all ranks of a node"
+            raise ValueError(f"{what}: a replica cannot assign to it by itself; choose SUM, MEAN, ...")
+
+    def _contribution(self, value: Any) -> Any:
+        num_replicas = self._strategy.num_replicas_in_sync
+        if self._aggregation is VariableAggregation.SUM and num_replicas > 1:
+            require_contributions(ReduceOp.SUM, [value], self._strategy.extended.group, num_replicas)
+            if is_python_number(value):
+                raise ValueError(
+                    f"a non-DistributedValues value {value!r} cannot be reduced: assigned to variable {self._name!r} "
+                    f"with aggregation SUM, it would count {num_replicas} times. Assign an array that this replica "
+                    "contributes"
+                )
+        array = self._cast(value)
+        return array if array.shape == self.shape else np.broadcast_to(array, self.shape)
+
+    def _scatter(self, call: str, delta: Any) -> None:
+        entry = self._current_entry(call)
+        context = None if entry is None else entry.replica_context
+        aggregates = context is not None and self._aggregation is not VariableAggregation.NONE
+        if context is not None and not aggregates:
+            self._require_own_copy()
+        elif aggregates and call not in AGGREGATED_CALLS and not self._takes_first:
+            raise NotImplementedError(
+                f"{call} of variable {self._name!r} has no {self._aggregation} over replicas; choose aggregation "
+                "ONLY_FIRST_REPLICA or NONE, or change the rows outside of strategy.run()"
+            )
+        rows, error = (np.empty(0, np.int64), self._value), None
+        try:
+            rows = checked_rows(delta, self._value, f"variable {self._name!r}")
+        except Exception as problem:
+            error = problem
+        if context is None or not aggregates:
+            if context is None or self._replicas is None or error is not None:
+                self._placement.write(self._name, partial(change_rows, call, self._value, *rows), error)
+            else:
+                self._change_here(partial(change_rows, call, indices=rows[0], values=rows[1]))
+            return
+        if self._takes_first and context.replica_id_in_sync_group != 0:
+            rows = rows[0][:0], rows[1][:0]
+        what = f"{call} of variable {self._name!r}"
+        if self._replicas is None:
+            self._write_rows(call, what, rows, error)
+        else:
+            self._meet(what, partial(self._write_rows_together, call, what), rows, error)
+
+    @property
+    def _takes_first(self) -> bool:
+        return self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+
+    def _write_rows(self, call: str, what: str, rows: Any, error: Exception | None) -> None:
+        """Gather the rows of all replicas, and change these rows of the copy."""
+        extended = self._strategy.extended
+        indices, values = extended.all_gather(what, rows, 0, None, error)
+        if self._aggregation is VariableAggregation.MEAN:
+            values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
+        self._placement.write(self._name, partial(change_rows, call, self._value, indices, values))
+
+    def _write_rows_together(self, call: str, what: str, given: Sequence[Any], error: Exception | None) -> None:
+        self._write_rows(call, what, Contributions(given), error)

@@ -1,0 +1,111 @@
+"""A variable whose copies may differ: it is aggregated when it is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from mpidist import context_stack
+from mpidist.options import ReduceOp
+from mpidist.values import Contributions
+from mpidist.variables.assigning import store
+from mpidist.variables.rules import VariableAggregation, VariableSynchronization
+from mpidist.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpidist.transport import SyncGroup
+
+__all__ = ["SyncOnReadVariable"]
+
+
+@final
+class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_READ):
+    """A variable whose copies may differ. Reading it in cross-replica context aggregates them: a metric, say.
+
+    There is a copy for each replica, also where a rank carries several.
+    """
+
+    _is_trainable_by_default = False
+
+    def is_mirrored_over(self, group: SyncGroup) -> bool:
+        """Return False: copies may differ."""
+        return False
+
+    def _place(self, value: Any) -> Any:
+        num_others = 0 if self._replicas is None else self._replicas.num_here - 1
+        self._copies = (value, *(value.copy() for _ in range(num_others)))
+        return value
+
+    def _here(self) -> Any:
+        entry = context_stack.innermost()
+        if self._replicas is None or entry is None or entry.strategy is not self._strategy:
+            return self._value
+        if entry.replica_context is None:
+            return self._copies[entry.copy_number]
+        return self._copies[self._replicas.ids_here.index(entry.replica_context.replica_id_in_sync_group)]
+
+    def _all_here(self) -> tuple[Any, ...]:
+        return self._copies
+
+    def _read_view(self) -> Any:
+        """Return this replica's copy in `Strategy.run`; elsewhere the aggregate of all copies, which is collective."""
+        entry = context_stack.innermost()
+        if (
+            entry is not None and (entry.replica_context is not None or entry.is_update)
+        ) or self._is_of_default_strategy():
+            return self._local_view if self._replicas is None else self.local_value()
+        ops = self._strategy.extended.cross_device_ops
+        self._require_aggregation("read")
+        call = f"reading of variable {self._name!r}"
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return ops.broadcast(self._value, "all", call=call)
+        contribution = self._value if self._replicas is None else Contributions(self._copies)
+        return ops.all_reduce(ReduceOp[self._aggregation.name], contribution, call=call)
+
+    def _assign_in_replica(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._write(value, ufunc)
+
+    def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
+        store(self._value if self._replicas is None else self._here(), self._cast(value), ufunc)
+
+    def _assign_across_replicas(self, value: Any, ufunc: np.ufunc | None) -> None:
+        if not self._is_of_default_strategy():
+            self._require_aggregation("assigned")
+            if self._aggregation is VariableAggregation.SUM:
+                if ufunc is not None:
+                    raise ValueError(
+                        f"variable {self._name!r} has aggregation SUM: in cross-replica context it can be assigned, "
+                        "and not added to or subtracted from"
+                    )
+                self._store_shares(self._cast(value))
+                return
+        array = self._cast(value)
+        for copy in self._copies:
+            store(copy, array, ufunc)
+
+    def _store_shares(self, total: Any) -> None:
+        """Store each replica's part of a sum: equal parts, of integers with the remainder in replica 0's part."""
+        count = self._strategy.num_replicas_in_sync
+        if total.dtype.kind not in "biu":
+            share = first = total / count
+        else:
+            wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
+            rest = np.fmod(wide, wide.dtype.type(count))
+            share = (wide - rest) // wide.dtype.type(count)
+            first = share + rest
+        for at, copy in enumerate(self._copies):
+            store(copy, first if at == 0 and self._strategy.extended.replicas.has_first else share, None)
+
+    def _scatter(self, call: str, delta: Any) -> None:
+        raise NotImplementedError(
+            f"{call} is not supported by variable {self._name!r}, which is ON_READ: read the variable, change the "
+            "array, and assign the array"
+        )
+
+    def _require_aggregation(self, what: str) -> None:
+        if self._aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {self._name!r} with aggregation NONE cannot be {what} in cross-replica context: could not "
+                "convert NONE to a ReduceOp. Choose SUM, MEAN or ONLY_FIRST_REPLICA, or use local_value()"
+            )

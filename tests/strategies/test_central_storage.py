@@ -1,0 +1,242 @@
+"""CentralStorageStrategy: one copy of each variable in the memory of the node, which all replicas read."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.gpus import down, standin, up
+from support.everywhere import raises_everywhere, same_everywhere
+
+import mpidist
+from mpidist import CollectiveAllReduce, IndexedSlices, PerReplica, Variable
+from mpidist.errors import InvalidArgumentError, TopologyError
+from mpidist.experimental import CentralStorageStrategy
+from mpidist.transport import arrays
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["standin"]  # a fixture, which pytest finds by its name here
+
+CPU = "/cpu:0"
+NUM_DEVICES = {"default": lambda size: None, "P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda size: 8}
+
+every_number = pytest.mark.parametrize("number", NUM_DEVICES)
+only_several = pytest.mark.ranks(min=2)
+
+
+def strategy_of(comm: Intracomm, number: str = "default") -> CentralStorageStrategy:
+    count = NUM_DEVICES[number](comm.size)
+    return CentralStorageStrategy(None if count is None else [CPU] * count, comm=comm)
+
+
+def make(strategy: CentralStorageStrategy, value: Any, **named: Any) -> Variable:
+    with strategy.scope():
+        return Variable(value, **named)
+
+
+def replica_id() -> int:
+    context = mpidist.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+@every_number
+@pytest.mark.core
+def test_replicas_and_devices(comm: Intracomm, number: str) -> None:
+    with strategy_of(comm, number) as strategy:
+        count = NUM_DEVICES[number](comm.size) or comm.size
+        assert strategy.num_replicas_in_sync == count
+        assert len(strategy.extended.worker_devices) == count
+        assert strategy.extended.parameter_devices == ("/rank:0/cpu:0",)
+        assert isinstance(strategy.extended.cross_device_ops, CollectiveAllReduce)
+        assert str(strategy).startswith("<CentralStorageStrategy: ")
+        assert mpidist.experimental.CentralStorageStrategy is CentralStorageStrategy
+
+
+@every_number
+@pytest.mark.core
+@pytest.mark.parametrize("method", ["assign_add", "assign_sub", "assign"])
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
+def test_rules_of_assigning_in_run(comm: Intracomm, number: str, aggregation: str, method: str) -> None:
+    """Of two replicas: 10 and `assign_add(1.)` give SUM 12, MEAN 11, ONLY_FIRST_REPLICA 11, NONE an error."""
+    with strategy_of(comm, number) as strategy:
+        total = strategy.num_replicas_in_sync
+        variable = make(strategy, 10.0, aggregation=aggregation)
+
+        def step() -> Any:
+            return getattr(variable, method)(np.asarray(1.0))
+
+        if aggregation == "NONE" and total > 1:
+            with raises_everywhere(comm, ValueError, "aggregation NONE and is one for all ranks of a node"):
+                strategy.run(step)
+            assert float(variable) == 10
+            return
+        assert strategy.run(step) is variable
+        change = total if aggregation == "SUM" else 1
+        assert float(variable) == {"assign_add": 10 + change, "assign_sub": 10 - change, "assign": change}[method]
+        if aggregation == "SUM" and total > 1:
+            with raises_everywhere(comm, ValueError, r"1\.0 cannot be reduced"):
+                strategy.run(lambda: variable.assign_add(1.0))
+
+
+@every_number
+def test_variables_are_read_without_a_copy_and_written_once(comm: Intracomm, number: str) -> None:
+    with strategy_of(comm, number) as strategy:
+        weights = make(strategy, np.arange(6.0).reshape(2, 3), aggregation="MEAN")
+        view = weights.local_value()
+        seen = strategy.run(lambda: np.shares_memory(weights.local_value(), view))
+        assert list(strategy.experimental_local_results(seen)) == [True] * strategy.extended.replicas.num_here
+        strategy.run(lambda: weights.assign(np.full((2, 3), float(replica_id()))))
+        assert (view == (strategy.num_replicas_in_sync - 1) / 2).all()
+        weights.assign(np.ones((2, 3)))
+        strategy.extended.update(weights, lambda var, by: var.assign_add(by), (1.0,))
+        assert (view == 2).all()
+        weights.assign(7.0 + comm.rank)  # rank 0 writes for the node
+        assert (view == 7).all()
+
+
+@every_number
+def test_program_trains(comm: Intracomm, number: str) -> None:
+    """Gradients that replicas add up, rows of a table, a metric, a Python number where it has a meaning."""
+
+    def step(x: Any) -> Any:
+        weights.assign_sub(0.25 * x * (x @ weights))
+        table.scatter_add(IndexedSlices(np.ones((1, 2)), [replica_id()]))
+        seen.assign_add(len(x))
+        steps.assign_add(1)
+        return weights @ weights
+
+    with strategy_of(comm, number) as strategy:
+        total = strategy.num_replicas_in_sync
+        weights = make(strategy, np.array([1.0, 2.0]), aggregation="MEAN")
+        table = make(strategy, np.zeros((total, 2)), aggregation="SUM")
+        seen = make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
+        steps = make(strategy, 0, aggregation="ONLY_FIRST_REPLICA")
+        xs = strategy.experimental_distribute_values_from_function(
+            lambda c: np.array([1.0, c.replica_id_in_sync_group])
+        )
+        plain = np.array([1.0, 2.0])
+        for _ in range(3):
+            losses = strategy.run(step, (xs,))
+            own = [np.array([1.0, at]) for at in range(total)]
+            plain = plain - np.mean([0.25 * x * (x @ plain) for x in own], axis=0)
+            assert np.allclose(weights.numpy(), plain)
+            assert np.allclose(strategy.experimental_local_results(losses), plain @ plain)
+        assert (table.numpy() == 3).all()
+        assert (int(seen), int(steps)) == (6 * total, 3)
+        assert same_everywhere(comm, weights.numpy())
+
+
+@pytest.mark.ranks(1)
+def test_replica_that_is_alone_has_plain_variables(comm: Intracomm) -> None:
+    with CentralStorageStrategy(comm=comm) as strategy:
+        variable = make(strategy, 10.0)
+        strategy.run(lambda: variable.assign_add(1.0))
+        assert float(variable) == 11
+        assert strategy.extended.parameter_devices == strategy.extended.worker_devices
+
+
+@pytest.mark.parametrize(("compute", "parameter"), [(None, "CPU:0"), (CPU, "/cpu:0"), ([CPU], None)])
+@pytest.mark.ranks(1)
+def test_device_strings(comm: Intracomm, compute: Any, parameter: Any) -> None:
+    with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
+        assert strategy.extended.worker_devices == ("/rank:0/cpu:0",)
+
+
+@pytest.mark.parametrize(
+    ("compute", "parameter", "kind", "text"),
+    [
+        (None, "GPU:0", ValueError, "parameter_device='GPU:0', whose memory not all replicas can read; leave it out"),
+        (None, "the attic", ValueError, "a device is a string such as"),
+        (7, None, TypeError, "devices must be a device string or a sequence"),
+        ([], None, ValueError, "CentralStorageStrategy got 0 devices for . ranks"),
+    ],
+)
+def test_devices_that_are_refused(
+    comm: Intracomm, compute: Any, parameter: Any, kind: type[Exception], text: str
+) -> None:
+    with raises_everywhere(comm, kind, text):
+        CentralStorageStrategy(compute, parameter, comm=comm)
+
+
+@only_several
+def test_ranks_of_several_nodes_are_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(str(rank % 2) for rank in range(comm.size)))
+    with raises_everywhere(comm, TopologyError, "CentralStorageStrategy is for the ranks of one node"):
+        CentralStorageStrategy(comm=comm)
+
+
+@only_several
+def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None:
+    with strategy_of(comm) as strategy:
+        count = make(strategy, np.zeros(2, np.int64), aggregation="SUM")
+        wrong = np.full(2, 0.5) if comm.rank == comm.size - 1 else np.ones(2, np.int64)
+        for assign in (count.assign, lambda x: strategy.run(count.assign, (x,))):
+            with raises_everywhere(comm, InvalidArgumentError, f"rank {comm.size - 1}: .*another kind of number"):
+                assign(wrong)
+        assert count.numpy().tolist() == [0, 0]
+
+
+@every_number
+def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, standin: Any, number: str) -> None:
+    """Unless there is one replica alone. What GPUs assign comes there."""
+    count = NUM_DEVICES[number](comm.size)
+    with CentralStorageStrategy(["GPU:0"] * count if count else "GPU:0", comm=comm) as strategy:
+        total = strategy.num_replicas_in_sync
+        weights = make(strategy, lambda: up(np.array([1.0, 2.0])), aggregation="SUM")
+        assert arrays.is_device(weights.local_value()) == (total == 1)
+        strategy.run(lambda: weights.assign_add(up(np.ones(2))))
+        held = weights.local_value()
+        assert (down(held) if total == 1 else held).tolist() == [1 + total, 2 + total]
+        if total > 1:
+            assert strategy.extended.parameter_devices == ("/rank:0/cpu:0",)
+    if comm.size == 1:
+        with CentralStorageStrategy("GPU:0", "GPU:0", comm=comm) as strategy:
+            assert strategy.extended.parameter_devices == ("/rank:0/gpu:0",)
+
+
+def test_per_replica_value_is_assigned_in_run(comm: Intracomm) -> None:
+    with strategy_of(comm, "2P") as strategy:
+        variable = make(strategy, 0.0, aggregation="SUM")
+        ids = PerReplica(tuple(np.float64(at) for at in strategy.extended.replicas.ids_here))
+        with raises_everywhere(comm, (ValueError, InvalidArgumentError), "reduce the PerReplica first"):
+            variable.assign(ids)
+        strategy.run(variable.assign, (ids,))
+        assert float(variable) == comm.size * (2 * comm.size - 1)
+
+
+def proportional_set_size() -> int:
+    """This process's share of the memory it uses, in bytes: n processes share a page as 1/n each."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no Pss")
+
+
+@only_several
+def test_ranks_hold_one_copy_of_a_model(comm: Intracomm) -> None:
+    """64 MB on four ranks are 64 MB, and 256 MB under another strategy."""
+    nbytes = 64 << 20
+
+    def used(strategy: mpidist.Strategy) -> float:
+        gc.collect()
+        before = comm.allreduce(proportional_set_size())
+        with strategy.scope():
+            weights = Variable(lambda: np.zeros(nbytes // 4, np.float32), aggregation="SUM")
+        strategy.run(lambda: weights.assign_add(np.float32(1)))
+        assert float(weights.local_value().sum(dtype=np.float64)) == nbytes // 4 * comm.size
+        comm.Barrier()
+        after = comm.allreduce(proportional_set_size())
+        comm.Barrier()
+        return (after - before) / nbytes
+
+    with CentralStorageStrategy(comm=comm) as central, mpidist.MirroredStrategy(comm=comm) as mirrored:
+        for strategy in (central, mirrored):  # buffers that stay
+            strategy.reduce("sum", np.ones(nbytes // 4, np.float32))
+        assert 0.9 < used(central) < 1.3
+        assert used(mirrored) > comm.size - 0.3
