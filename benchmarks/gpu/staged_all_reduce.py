@@ -84,12 +84,12 @@ def measure(bench: Bench, report: Report) -> None:
         if ranks.size < 2:
             raise RuntimeError("it takes 2 ranks: mpiexec -n 2")
         os.environ.update(MPIDIST_NCCL="0", MPIDIST_PRETEND_NODES=",".join(str(at) for at in range(ranks.size)))
-        array = bench.up(bench.numbers(bench.nbytes(BYTES) // 4))
         strategies = {}
         for chunk in (0,) if bench.is_tiny else (0, *CHUNKS):
             os.environ["MPIDIST_STAGING_BYTES"] = str(chunk) if chunk else ""
             name = f"chunks of {chunk >> 10} KiB" if chunk else "chunks as it comes"
             strategies[name] = mpidist.MultiWorkerMirroredStrategy()
+        array = bench.up(bench.numbers(bench.nbytes(BYTES) // 4))  # on the device that the strategies chose
         ways = make_ways(bench, ranks, array, strategies)
         for name in (*strategies, "whole message, pageable"):
             check(bench, ranks, array, name, ways[name])

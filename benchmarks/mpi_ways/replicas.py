@@ -137,7 +137,7 @@ def _turns() -> dict[str, Way]:
                 turns.meet("a meeting", lambda given, _: given, None)
 
         def call(_: int) -> Any:
-            turns = Turns(range(count), ["cpu"] * count)
+            turns = Turns(range(count), ["cpu"] * count, lambda: None)
             return turns.run([partial(replica, turns)] * count)
 
         return Way([], call, "")

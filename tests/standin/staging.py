@@ -60,7 +60,7 @@ def add_staging(world: StandIn) -> StagingLog:
 
         if log.has_no_memory:
             raise RuntimeError(NO_MEMORY)
-        allocation = Allocation(nbytes)
+        allocation = Allocation(nbytes, world.device)
         world.allocations[allocation.address] = allocation
         log.num_pinned += 1
         log.pinned_bytes.append(nbytes)
