@@ -239,15 +239,21 @@ def components_of(value: DistributedValues, num_replicas: int) -> tuple[Any, ...
     return values
 
 
-def join_components(nests: Sequence[Any]) -> Any:
+def join_components(nests: Sequence[Any], keeps_alike: bool = False) -> Any:
     """Join what each replica of this rank returned into one nest, whose leaves are `PerReplica` values.
 
     A leaf that is `None` on all replicas, or one variable on all, is itself. Nests of different forms are joined whole.
+
+    Args:
+        nests: What each replica returned.
+        keeps_alike: Whether any leaf that is the same on all replicas is itself, such as a text; but not arrays and
+            numbers: whether these are the same may depend on how many replicas a rank carries.
     """
     flattened = [nest.flatten(value) for value in nests]
     if any(structure != flattened[0][1] for _, structure in flattened):
         return PerReplica(tuple(nests))
-    joined = [_joined(components) for components in zip(*(leaves for leaves, _ in flattened), strict=True)]
+    join = _joined_unless_alike if keeps_alike else _joined
+    joined = [join(components) for components in zip(*(leaves for leaves, _ in flattened), strict=True)]
     return nest.rebuild(nests[0], joined)
 
 
@@ -257,6 +263,14 @@ def _joined(components: tuple[Any, ...]) -> Any:
     if is_shared and all(component is first for component in components):
         return first
     return PerReplica(components)
+
+
+def _joined_unless_alike(components: tuple[Any, ...]) -> Any:
+    first = components[0]
+    is_number = isinstance(first, (int, float, complex)) and not isinstance(first, bool)
+    if isinstance(first, DistributedValues) or is_number or hasattr(first, "shape"):
+        return _joined(components)
+    return first if all(component is first or component == first for component in components) else _joined(components)
 
 
 def local_components(value: Any, at: int = 0, num_replicas: int = 1) -> Any:

@@ -14,14 +14,15 @@ from mpidist.collectives.arguments import (
     agreed_call,
     axis_of,
     native_dtype,
+    replica_components,
     require_values,
 )
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, arrays, value_text
-from mpidist.values import Contributions, DistributedValues, components_of, contributions
+from mpidist.transport import SyncGroup, arrays
+from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]
 
@@ -114,13 +115,8 @@ def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]]
         leaves, structure = nest.flatten(value)
         return [leaves], value, structure
     leaves, structure = nest.flatten(value)
-    for leaf in leaves:
-        if not isinstance(leaf, DistributedValues):
-            raise ValueError(
-                f"cannot gather {value_text(leaf)}, which is this rank's and no replica's; pass a PerReplica, as "
-                "strategy.run() returns, or call all_gather inside of strategy.run()"
-            )
-    parts = [list(part) for part in zip(*(components_of(leaf, replicas.num_here) for leaf in leaves), strict=True)]
+    components = [replica_components("gather", leaf, replicas) for leaf in leaves]
+    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
     return parts, nest.rebuild(value, parts[0]), structure
 
 

@@ -13,14 +13,15 @@ from mpidist.collectives import (
     axes_text,
     axes_tuple,
     native_dtype,
+    replica_components,
     require_values,
     wire_and_result_dtypes,
 )
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import accumulator_dtype, arrays, value_text
-from mpidist.values import DistributedValues, PerReplica, components_of, require_contributions
+from mpidist.transport import accumulator_dtype, arrays
+from mpidist.values import PerReplica, require_contributions
 
 __all__ = ["reduce_along_axis"]
 
@@ -64,7 +65,8 @@ def reduce_along_axis(
         op = ReduceOp.of(reduce_op)
         leaves, _ = nest.flatten(value)
         require_contributions(op, leaves, ops.group, replicas.total)
-        components = [_components(op, leaf, replicas) for leaf in leaves]
+        may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
+        components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
         leaves = [own[0] for own in components]
         require_values(leaves, value)
         partials = [[_reduce_locally(op, one, axes) for one in own] for own in components]
@@ -84,18 +86,6 @@ def reduce_along_axis(
         ]
     restored = [arrays.library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
-
-
-def _components(op: ReduceOp, leaf: Any, replicas: Replicas) -> tuple[Any, ...]:
-    """Return what each replica of this rank contributes."""
-    if isinstance(leaf, DistributedValues):
-        return components_of(leaf, replicas.num_here)
-    if replicas.tree is None or op in (ReduceOp.MIN, ReduceOp.MAX):
-        return (leaf,) * replicas.num_here
-    raise ValueError(
-        f"{op} of {value_text(leaf)}: it is this rank's and no replica's, so its rows would count once for each rank. "
-        "Pass a PerReplica, as strategy.run() returns"
-    )
 
 
 def _joined(components: list[Any], replicas: Replicas) -> Any:

@@ -7,8 +7,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, final
 
-import numpy as np
-
 from mpidist import context_stack, nest
 from mpidist.collectives import PendingResult, axis_of
 from mpidist.context_stack import CurrentStrategy
@@ -19,11 +17,9 @@ from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
-from mpidist.values import Contributions, DistributedValues, PerReplica, contributions, local_components
+from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
 __all__ = ["JointCalls", "SharedResult"]
-
-_NOT_COPIED = (np.ndarray, np.generic, DistributedValues)  # which replicas may share
 
 WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
@@ -147,38 +143,27 @@ class JointCalls:
                         f"replica {replica_id} passes {len(one)} arguments and the names {sorted(other)}, and replica "
                         f"{self._replicas.ids_here[0]} {len(positional[0])} and {sorted(named[0])}"
                     )
-            args = [_merged(components) for components in zip(*positional, strict=True)]
-            kwargs = {key: _merged([one[key] for one in named]) for key in named[0]}
+            args = [join_components(components, keeps_alike=True) for components in zip(*positional, strict=True)]
+            kwargs = {key: join_components([one[key] for one in named], keeps_alike=True) for key in named[0]}
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
         result = context_stack.call(entry, merge_fn, self._strategy, *args, **kwargs)
         num_here = self._replicas.num_here
-        whole = nest.map_structure(_read_only_view, result)
+        whole = nest.map_structure(arrays.read_only_view, result)
         return [self._own(local_components(whole, at, num_here), at) for at in range(num_here)]
 
     def _common(self, given: Sequence[_Reduction]) -> tuple[_Reduction, Exception | None]:
         """Join the arguments of the replicas to those of the rank, with what is wrong with them."""
-        first, error = given[0], None
-        ids = self._replicas.ids_here
-        for replica_id, other in zip(ids, given, strict=False):
-            for what, mine, theirs in (
-                ("reduce_op", _op_of(other.op), _op_of(first.op)),
-                ("options", other.options, first.options),
-                ("out", other.out is not None, first.out is not None),
-            ):
-                if mine != theirs:
-                    mine, theirs = (
-                        ("some" if mine else "none", "some" if theirs else "none")
-                        if what == "out"
-                        else (str(mine), str(theirs))
-                    )
-                    error = InvalidArgumentError(
-                        f"replica {replica_id} passes {what} {mine}, and replica {ids[0]} {theirs}"
-                    )
-        outs = None if first.out is None or error is not None else Contributions([one.out for one in given])
-        return _Reduction(first.op, Contributions([one.value for one in given]), first.options, outs), error
+        ids, error = self._replicas.ids_here, None
+        first, *_ = passed = [_passed(one) for one in given]
+        for replica_id, other in zip(ids, passed, strict=False):
+            for what in (name for name in first if other[name] != first[name]):
+                text = f"replica {replica_id} passes {what} {other[what]}, and replica {ids[0]} {first[what]}"
+                error = InvalidArgumentError(text)
+        outs = None if given[0].out is None or error is not None else Contributions([one.out for one in given])
+        return given[0]._replace(value=Contributions([one.value for one in given]), out=outs), error
 
     def _share(self, result: Any, outs: Contributions | None) -> list[Any]:
         """Return the result for each replica of the rank: in the outs of each, or one that all share.
@@ -186,7 +171,10 @@ class JointCalls:
         All outs are written here, before a replica goes on, and may change its own.
         """
         if outs is None:
-            return [self._own(nest.map_structure(_read_only, result), at) for at in range(self._replicas.num_here)]
+            return [
+                self._own(nest.map_structure(arrays.make_read_only, result), at)
+                for at in range(self._replicas.num_here)
+            ]
         if self.turns.has_several_gpus:
             arrays.wait_for_stream()
         first, *others = (nest.flatten(out)[0] for out in outs.nests)
@@ -199,12 +187,13 @@ class JointCalls:
         return list(outs.nests)
 
     def _own(self, result: Any, at: int) -> Any:
-        """Copy for a replica what all replicas would share and could write: arrays that are not NumPy's."""
+        """Copy for a replica what all replicas would share, and could write."""
         leaves, _ = nest.flatten(result)
-        if at == 0 or all(isinstance(leaf, _NOT_COPIED) or not hasattr(leaf, "shape") for leaf in leaves):
+        shared = [not isinstance(leaf, DistributedValues) and arrays.stays_writable(leaf) for leaf in leaves]
+        if at == 0 or not any(shared):
             return result
         self.turns.use_device(at)
-        copies = [_copied(leaf) for leaf in leaves]
+        copies = [arrays.copied(leaf) if is_shared else leaf for leaf, is_shared in zip(leaves, shared, strict=True)]
         self.turns.use_device(0)
         return nest.rebuild(result, copies)
 
@@ -246,57 +235,15 @@ class SharedResult:
         return self._shared.wait(self._at)
 
 
-def _read_only(leaf: Any) -> Any:
-    """Let no replica write an array of a result, which all replicas of the rank share."""
-    if isinstance(leaf, np.ndarray):
-        leaf.setflags(write=False)
-    return leaf
-
-
-def _read_only_view(leaf: Any) -> Any:
-    """View an array that is the program's own, so that no replica writes it through the view."""
-    return _read_only(leaf.view()) if isinstance(leaf, np.ndarray) else leaf
-
-
-def _copied(leaf: Any) -> Any:
-    """Copy an array of another library than NumPy to the current device."""
-    if isinstance(leaf, _NOT_COPIED) or not hasattr(leaf, "shape"):
-        return leaf
-    library = arrays.library_of(leaf)
-    return library.from_native(library.to_native(leaf).copy(), leaf)
-
-
-def _op_of(op: Any) -> Any:
-    """Return a reduction by its value, whichever way it was written; what is none, as it is."""
-    with suppress(ValueError, TypeError):
-        return ReduceOp.of(op)
-    return op
+def _passed(given: _Reduction) -> dict[str, str]:
+    """Describe what all replicas of a rank must pass alike."""
+    op = given.op
+    with suppress(ValueError, TypeError):  # of what is no operation: the call refuses it
+        op = ReduceOp.of(op)
+    return {"reduce_op": str(op), "options": str(given.options), "out": "none" if given.out is None else "some"}
 
 
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
     """Copy a replica's part of an array along an axis."""
     bounds = shard_bounds(array.shape[axis], num_replicas)
     return array.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
-
-
-def _merged(components: Sequence[Any]) -> Any:
-    """Join one argument of all replicas to what `merge_call` passes on."""
-    leaves = [nest.flatten(component) for component in components]
-    if any(structure != leaves[0][1] for _, structure in leaves):
-        return PerReplica(tuple(components))
-    joined = [_merged_leaf(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
-    return nest.rebuild(components[0], joined)
-
-
-def _merged_leaf(parts: tuple[Any, ...]) -> Any:
-    """Keep what is the same on all replicas, such as a variable or a text; but not arrays and numbers.
-
-    Whether these are the same may depend on how many replicas a rank carries.
-    """
-    first = parts[0]
-    if isinstance(first, DistributedValues):
-        return first if all(part is first for part in parts) else PerReplica(parts)
-    is_number = isinstance(first, (int, float, complex)) and not isinstance(first, bool)
-    if not (is_number or hasattr(first, "shape")) and all(part is first or part == first for part in parts):
-        return first
-    return PerReplica(parts)

@@ -24,15 +24,19 @@ __all__ = [
     "NumPyArrays",
     "NumPyScalars",
     "PythonNumbers",
+    "copied",
     "empty",
     "is_aligned",
     "is_device",
     "library_of",
+    "make_read_only",
     "memory_bounds",
     "num_visible_gpus",
     "on_current_device",
+    "read_only_view",
     "require_not_capturing",
     "share_memory",
+    "stays_writable",
     "to_device",
     "to_host",
     "use_gpu",
@@ -235,6 +239,30 @@ def on_current_device(value: Any) -> Any:
     if not hasattr(value, "__cuda_array_interface__") or not isinstance(value, _cupy().ndarray):
         return value
     return _cupy().asarray(value)
+
+
+def make_read_only(value: Any) -> Any:
+    """Mark an array of NumPy as read-only, and return it; any other value unchanged: see `stays_writable`."""
+    if isinstance(value, np.ndarray):
+        value.setflags(write=False)
+    return value
+
+
+def read_only_view(value: Any) -> Any:
+    """Return a read-only view of an array of NumPy; any other value unchanged."""
+    return make_read_only(value.view()) if isinstance(value, np.ndarray) else value
+
+
+def stays_writable(value: Any) -> bool:
+    """Whether a value is an array that cannot be made read-only: those of other libraries than NumPy."""
+    is_of_numpy = isinstance(value, (np.ndarray, np.generic))
+    return not is_of_numpy and (hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__"))
+
+
+def copied(value: Any) -> Any:
+    """Copy an array of any library, one of CuPy to the current device."""
+    library = library_of(value)
+    return library.from_native(library.to_native(value).copy(), value)
 
 
 def wait_for_stream() -> None:

@@ -9,6 +9,7 @@ from mpidist.collectives.arguments.destinations import (
     flatten_contributions,
     ranks_of,
     rebuild_results,
+    replica_components,
     send_to,
 )
 from mpidist.collectives.arguments.operands import (
@@ -60,6 +61,7 @@ __all__ = [
     "native_outs",
     "ranks_of",
     "rebuild_results",
+    "replica_components",
     "require_usable",
     "require_values",
     "result_arrays",

@@ -32,6 +32,7 @@ __all__ = [
     "MirroredLeaves",
     "ValueWithDestinations",
     "rebuild_results",
+    "replica_components",
     "ranks_of",
     "send_to",
     "flatten_contributions",
@@ -158,22 +159,33 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
     if replicas.tree is None:
         require_values(leaves, value)
         return FlatContributions(leaves, structure, mirrored)
-    parts = [list(part) for part in zip(*(_components(op, leaf, replicas) for leaf in leaves), strict=True)]
+    may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
+    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
+    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
     for part in parts:
         require_values(part, part)
-    parts = parts or [[] for _ in replicas.ids_here]
     return FlatContributions(parts[0], structure, mirrored, parts[1:])
 
 
-def _components(op: ReduceOp, leaf: Any, replicas: Replicas) -> tuple[Any, ...]:
-    """Return what each replica of this rank contributes."""
+def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
+    """Return what each replica of this rank contributes to a call.
+
+    Args:
+        call: The name of the call, for errors.
+        leaf: A leaf of what the call was given.
+        replicas: Which replicas this rank carries.
+        may_repeat: Whether it makes no difference how often a value counts, as in a minimum.
+
+    Raises:
+        ValueError: If the number of replicas was chosen, and `leaf` belongs to no replica.
+    """
     if isinstance(leaf, DistributedValues):
         return components_of(leaf, replicas.num_here)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
+    if may_repeat or replicas.tree is None:
         return (leaf,) * replicas.num_here
     raise ValueError(
-        f"{op} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass a "
-        "PerReplica, as strategy.run() returns, or call all_reduce inside of strategy.run()"
+        f"{call} of {value_text(leaf)}: it is this rank's and no replica's, so it would count once for each rank. Pass "
+        "a PerReplica, as strategy.run() returns, or make the call inside of strategy.run()"
     )
 
 
