@@ -114,9 +114,10 @@ class CallWatchdog(Awaited):
     ) -> Stragglers:
         is_agreed = self.recorder.is_agreed
         late = {rank: status for rank, status in statuses.items() if self.is_late(status)}
-        if is_agreed and not late:  # who joined the call, and does not check it since, is late
-            late = {rank: status for rank, status in statuses.items() if status.is_waiting_in(self.sequence)}
         unheard = [rank for rank in self.ranks if rank not in seen]
+        # Who joined the call, and has not found since that all did, is late; but not where that word may be lost.
+        if is_agreed and not late and not unheard:
+            late = {rank: status for rank, status in statuses.items() if status.is_waiting_in(self.sequence)}
         if is_agreed:
             return Stragglers(late, unheard, hostnames, ("does not get on", "do not get on"))
         advice = "Every rank must make the same calls in the same order"

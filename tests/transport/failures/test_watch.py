@@ -216,6 +216,25 @@ def test_who_gives_up_on_the_next_call_does_not_fail_this_one(comm: Intracomm) -
 
 
 @several
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_ranks_that_wait_too_are_late_only_where_all_are_heard(comm: Intracomm, is_heard: bool) -> None:
+    """A rank that has not found that all joined may wait for that word from a host that is silent."""
+    own, last = comm.Dup(), comm.size - 1
+    board = StatusBoard(comm, range(comm.size))
+    watch = CallWatchdog(own, board, ("here",) * comm.size)
+    watch.begin(1, "reduce", "", None)
+    if comm.rank == 0:
+        watch.recorder.agree()
+    comm.Barrier()
+    if comm.rank == 0:
+        near = range(comm.size if is_heard else last)
+        statuses = {rank: status for rank, status in board.statuses().items() if rank in near}
+        late = watch.stragglers(statuses, near, ("here",) * comm.size)
+        assert late.ranks == (list(range(1, comm.size)) if is_heard else [last])
+    comm.Barrier()
+
+
+@several
 def test_a_reset_with_calls_under_way_is_told(comm: Intracomm) -> None:
     """Others may wait for this rank's part of a call that was started."""
     strategy = Strategy(comm=comm)
