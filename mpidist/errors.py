@@ -31,6 +31,10 @@ class DeadlineExceededError(TimeoutError):
     """Not all ranks joined a collective call, or the call did not complete, within its `timeout_seconds`."""
 
 
+class DataLossError(OSError):
+    """A file of a checkpoint is missing or damaged, or of another program."""
+
+
 class OutOfRangeError(IndexError):
     """`get_next()` was called at the end of a data set, where a `for` loop just ends."""
 
