@@ -8,6 +8,7 @@ that, so `except OSError` around a collective call catches them, too.
 from __future__ import annotations
 
 __all__ = [
+    "DataLossError",
     "DeadlineExceededError",
     "InvalidArgumentError",
     "OutOfRangeError",

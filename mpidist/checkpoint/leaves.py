@@ -83,7 +83,7 @@ class Leaf(ABC):
 
 
 @final
-class MirroredLeaf(Leaf):
+class _MirroredLeaf(Leaf):
     """A variable whose copies are equal, or which lives on servers, or belongs to this rank alone."""
 
     def __init__(self, name: str, variable: Variable | ServerVariable | ShardedVariable, owner: Owner) -> None:
@@ -101,7 +101,7 @@ class MirroredLeaf(Leaf):
 
 
 @final
-class ReplicaLeaf(Leaf):
+class _ReplicaLeaf(Leaf):
     """A variable whose copies may differ."""
 
     owner = Owner.REPLICA
@@ -136,7 +136,7 @@ class ReplicaLeaf(Leaf):
 
 
 @final
-class ArrayLeaf(Leaf):
+class _ArrayLeaf(Leaf):
     """An array of any library, or a number of NumPy: written in place where the library lets it be."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -161,7 +161,7 @@ class ArrayLeaf(Leaf):
 
 
 @final
-class PlainLeaf(Leaf):
+class _PlainLeaf(Leaf):
     """A Python number, a text, or `None`."""
 
     def __init__(self, name: str, value: Any) -> None:
@@ -176,7 +176,7 @@ class PlainLeaf(Leaf):
 
 
 @final
-class GeneratorLeaf(Leaf):
+class _GeneratorLeaf(Leaf):
     """A random number generator of NumPy."""
 
     def __init__(self, name: str, generator: np.random.Generator) -> None:
@@ -206,11 +206,11 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
     if isinstance(value, (Variable, *_OF_SERVERS)):
         return _leaf_of_variable(name, value, strategy)
     if isinstance(value, np.random.Generator):
-        return GeneratorLeaf(name, value)
+        return _GeneratorLeaf(name, value)
     if isinstance(value, _JSON):
-        return PlainLeaf(name, value)
+        return _PlainLeaf(name, value)
     try:
-        return ArrayLeaf(name, value)
+        return _ArrayLeaf(name, value)
     except TypeError as error:
         raise TypeError(
             f"{name}: a checkpoint holds variables, arrays, numbers, texts and random number generators of NumPy, in "
@@ -222,11 +222,11 @@ def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
     own = variable.strategy
     if own is not strategy:
         if own.extended.topology.size == 1 and own.extended.service is None:
-            return MirroredLeaf(name, variable, Owner.RANK)
+            return _MirroredLeaf(name, variable, Owner.RANK)
         raise ValueError(f"{name} is a variable of {own}, and the checkpoint is of {strategy}")
     if isinstance(variable, SyncOnReadVariable):
-        return ReplicaLeaf(name, variable, strategy)
-    return MirroredLeaf(name, variable, Owner.ALL)
+        return _ReplicaLeaf(name, variable, strategy)
+    return _MirroredLeaf(name, variable, Owner.ALL)
 
 
 def form_of(value: Any) -> str:
