@@ -151,6 +151,13 @@ class Role(Service):
             raise RuntimeError("serve() on a worker: it is for parameter servers; write `if strategy.is_ps:` before it")
         self.server.serve()
 
+    def meet_peers(self, call: str, error: Exception | None = None) -> None:
+        """See `Service`. On workers."""
+        if self.servers is None:
+            raise RuntimeError(f"{call} on a parameter server: it is for workers; a server calls serve()")
+        self.servers.flush()
+        self.servers.meet(call, {}, error)
+
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         if self.servers is not None:
