@@ -23,7 +23,7 @@ logger = logging.getLogger("mpidist.checkpoint")
 
 @final
 class CheckpointManager:
-    """Keeps the last checkpoints in a folder.
+    """Keeps the last checkpoints in a folder. A program that goes on where it was::
 
         manager = mpidist.checkpoint.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
         manager.restore_or_initialize()
