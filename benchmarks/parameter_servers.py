@@ -94,7 +94,7 @@ class _Cluster:
             library = next(peer for peer in PEERS if peer.name == (given.mpi if kind != "tensorflow" else kind))
             arguments = str(workers), str(servers)
             peer = Peer(
-                kind, kind, _KINDS[kind], library.folder, library.by_mpiexec, library.stops,
+                kind, kind, _KINDS[kind], library.folder, library.by_mpiexec,
                 program="servers.rank", arguments=arguments,
             )  # fmt: skip
             # Not resolved: the Python of a virtual environment is a link.

@@ -108,7 +108,7 @@ def plot(curves: dict[str, list[tuple[float, int, float]]], title: str, path: Pa
         seconds, steps, errors = zip(*curve, strict=True)
         over_time.plot(seconds, errors, marker=".", label=name)
         over_steps.plot(steps, errors, marker=".", label=name)
-    over_time.set(xlabel="seconds", ylabel="error of hidden pixels (RMSE)", yscale="log")
+    over_time.set(xlabel="seconds", ylabel="error of hidden pixels (RMSE)")
     over_steps.set(xlabel="steps of all workers")
     for axes in (over_time, over_steps):
         axes.grid(alpha=0.3)
