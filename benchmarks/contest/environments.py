@@ -31,6 +31,8 @@ class Peer:
         stops: Whether its ranks may be stopped with SIGSTOP between turns; else they wait for a pipe.
         copies: How many times the bytes of a work a rank holds, about.
         source: The folder that `mpidist` is imported from.
+        program: The module that a rank runs.
+        arguments: What the module gets behind the kind and the folder.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Peer:
     stops: bool = True
     copies: float = 2.0
     source: Path = ROOT
+    program: str = "ranks.rank"
+    arguments: tuple[str, ...] = ()
 
 
 MEMORY: Final = Peer("memory", "memory", ("numpy",), "", by_mpiexec=False)
@@ -84,7 +88,7 @@ def _mpiexec(python: Path) -> str | None:
 
 def commands(peer: Peer, python: Path, ranks: int, folder: Path, hosts: Hosts | None) -> list[list[str]]:
     """List the commands that start all ranks of a group, on this machine or over hosts."""
-    program = [str(python), "-m", "ranks.rank", peer.kind, str(folder)]
+    program = [str(python), "-m", peer.program, peer.kind, str(folder), *peer.arguments]
     if not peer.by_mpiexec:
         each = [[*program, str(rank), str(ranks)] for rank in range(ranks)]
         places = [name for name in hosts.names for _ in range(hosts.slots)] if hosts else []

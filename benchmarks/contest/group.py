@@ -55,6 +55,7 @@ class Group:
         self._server.bind(str(self._folder / "socket"))
         self._server.listen(ranks)
         self._streams: list[TextIO] = []
+        self._unasked: list[TextIO] = []
         self.pids: list[int] = []
         write_ports(self._folder, ranks)
         with (self._folder / "log").open("w") as log:
@@ -90,9 +91,11 @@ class Group:
                 # As this process numbers it: a rank of a host has another number there.
                 seen = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 self.pids.append(struct.unpack("3i", seen)[0])
-        for hello in self._answers():
-            if hello["rank"] == 0:
-                self.versions = hello["versions"]
+        hellos = self._answers()
+        self.versions = next(hello["versions"] for hello in hellos if hello["rank"] == 0)
+        # A parameter server serves its workers, and nobody else.
+        self._unasked = [stream for stream, hello in zip(self._streams, hellos, strict=True) if hello.get("serves")]
+        self._streams = [stream for stream in self._streams if stream not in self._unasked]
         self._signal(signal.SIGSTOP)
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ class Group:
     def close(self) -> None:
         """Wake all ranks and let them go; kill those that do not."""
         self._signal(signal.SIGCONT)
-        for stream in self._streams:
+        for stream in (*self._streams, *self._unasked):
             with contextlib.suppress(OSError):
                 stream.close()
         self._server.close()

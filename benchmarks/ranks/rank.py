@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ranks.way import Library, Way
 
-__all__ = ["Rank"]
+__all__ = ["Rank", "connect", "die_with_parent", "obey"]
 
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LIBRARIES = {
@@ -142,24 +142,37 @@ def _sent() -> list[int]:
     return []
 
 
-def main() -> None:
-    """Start the library and serve."""
-    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)  # a stopped rank would stay for ever
-    kind, folder, *place = sys.argv[1:]
-    module = importlib.import_module(f"ranks.over_{kind}")
-    arguments = (Path(folder), *map(int, place)) if kind in _WITHOUT_MPI else ()
-    library: Library = getattr(module, _LIBRARIES[kind])(*arguments)
-    rank = Rank(library, Meeting(Path(folder, "counters"), library.rank, library.size).wait)
+def die_with_parent() -> None:
+    """Let this process end with the one that has started it: a stopped rank would stay for ever."""
+    ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
+
+
+def connect(folder: str) -> Any:
+    """Open the way to the program that measures."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"{folder}/socket")
-    stream = connection.makefile("rw")
-    answer: dict[str, Any] = {"rank": library.rank, "versions": library.versions}
+    return connection.makefile("rw")
+
+
+def obey(stream: Any, rank: Rank, answer: dict[str, Any]) -> None:
+    """Say hello, and do what the program that measures asks for, until it has gone."""
     while True:
         print(json.dumps(answer), file=stream, flush=True)
         line = stream.readline()  # asleep until its turn
         if not line:
             break
         answer = rank.answer(json.loads(line))
+
+
+def main() -> None:
+    """Start the library and serve."""
+    die_with_parent()
+    kind, folder, *place = sys.argv[1:]
+    module = importlib.import_module(f"ranks.over_{kind}")
+    arguments = (Path(folder), *map(int, place)) if kind in _WITHOUT_MPI else ()
+    library: Library = getattr(module, _LIBRARIES[kind])(*arguments)
+    rank = Rank(library, Meeting(Path(folder, "counters"), library.rank, library.size).wait)
+    obey(connect(folder), rank, {"rank": library.rank, "versions": library.versions})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from contest.tables import lines_of, row_of  # noqa: E402
 from ranks import work  # noqa: E402
 from ranks.meeting import Meeting  # noqa: E402
 from ranks.way import Way, check, runs  # noqa: E402
+from servers import tables  # noqa: E402
+from servers.contestant import Contestant, place_parts  # noqa: E402
 
 pytestmark = pytest.mark.no_mpi
 
@@ -243,3 +245,72 @@ def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["peer"] for row in rows_in(tmp_path / "all_reduce-2-ranks.csv")} == {"job"}
+
+
+SERVERS = "servers", "--quick", "--kinds", "mpidist,messages,window"
+
+
+def test_parameter_servers_are_measured_and_clusters_added(tmp_path: Path) -> None:
+    said = measured(tmp_path, *SERVERS, "--rounds", "2", "--works", "4,64K,20x1K", "--workers", "2")
+    measured(tmp_path, *SERVERS, "--works", "4", "--workers", "1", "--add")
+    rows = rows_in(tmp_path / "parameter-servers-mpich.csv")
+    found = [(row["work"], row["kind"], row["way"]) for row in rows if row["workers"] == "2"]
+    ways = [("push", 3), ("pull", 3), ("push, pull", 3), ("two copies", 1)]
+    assert len(found) == len(set(found)) == 3 * sum(number for _, number in ways)
+    assert {row["work"] for row in rows if row["workers"] == "1"} == {"4"}
+    assert "requests a second (2, 1)" in said
+    assert os.uname().nodename not in str(rows)
+
+
+def test_parameter_servers_that_are_missing_are_named_and_left_out(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS), *SERVERS[:2], "--kinds", "tensorflow", "--env"]
+    command += [f"tensorflow={tmp_path / 'python'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=clean_environment())
+    assert done.returncode == 0
+    assert "tensorflow: left out: no environment" in done.stdout
+
+
+def of_servers(kind: str, way: str, seconds: list[float], name: str = "resnet50") -> Timing:
+    one = work.Work("list", name, ((1 << 20,), (3,)), benchmark="servers")
+    return Timing(one, kind, way, "", 9.0, np.array(seconds), 1)
+
+
+def test_servers_are_held_against_each_other_and_against_what_is_wanted() -> None:
+    both, copies = "push, pull", of_servers("messages", "two copies", [1.0, 2.0])
+    timings = [of_servers("mpidist", both, [2.0, 2.0]), of_servers("tensorflow", both, [8.0, 16.0]), copies]
+    rows = tables.rows_of(timings)
+    ratios = [rows[0][name] for name in ("by_tensorflow", "by_tensorflow_low", "by_copies")]
+    assert ratios == ["6.000", "4.000", "0.750"]
+    assert "by_mpidist" not in rows[1]
+    assert [text.strip() for text in tables.lines_of(rows)[3].split("|")[-3:]] == ["6.00", "", "0.75"]
+    one, two = ([{**row, "workers": str(number), "servers": "1"} for row in rows] for number in (1, 2))
+    said = "\n".join(tables.targets_of([*one, *two]))
+    assert "TensorFlow / ours at least 5: 6.00 (1, 1)" in said
+    assert "two copies / ours at least 0.6: 0.75 (2, 1)" in said
+    assert "at least 1.6 times as much as one worker: 2.00 (2, 1)" in said
+    assert "| 2 | 1 | push, pull | 2 s | 12 s |  | 6.00 |  | 0.75 |" in tables.pages_of([*one, *two])
+
+
+def test_parts_of_a_work_hold_all_its_numbers() -> None:
+    large = work.Work("size", "64M", ((16 << 20,),))
+    assert place_parts(large, 2) == [[8 << 20], [8 << 20]]
+    assert place_parts(work.Work("list", "x", ((30000,), (7, 2), (5,), (1,))), 2) == [[30000, 5], [15]]
+    assert place_parts(work.Work("size", "4", ((1,),)), 2) == [[1], []]
+
+
+class Forgetful(Contestant):
+    """Servers that lose a number of the second push."""
+
+    def begin(self, work: work.Work) -> Any:
+        array, pushes = np.zeros(work.nbytes // 4), [0]
+
+        def push() -> None:
+            pushes[0] += 1
+            array[pushes[0] - 1 :] += 1
+
+        return push, lambda: [array]
+
+
+def test_servers_that_lose_a_push_are_noticed() -> None:
+    with pytest.raises(ArithmeticError, match=r"2 was expected everywhere, and 1.0 to 2.0 came back"):
+        Forgetful(0, 1, 1).ways(work.Work("size", "16", ((4,),)))

@@ -36,11 +36,11 @@ NOT_RUN = {
     "measures the machine": 1,
     "needs a GPU": 2,
     "needs a running job": 3,
-    "needs Slurm": 2,
+    "needs Slurm": 3,
     "needs TensorFlow": 1,
     "needs torch": 4,
     "prints bits of one machine": 1,
-    "takes minutes": 11,
+    "takes minutes": 12,
 }
 
 

@@ -1,0 +1,85 @@
+"""The example with parameter servers: each of its ways learns, on any number of ranks; wrong numbers are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from jobs.faults import environment
+from mpi_session.launch import Launcher
+
+import mpidist
+
+pytestmark = pytest.mark.no_mpi
+
+ROOT = Path(mpidist.__file__).parents[1]
+WANTED = 0.205  # the mean of each pixel has an error of 0.27
+ROW = re.compile(r"^(in step|at most 8 steps ahead|free) +(?:0|8|None) +(\d+) +[\d.]+ +[\d.]+ +([\d.]+)$", re.MULTILINE)
+
+
+def run(folder: Path, ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, str(ROOT / "docs" / "examples" / "hidden_pixels.py"), *arguments]
+    command = [*Launcher.find(None).command, "-n", str(ranks), *program] if ranks else program
+    return subprocess.run(
+        command,
+        env={**environment(), **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("ranks", "workers", "servers"), [(4, 2, 2), (0, 1, 1), (2, 1, 1), (3, 1, 2), (6, 4, 2)])
+def test_each_way_learns(tmp_path: Path, ranks: int, workers: int, servers: int) -> None:
+    """0 ranks: without mpiexec."""
+    done = run(tmp_path, ranks, "--steps", "300", "--pause", "0.002")
+    assert done.returncode == 0, done.stderr
+    assert f"workers: {workers}, servers: {servers};" in done.stdout
+    rows = ROW.findall(done.stdout)
+    assert [row[0] for row in rows] == ["in step", "at most 8 steps ahead", "free"], done.stdout
+    for _, steps, error in rows:
+        assert 300 <= int(steps) < 300 + workers
+        assert float(error) <= WANTED
+    if find_spec("matplotlib") is None:
+        assert "no hidden_pixels.png: matplotlib is not installed" in done.stdout
+    else:
+        assert (tmp_path / "hidden_pixels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_number_of_servers_is_an_option_or_a_variable(tmp_path: Path) -> None:
+    few = "--steps", "5", "--pause", "0", "--plot", "few.png"
+    assert "workers: 2, servers: 1;" in run(tmp_path, 3, "--servers", "1", *few).stdout
+    assert "workers: 2, servers: 1;" in run(tmp_path, 3, *few, NUM_PS="1").stdout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "text"),
+    [
+        (3, ["--servers", "3"], "num_ps=3 of 3 ranks leaves not at least one worker; start more ranks"),
+        (0, ["--servers", "0"], "--servers must be 1 or more, got 0"),
+        (0, ["--steps", "-1"], "--steps must be 1 or more, got -1"),
+    ],
+)
+def test_wrong_numbers_are_refused(tmp_path: Path, ranks: int, arguments: list[str], text: str) -> None:
+    done = run(tmp_path, ranks, *arguments)
+    assert done.returncode != 0
+    assert text in done.stderr + done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5", ""])
+def test_make_refuses_a_number_of_ranks_that_is_none(ranks: str) -> None:
+    """The launcher would start nothing, say nothing, and end with 0."""
+    command = ["make", "--dry-run", "train-ps", f"RANKS={ranks}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 2
+    assert f"RANKS={ranks} is no number of ranks" in done.stderr
