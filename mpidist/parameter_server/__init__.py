@@ -13,7 +13,7 @@ from mpidist.parameter_server.cluster import Role, Wanted
 from mpidist.parameter_server.messages import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.servers import Location, RowsChange, Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, read_together
 
@@ -23,6 +23,7 @@ __all__ = [
     "OnServers",
     "Role",
     "Rule",
+    "RowsChange",
     "ServerVariable",
     "Servers",
     "ShardedVariable",
