@@ -52,7 +52,11 @@ class Changing:
                 for piece in pieces:
                     stored, part = wanted.variables[piece.item], data[at : at + piece.stop - piece.start]
                     at += part.size
-                    yield from self._take_in(stored, piece, part)
+                    if part.size == stored.bytes.size and not stored.queue:  # most are small, and most nobody else uses
+                        self._store.begin(stored, self._header.change)
+                        self._change(stored, 0, part)
+                    else:
+                        yield from self._take_in(stored, piece, part)
                 yield True
         finally:  # also if the worker is lost meanwhile
             if stored is not None:

@@ -205,6 +205,8 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
                     "to it"
                 )
             value = np.broadcast_to(value, self.shape)
+        elif type(value) is np.ndarray and value.flags.c_contiguous:
+            return value
         contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(value).reshape(self.shape)
         return contiguous
 

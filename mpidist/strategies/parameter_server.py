@@ -257,8 +257,8 @@ class Server:
 
 
 def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:
+    if type(variable) is ServerVariable and variable.strategy is strategy:  # faster than isinstance: there may be many
+        return [variable]
     if isinstance(variable, ShardedVariable) and variable.strategy is strategy:
         return variable.variables
-    if isinstance(variable, ServerVariable) and variable.strategy is strategy:
-        return [variable]
     raise TypeError(f"{call} takes variables of this strategy, made in its scope, got {variable!r}")

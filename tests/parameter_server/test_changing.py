@@ -10,8 +10,17 @@ import pytest
 
 from mpidist.parameter_server import rules
 from mpidist.parameter_server.changing import Changing, change_rows
-from mpidist.parameter_server.messages import CHUNK_BYTES, NO_PLACE, Change, Connection, Header, Lane, Op, plan_messages
-from mpidist.parameter_server.messages.lane import LANE_BYTES
+from mpidist.parameter_server.messages import (
+    CHUNK_BYTES,
+    LANE_BYTES,
+    NO_PLACE,
+    Change,
+    Connection,
+    Header,
+    Lane,
+    Op,
+    plan_messages,
+)
 from mpidist.parameter_server.reading import VariableList, send_variables
 from mpidist.parameter_server.store import Store
 

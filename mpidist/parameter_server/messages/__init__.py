@@ -2,7 +2,7 @@
 
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
-from mpidist.parameter_server.messages.lane import Lane, lanes_to
+from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -33,6 +33,7 @@ __all__ = [
     "Header",
     "INLINE_BYTES",
     "IN_PLACE_BYTES",
+    "LANE_BYTES",
     "Lane",
     "MAX_NUMBERS",
     "NO_PLACE",

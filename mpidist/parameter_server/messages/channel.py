@@ -105,9 +105,7 @@ class Channel:
         """
         self.finish()
         self._sequence += 1
-        message, nbytes = self._request, 0
-        for array in data:
-            nbytes += array.nbytes
+        message, nbytes = self._request, sum([array.nbytes for array in data])
         WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
         if numbers:
             numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
@@ -208,13 +206,16 @@ class Channel:
     def _send_data(self, call: str, data: Sequence[Array], plan: Iterable[tuple[Piece, ...]]) -> None:
         lane = self._lane
         for pieces in plan:
-            parts = [bytes_of(data[item])[start:stop] for item, start, stop in pieces]
+            parts = [
+                data[item] if stop - start == data[item].nbytes else bytes_of(data[item])[start:stop]
+                for item, start, stop in pieces
+            ]
             if lane is not None:
                 if not lane.can_send():
                     self._wait(call, lane.can_send, 0.0)
                 lane.send(join_bytes(parts, lane.slot()).size)
                 continue
-            memory = parts[0] if len(parts) == 1 else join_bytes(parts, self._buffer())
+            memory = bytes_of(parts[0]) if len(parts) == 1 else join_bytes(parts, self._buffer())
             self._sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
             if len(parts) > 1:  # the buffer is one
                 self._wait(call, partial(self._test_all, self._sends), 0.0, data)

@@ -211,8 +211,12 @@ def join_bytes(arrays: Sequence[Any], memory: Bytes) -> Bytes:
         part = memory[: arrays[0].nbytes]
         part[...] = bytes_of(arrays[0])
         return part
-    joined = memory[: sum(array.nbytes for array in arrays)]
-    return np.concatenate([bytes_of(array) for array in arrays], out=joined)
+    joined = memory[: sum([array.nbytes for array in arrays])]
+    if len({array.dtype for array in arrays}) == 1:
+        np.concatenate(arrays, axis=None, out=joined.view(arrays[0].dtype))
+    else:
+        np.concatenate([bytes_of(array) for array in arrays], out=joined)
+    return joined
 
 
 def to_json(item: Any) -> Bytes:

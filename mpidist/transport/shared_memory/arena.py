@@ -14,6 +14,7 @@ from mpidist.transport.shared_memory.window import LINE_BYTES, discard, file_sys
 __all__ = ["SharedArena"]
 
 _STEP_BYTES: Final = 1 << 20  # that are asked of the system at once, if it has as many
+_SHARE_OF_OTHERS: Final = 8  # one in so many bytes of the file system is left to all others who need some
 
 
 @final
@@ -37,7 +38,8 @@ class SharedArena:
 
     def __init__(self, comm: Intracomm, nbytes: int) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
-        span: int = max(comm.allgather(_whole_pages(max(_file_system_bytes(), nbytes, 1))))
+        self._left_to_others, most = _limits()
+        span: int = max(comm.allgather(_whole_pages(max(most, nbytes, 1))))
         self._start, self._end = span * rank, span * (rank + 1)
         self._next = self._start + nbytes
         self._taken = self._start + _whole_pages(nbytes)
@@ -77,6 +79,8 @@ class SharedArena:
         if end > self._end:
             return False
         try:
+            if file_system_bytes()[1] - (end - self._taken) < self._left_to_others:
+                return False
             os.posix_fallocate(self._file, self._taken, end - self._taken)
         except OSError:
             return False
@@ -88,8 +92,10 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _file_system_bytes() -> int:
+def _limits() -> tuple[int, int]:
+    """Return how many bytes must stay free, and how many there are at all."""
     try:
-        return file_system_bytes()
+        nbytes, _ = file_system_bytes()
     except OSError:  # making the file says what is wrong
-        return 0
+        nbytes = 0
+    return nbytes // _SHARE_OF_OTHERS, nbytes

@@ -140,11 +140,11 @@ def discard(memory: Any) -> None:
     _libc().madvise(memory.__array_interface__["data"][0], memory.nbytes, mmap.MADV_REMOVE)
 
 
-def file_system_bytes() -> int:
-    """Return the size of the node's memory file system.
+def file_system_bytes() -> tuple[int, int]:
+    """Return the size of the node's memory file system, and how much of it is free.
 
     Raises:
         OSError: If there is none.
     """
     facts = os.statvfs(_DIRECTORY)
-    return facts.f_blocks * facts.f_frsize
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize

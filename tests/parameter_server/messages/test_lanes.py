@@ -16,7 +16,7 @@ from mpidist import IndexedSlices, Variable
 from mpidist.errors import UnavailableError
 from mpidist.experimental import ParameterServerStrategy
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
-from mpidist.transport import SharedArena
+from mpidist.transport import ServiceGroup, SharedArena
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -65,42 +65,43 @@ class Counting:
         return getattr(self.comm, name)
 
 
-def count(strategy: ParameterServerStrategy) -> list[Counting]:
-    """Count what this rank sends from now on."""
-    role = strategy._role
-    ends: list[Any] = role.server._connections if role.server is not None else role.servers._channels  # type: ignore[union-attr]
-    for end in ends:
-        end._comm = Counting(end._comm)
-    return [end._comm for end in ends]
-
-
-def bytes_of_messages(comm: Intracomm) -> tuple[int, int]:
+def bytes_of_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return how many bytes all ranks send for pushes and pulls of large variables, and how many those have."""
-    with ParameterServerStrategy(comm=comm) as strategy:
-        counts = count(strategy)
-        if strategy.is_ps:
-            strategy.serve()
-        else:
-            with strategy.scope():
-                variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
-                table = Variable(np.zeros((5000, 40)))
-            for number in (1, 2):
-                strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
-                table.scatter_add(IndexedSlices(np.ones((4000, 40)), np.arange(4000)))
-                assert table.sparse_read(np.arange(3000)).min() >= number
-                assert all(value.min() >= number for value in strategy.read(variables))
-                assert variables[0].numpy().min() >= number
-            strategy.barrier()
-            everything = [*strategy.read(variables), table.numpy()[:4000]]
-            assert all((value == 2 * num_workers(comm)).all() for value in everything)
+    counts: list[Counting] = []
+    really = ServiceGroup.from_mpi
+
+    def from_mpi(*args: Any) -> ServiceGroup | None:
+        group = really(*args)
+        if group is not None:
+            counts.append(Counting(group.comm))
+            group.comm = counts[0]  # type: ignore[assignment]
+        return group
+
+    monkeypatch.setattr(ServiceGroup, "from_mpi", from_mpi)
+    on_workers(comm, push_and_pull)
     sent = sum(comm.allgather(sum(one.sent for one in counts)))
     return sent, 2 * num_workers(comm) * 2 * 4 * sum(SIZES)
 
 
+def push_and_pull(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
+        table = Variable(np.zeros((5000, 40)))
+    for number in (1, 2):
+        strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
+        table.scatter_add(IndexedSlices(np.ones((4000, 40)), np.arange(4000)))
+        assert table.sparse_read(np.arange(3000)).min() >= number
+        assert all(value.min() >= number for value in strategy.read(variables))
+        assert variables[0].numpy().min() >= number
+    strategy.barrier()
+    for value in [*strategy.read(variables), table.numpy()[:4000]]:
+        assert (value == 2 * strategy.topology.size).all()
+
+
 @pytest.mark.core
 @pytest.mark.ranks(min=2)
-def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm) -> None:
-    sent, data = bytes_of_messages(comm)
+def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent < 100_000 < data
 
 
@@ -110,7 +111,7 @@ def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm) -> None:
 def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     nodes = ",".join(["0"] * (comm.size - 1) + ["1"])
     monkeypatch.setenv(why, "mpi" if why == "MPIDIST_TRANSPORT" else nodes)
-    sent, data = bytes_of_messages(comm)
+    sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent > data
 
 
@@ -141,7 +142,7 @@ def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, m
         return really(arena, nbytes) if calls[0] % 2 else None
 
     monkeypatch.setattr(SharedArena, "take", take)
-    sent, data = bytes_of_messages(comm)
+    sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent < 100_000 < data
 
 
@@ -167,6 +168,6 @@ def test_without_any_shared_memory(
             ParameterServerStrategy(comm=comm)
         return
     with caplog.at_level(logging.WARNING, logger="mpidist"):
-        sent, data = bytes_of_messages(comm)
+        sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent > data
     assert ("which is slower: rank 0: " in caplog.text) == (comm.rank == 0)

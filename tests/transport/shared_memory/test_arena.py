@@ -79,7 +79,7 @@ def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytes
         really(file, start, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", fail_from)
-    assert arena.take(limit + 1) is None
+    assert arena.take(2 * limit) is None
     place = arena.take(limit - 8192)  # there is no more than this, though it asks for more at once
     assert place is not None
     arena.own[place : place + limit - 8192] = np.uint8(1)
@@ -105,13 +105,25 @@ def test_too_little_memory_at_once_is_an_error_everywhere(
 def test_a_part_holds_what_is_taken_at_once(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the system says that the file system is smaller, or cannot say how large it is."""
 
-    def unknown() -> int:
+    def unknown() -> tuple[int, int]:
         raise OSError(errno.ENOENT, "")
 
-    for function in (lambda: 4096, unknown):
+    for function in (lambda: (4096, 4096), unknown):
         monkeypatch.setattr(arena_module, "file_system_bytes", function)
         arena = SharedArena(comm, 100_000)
         assert all(part.size >= 100_000 for part in arena.parts)
         arena.own[:100_000] = 1
         comm.Barrier()
         arena.free()
+
+
+def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [64 << 20]
+    monkeypatch.setattr(arena_module, "file_system_bytes", lambda: (64 << 20, free[0]))
+    arena = SharedArena(comm, 0)
+    assert arena.take(57 << 20) is None
+    free[0] = 10 << 20
+    assert arena.take(3 << 20) is None
+    assert arena.take(1 << 20) is not None
+    comm.Barrier()
+    arena.free()
