@@ -3,6 +3,7 @@
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
 server           the loop that answers; `meetings` knows what workers wait for each other for
+reading          how a server answers reads; `changing`, how it takes in changes
 store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards
 variable         what a program holds; `sharded_variable` of several shards
@@ -13,7 +14,7 @@ from mpidist.parameter_server.cluster import Role, Wanted
 from mpidist.parameter_server.messages import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.servers import Location, RowsChange, Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, read_together
 
@@ -23,6 +24,7 @@ __all__ = [
     "OnServers",
     "Role",
     "Rule",
+    "RowsChange",
     "ServerVariable",
     "Servers",
     "ShardedVariable",

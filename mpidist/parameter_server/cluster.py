@@ -13,7 +13,7 @@ from mpidist import errors
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.parameter_server.meetings import Workers
-from mpidist.parameter_server.messages import Channel
+from mpidist.parameter_server.messages import Channel, lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
@@ -137,12 +137,15 @@ class Role(Service):
         group.may_miss_ranks = goes_on
         group.end = lambda: self.close(None)
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
+        lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
             staleness = None if fields["staleness"] == "None" else int(fields["staleness"])
             known = Workers(workers, staleness, group.settings.timeout_seconds)
-            self.server = ParameterServer(group, awaited, known, names[peers.index(rank)])
+            self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
         else:
-            channels = [Channel(group, awaited, at, name) for at, name in zip(servers, names, strict=True)]
+            channels = [
+                Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
+            ]
             self.servers = RemoteServers(group, channels, goes_on)
 
     def serve(self) -> None:

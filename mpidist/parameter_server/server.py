@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.parameter_server.changing import Changing, change_rows
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
     HEADER_BYTES,
+    IN_PLACE_BYTES,
     INLINE_BYTES,
     WHOLE_NUMBERS,
     Change,
     Connection,
     Header,
+    Lane,
     Op,
     Outcome,
-    Piece,
     bytes_of,
     from_json,
-    plan_messages,
 )
+from mpidist.parameter_server.reading import VariableList, send_variables
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
 
@@ -32,6 +34,8 @@ __all__ = ["ParameterServer"]
 logger = logging.getLogger("mpidist.parameter_server")
 
 _TURNS_PER_CHECK: Final = 256
+
+_NO_LANES: Final[Mapping[int, Lane]] = {}
 
 Array = np.ndarray[Any, Any]
 Steps = Generator[bool, None, None]  # what a request that takes a while does between others: whether it got on
@@ -49,17 +53,27 @@ class ParameterServer:
         awaited: What the watchdog of `group` asks.
         workers: The workers.
         name: Name of this server, for people.
+        lanes: The memory that is shared with the workers of this node, by rank.
 
     Attributes:
         store: The variables.
         num_requests: How many requests were answered.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, workers: Workers, name: str) -> None:
+    def __init__(
+        self,
+        group: ServiceGroup,
+        awaited: AwaitedPeers,
+        workers: Workers,
+        name: str,
+        lanes: Mapping[int, Lane] = _NO_LANES,
+    ) -> None:
         self.store = Store()
         self.num_requests = 0
         self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
-        self._connections = [Connection(group.comm, rank, worker) for worker, rank in enumerate(workers.ranks)]
+        self._connections = [
+            Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(workers.ranks)
+        ]
         self._num_open = len(self._connections)
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
@@ -159,7 +173,7 @@ class ParameterServer:
                 connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
             return True
         if op == Op.READ and not nbytes and self._workers.may_read(connection.worker):
-            connection.answer(Outcome.OK, bytes_of(stored.value))
+            connection.answer(Outcome.OK, stored.bytes)
             return True
         return False
 
@@ -188,87 +202,27 @@ class ParameterServer:
             yield from connection.drain()
             connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
 
-    def _list_of(self, connection: Connection, key: int) -> list[Stored]:
+    def _list_of(self, connection: Connection, key: int) -> VariableList:
         if key >= 0:
-            return [self.store.variables[key]]
-        return [self.store.variables[one] for one in connection.lists[key]]
+            return VariableList([self.store.variables[key]], connection.lane is not None)
+        found: VariableList = connection.lists[key]
+        return found
 
     def _read(self, connection: Connection, header: Header) -> Steps:
         if not (yield from self._wait_to_read(connection)):
             return
-        variables = self._list_of(connection, header.variables)
-        sizes = tuple(stored.value.nbytes for stored in variables)
-        total = sum(sizes)
-        if total <= INLINE_BYTES:
-            data = np.empty(total, np.uint8)
-            yield from self._gather(variables, [Piece(at, 0, size) for at, size in enumerate(sizes)], data)
-            connection.answer(Outcome.OK, data)
+        wanted = self._list_of(connection, header.variables)
+        if wanted.total <= INLINE_BYTES:
+            parts = [stored.bytes for stored in wanted.variables]
+            connection.answer(Outcome.OK, np.concatenate(parts))
             return
-        connection.answer(Outcome.OK, nbytes=total)
-        for pieces in plan_messages(sizes):
-            stored, piece = variables[pieces[0].item], pieces[0]
-            if len(pieces) > 1:
-                data = connection.buffer(0)[: sum(piece.stop - piece.start for piece in pieces)]
-                yield from self._gather(variables, pieces, data)
-                yield from connection.send(data)
-                continue
-            if piece.start == 0:
-                yield from _idle(stored.turn(False))
-            yield from connection.send(bytes_of(stored.value)[piece.start : piece.stop])
-            if piece.stop == stored.value.nbytes:
-                stored.leave(False)
-
-    def _gather(self, variables: list[Stored], pieces: Sequence[Piece], data: Array) -> Steps:
-        """Copy whole variables into a message."""
-        at = 0
-        for piece in pieces:
-            stored = variables[piece.item]
-            if stored.queue:
-                yield from _idle(stored.turn(False))
-                stored.leave(False)
-            data[at : at + piece.stop] = bytes_of(stored.value)
-            at += piece.stop
+        connection.answer(Outcome.OK, nbytes=wanted.total, rows=wanted.variables[0].place)
+        yield from send_variables(connection, wanted)
 
     def _change(self, connection: Connection, header: Header) -> Steps:
-        variables = self._list_of(connection, header.variables)
-        sizes = tuple(stored.value.nbytes for stored in variables)
-        error: Exception | None = None
-        whole: Array | None = None
-        for pieces, data in connection.receive(sizes):
-            if not pieces:
-                yield False
-                continue
-            at = 0
-            for piece in pieces:
-                stored, part = variables[piece.item], data[at : at + piece.stop - piece.start]
-                at += part.size
-                if piece.start == 0:
-                    yield from _idle(stored.turn(True))
-                    self.store.begin(stored, header.change)
-                try:
-                    whole = self._change_part(stored, header, piece, part, whole)
-                except Exception as problem:  # the rest of the data must be received nevertheless
-                    error = error or problem
-                if piece.stop == sizes[piece.item]:
-                    stored.leave(True)
-        if error is not None:
-            connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
-        else:
-            connection.answer(Outcome.OK)
-
-    def _change_part(
-        self, stored: Stored, header: Header, piece: Piece, part: Array, whole: Array | None
-    ) -> Array | None:
-        """Change what a part of the data is for; where a rule needs all of it, collect the data, and return it."""
-        dtype, size = stored.value.dtype, stored.value.nbytes
-        if not self.store.is_elementwise(header.change) and part.size < size:
-            whole = np.empty(size, np.uint8) if piece.start == 0 or whole is None else whole
-            whole[piece.start : piece.stop] = part
-            if piece.stop < size:
-                return whole
-            part, piece = whole, Piece(piece.item, 0, size)
-        self.store.change(stored, header.change, piece.start // dtype.itemsize, part.view(dtype), header.numbers)
-        return None
+        wanted = self._list_of(connection, header.variables)
+        yield from Changing(connection, self.store, header, self._group.may_miss_ranks).run(wanted)
+        connection.answer(Outcome.OK)
 
     def _wait_to_read(self, connection: Connection) -> Generator[bool, None, bool]:
         """Wait until a worker may read. Returns whether it may; if not, it was told."""
@@ -283,36 +237,41 @@ class ParameterServer:
         request = yield from connection.receive_all()
         if not (yield from self._wait_to_read(connection)):
             return
-        (stored,) = self._list_of(connection, header.variables)
-        yield from _idle(stored.turn(False))
-        rows = stored.value[request.view(np.int64)]
-        stored.leave(False)
+        stored = self.store.variables[header.variables]
+        turn = stored.enter(writes=False)
+        try:
+            while not stored.may_go(turn):
+                yield False
+            rows = stored.value[request.view(np.int64)]
+        finally:  # also if the worker is lost meanwhile
+            stored.leave(turn)
         yield from connection.answer_all(bytes_of(np.ascontiguousarray(rows)))
 
     def _change_rows(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
-        (stored,) = self._list_of(connection, header.variables)
-        indices = data[: 8 * header.rows].view(np.int64)
-        values = data[8 * header.rows :].view(stored.value.dtype).reshape(header.rows, *stored.value.shape[1:])
-        yield from _idle(stored.turn(True))
-        try:
-            self.store.begin(stored, header.change)
-            self.store.change_rows(stored, header.change, indices, values, header.numbers)
-        finally:
-            stored.leave(True)
+        yield from change_rows(self.store, header, data)
         connection.answer(Outcome.OK)
 
     def _allocate(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
         end = header.rows  # of the description
         shape, dtype = from_json(data[:end])
-        self.store.allocate(header.variables, data[end:].view(_dtype(dtype)).reshape(shape))
+        value = data[end:].view(_dtype(dtype)).reshape(shape)
+        arena, place = self._group.arena, None
+        if arena is not None and value.nbytes >= IN_PLACE_BYTES:
+            place = arena.take(value.nbytes)
+        if arena is None or place is None:
+            self.store.allocate(header.variables, value)
+        else:
+            self.store.allocate(header.variables, value, arena.own[place : place + value.nbytes], place)
         connection.answer(Outcome.OK)
 
     def _name_list(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
-        connection.lists[header.variables] = data.view(np.int64).tolist()
-        connection.answer(Outcome.OK)
+        variables = [self.store.variables[key] for key in data.view(np.int64).tolist()]
+        named = VariableList(variables, connection.lane is not None)
+        connection.lists[header.variables] = named
+        yield from connection.answer_all(np.array(named.places, np.int64).view(np.uint8))
 
     def _name_rule(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
@@ -347,12 +306,6 @@ class ParameterServer:
                 yield False
             connection.answer(Outcome.OK, rows=not workers.left)
         connection.has_ended = True
-
-
-def _idle(turn: Iterable[None]) -> Steps:
-    """Wait for a turn, without getting on."""
-    for _ in turn:
-        yield False
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, ends_normally, is_shared_by, mark_left, mark_shared, text_of
 
-__all__ = ["LocalServers", "Location", "RemoteServers", "Servers"]
+__all__ = ["LocalServers", "Location", "RemoteServers", "RowsChange", "Servers"]
 
 Array = np.ndarray[Any, Any]
 _MAX_LISTS = 64  # of variables, that a server remembers of a worker
@@ -53,6 +53,21 @@ class Location:
         return f"change of {self.name!r}"
 
 
+@final
+class RowsChange(NamedTuple):
+    """What changes some rows of an array.
+
+    Attributes:
+        location: The array.
+        indices: [k] int64, the numbers of the rows, which exist.
+        values: [k, ...] contiguous, of the array's dtype.
+    """
+
+    location: Location
+    indices: Array
+    values: Array
+
+
 class Servers(ABC):
     """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
 
@@ -75,8 +90,8 @@ class Servers(ABC):
         """Change arrays by contiguous arrays of the same shapes, with one request to each server."""
 
     @abstractmethod
-    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
-        """Change some rows of an array."""
+    def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
+        """Change some rows of arrays, with one request to each server."""
 
     @abstractmethod
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
@@ -132,11 +147,12 @@ class LocalServers(Servers):
             self._store.begin(stored, change)
             self._store.change(stored, change, 0, value.reshape(-1).copy(), numbers)
 
-    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
+    def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
         change, numbers = self._code(how)
-        stored = self._store.variables[location.key]
-        self._store.begin(stored, change)
-        self._store.change_rows(stored, change, indices, values, numbers)
+        for location, indices, values in changes:
+            stored = self._store.variables[location.key]
+            self._store.begin(stored, change)
+            self._store.change_rows(stored, change, indices, values, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
         if error is not None:
@@ -158,6 +174,19 @@ class LocalServers(Servers):
 
 
 @final
+class _KnownList(NamedTuple):
+    """A list of variables that a server has numbered.
+
+    Attributes:
+        number: The number; of one variable, its key.
+        places: Where the variables lie in the server's shared memory; of one variable, the server's answers tell.
+    """
+
+    number: int
+    places: tuple[int, ...]
+
+
+@final
 class RemoteServers(Servers):
     """The servers of other ranks.
 
@@ -170,7 +199,7 @@ class RemoteServers(Servers):
     def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool) -> None:
         self.num_servers = len(channels)
         self._group, self._channels, self._goes_on = group, list(channels), goes_on
-        self._lists: list[dict[tuple[int, ...], int]] = [{} for _ in channels]
+        self._lists: list[dict[tuple[int, ...], _KnownList]] = [{} for _ in channels]
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
     def allocate(self, location: Location, value: Array) -> None:
@@ -188,13 +217,13 @@ class RemoteServers(Servers):
             self._finish_read(location.server, arrays)
             return arrays
         parts = _by_server(locations)
-        numbers = self._numbers_of_lists(locations, parts)
+        lists = self._known_lists(locations, parts)
         for server, places in parts.items():
-            self._channels[server].start(f"read of {len(places)} variables", Op.READ, numbers[server])
+            self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server].number)
         error: Exception | None = None
         for server, places in parts.items():
             try:
-                self._finish_read(server, [arrays[place] for place in places])
+                self._finish_read(server, [arrays[place] for place in places], lists[server].places)
             except Exception as problem:  # the data of the other servers is under way, and must be received
                 error = error or problem
         if error is not None:
@@ -205,7 +234,9 @@ class RemoteServers(Servers):
         rows = np.empty((indices.size, *location.shape[1:]), location.dtype)
         call = f"read of rows of {location.name!r}"
         self._channels[location.server].start(call, Op.READ_ROWS, location.key, [indices])
-        self._finish_read(location.server, [rows])
+        channel = self._channels[location.server]
+        channel.finish(GRACE_SECONDS)
+        channel.data([rows])
         return rows
 
     def change(self, locations: Sequence[Location], values: Sequence[Array], how: int | Rule) -> None:
@@ -216,18 +247,24 @@ class RemoteServers(Servers):
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
         parts = _by_server(locations)
-        lists = self._numbers_of_lists(locations, parts)
+        lists = self._known_lists(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
-            number = lists[server]
+            number = lists[server].number
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
             self._channels[server].start(call, Op.CHANGE, number, data, change=change, numbers=numbers)
 
-    def change_rows(self, location: Location, indices: Array, values: Array, how: int | Rule) -> None:
-        change, numbers = self._code(location.server, how)
-        data, call = [indices, values], f"change of rows of {location.name!r}"
-        channel = self._channels[location.server]
-        channel.start(call, Op.CHANGE_ROWS, location.key, data, indices.size, change, numbers)
+    def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
+        parts = _by_server([change.location for change in changes])
+        for server in parts:
+            self._channels[server].finish()  # errors come before anything is sent
+        for server, places in parts.items():
+            some = [changes[place] for place in places]
+            about = [[change.location.key for change in some], [change.indices.size for change in some]]
+            data = [np.array(about, np.int64), *(array for change in some for array in change[1:])]
+            call = f"change of rows of {some[0].location.name!r}" + (f" and {len(some) - 1} others" if some[1:] else "")
+            number, numbers = self._code(server, how)
+            self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
@@ -293,35 +330,38 @@ class RemoteServers(Servers):
         for channel in self._channels:
             channel.close()
 
-    def _finish_read(self, server: int, arrays: Sequence[Array]) -> None:
+    def _finish_read(self, server: int, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
+        """Wait for what was read. `places`: those of a list; of one variable, the answer tells."""
         channel = self._channels[server]
         channel.finish(GRACE_SECONDS)
-        channel.data(arrays)
+        channel.data(arrays, places or (channel.number,))
 
-    def _numbers_of_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Return the number of each server's list, once nothing is under way: errors come before anything is asked."""
-        numbers = {
-            server: self._number_of_list(server, [locations[place].key for place in places])
+    def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, _KnownList]:
+        """Return each server's list, once nothing is under way: errors come before anything is asked."""
+        lists = {
+            server: self._known_list(server, [locations[place].key for place in places])
             for server, places in parts.items()
         }
         for server in parts:
             self._channels[server].finish()
-        return numbers
+        return lists
 
-    def _number_of_list(self, server: int, keys: Sequence[int]) -> int:
-        """Return the number by which a server knows a list of variables; tell the server the list where it is new."""
+    def _known_list(self, server: int, keys: Sequence[int]) -> _KnownList:
+        """Return the list of variables as a server knows it; tell the server the list where it is new."""
         if len(keys) == 1:
-            return keys[0]
+            return _KnownList(keys[0], ())
         lists, wanted = self._lists[server], tuple(keys)
-        number = lists.get(wanted)
-        if number is None:
+        known = lists.get(wanted)
+        if known is None:
             number = -1 - len(lists)
             if len(lists) >= _MAX_LISTS:
-                number = lists.pop(next(iter(lists)))
-            lists[wanted] = number
-            data = [np.array(keys, np.int64)]
-            self._channels[server].start("numbering of variables", Op.NAME_LIST, number, data)
-        return number
+                number = lists.pop(next(iter(lists))).number
+            channel, places = self._channels[server], np.empty(len(keys), np.int64)
+            channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
+            channel.finish()
+            channel.data([places])
+            known = lists[wanted] = _KnownList(number, tuple(places.tolist()))
+        return known
 
     def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
         if not isinstance(how, Rule):

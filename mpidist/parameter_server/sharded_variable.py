@@ -8,6 +8,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from mpidist.parameter_server.rules import Rule
+from mpidist.parameter_server.servers import RowsChange
 from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.values import IndexedSlices, local_component
 from mpidist.variables import ReadsAsArray, SparseUpdates, cast_for, checked_rows
@@ -135,12 +136,19 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
     def change_by(self, value: Any, how: int | Rule) -> None:
         """Change the variable by an array or by `IndexedSlices`."""
         if isinstance(value, IndexedSlices):
-            indices, values = checked_rows(value, self._like, self._what)
-            for shard, places in self._by_shard(indices):
-                self._variables[shard].change_rows(indices[places] - self._bounds[shard], values[places], how)
+            self._variables[0].servers.change_rows(self.row_changes(value), how)
         else:
             for variable, part in zip(self._variables, self.split(value), strict=True):
                 variable.change_by(part, how)
+
+    def row_changes(self, value: Any) -> list[RowsChange]:
+        """Return what `IndexedSlices` change in each shard. As `ServerVariable.row_changes`."""
+        indices, values = checked_rows(value, self._like, self._what)
+        return [
+            change
+            for shard, places in self._by_shard(indices)
+            for change in self._variables[shard].changes_of_rows(indices[places] - self._bounds[shard], values[places])
+        ]
 
     def _assign(self, method: str, value: Any, read_value: bool) -> Any:
         for variable, part in zip(self._variables, self.split(value), strict=True):

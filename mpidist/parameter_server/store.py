@@ -8,11 +8,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.messages import NO_PLACE, Change, bytes_of
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
 from mpidist.variables import change_rows
 
-__all__ = ["Store", "Stored"]
+__all__ = ["Store", "Stored", "Turn"]
 
 Array = np.ndarray[Any, Any]
 
@@ -38,35 +38,38 @@ class Stored:
         value: The numbers.
         flat: The same memory, in one dimension.
         memories: What each rule keeps, by the rule's name.
-        queue: Whether each request that is under way or waits is a write, in their order.
+        bytes: The same memory, as bytes.
+        place: Where the memory lies in this server's part of the node's shared memory; below 0 if elsewhere.
+        queue: The requests that are under way or wait, in their order.
     """
 
-    __slots__ = ("flat", "memories", "queue", "value")
+    __slots__ = ("bytes", "flat", "memories", "place", "queue", "value")
 
-    def __init__(self, value: Array) -> None:
+    def __init__(self, value: Array, place: int = NO_PLACE) -> None:
         self.value = value
         self.flat = value.reshape(-1)
+        self.bytes = bytes_of(value)
+        self.place = place
         self.memories: dict[str, Memory] = {}
-        self.queue: deque[_Turn] = deque()
+        self.queue: deque[Turn] = deque()
 
-    def turn(self, writes: bool) -> Iterator[None]:
-        """Queue, and yield as long as this request has to wait. `leave` ends the turn."""
-        turn = _Turn(writes)
+    def enter(self, writes: bool) -> Turn:
+        """Queue for a turn. `leave` ends it."""
+        turn = Turn(writes)
         self.queue.append(turn)
-        while not self._may_go(turn):
-            yield
+        return turn
 
-    def leave(self, writes: bool) -> None:
-        """End the turn of the first request in the queue of this kind."""
-        first = next(turn for turn in self.queue if turn.writes == writes)
-        self.queue.remove(first)
-
-    def _may_go(self, turn: _Turn) -> bool:
+    def may_go(self, turn: Turn) -> bool:
+        """Whether a turn has come."""
         if turn.writes:
             return self.queue[0] is turn
         return not any(other.writes for other in self._before(turn))
 
-    def _before(self, turn: _Turn) -> Iterator[_Turn]:
+    def leave(self, turn: Turn) -> None:
+        """End a turn, or leave the queue."""
+        self.queue.remove(turn)
+
+    def _before(self, turn: Turn) -> Iterator[Turn]:
         for other in self.queue:
             if other is turn:
                 return
@@ -74,7 +77,9 @@ class Stored:
 
 
 @final
-class _Turn:
+class Turn:
+    """A request's place in the queue of a variable."""
+
     __slots__ = ("writes",)
 
     def __init__(self, writes: bool) -> None:
@@ -98,9 +103,21 @@ class Store:
         """How much memory the variables take, without what rules keep."""
         return sum(stored.value.nbytes for stored in self.variables.values())
 
-    def allocate(self, key: int, value: Array) -> None:
-        """Make a variable with an initial value, which is copied."""
-        self.variables[key] = Stored(np.array(value, order="C"))
+    def allocate(self, key: int, value: Array, memory: Array | None = None, place: int = NO_PLACE) -> None:
+        """Make a variable with an initial value, which is copied.
+
+        Args:
+            key: The variable.
+            value: The initial value.
+            memory: As many bytes for it; by default new memory.
+            place: Where those lie in shared memory.
+        """
+        if memory is None:
+            self.variables[key] = Stored(np.array(value, order="C"))
+            return
+        own = memory.view(value.dtype).reshape(value.shape)
+        own[...] = value
+        self.variables[key] = Stored(own, place)
 
     def number_of_rule(self, name: str) -> int:
         """Return the number of a rule.

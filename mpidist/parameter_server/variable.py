@@ -11,7 +11,7 @@ from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
 from mpidist.parameter_server.messages import Change
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.servers import Location, RowsChange, Servers
 from mpidist.values import DistributedValues, IndexedSlices, local_component
 from mpidist.variables import (
     ReadsAsArray,
@@ -205,20 +205,30 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
                     "to it"
                 )
             value = np.broadcast_to(value, self.shape)
+        elif type(value) is np.ndarray and value.flags.c_contiguous:
+            return value
         contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(value).reshape(self.shape)
         return contiguous
 
     def change_by(self, value: Any, how: int | Rule) -> None:
         """Change the variable by an array or by `IndexedSlices`."""
         if isinstance(value, IndexedSlices):
-            self.change_rows(*checked_rows(value, self._like, self._what), how)
+            self.servers.change_rows(self.row_changes(value), how)
         else:
             self.servers.change([self.location], [self.cast(value)], how)
 
-    def change_rows(self, indices: np.ndarray[Any, Any], values: Any, how: int | Rule) -> None:
-        """Change rows that are known to exist, by values of the variable's dtype."""
-        if indices.size:
-            self.servers.change_rows(self.location, indices, np.ascontiguousarray(values), how)
+    def row_changes(self, value: Any) -> list[RowsChange]:
+        """Return what `IndexedSlices` change: nothing, if they have no rows.
+
+        Raises:
+            TypeError: If the value is of another type, or the indices are no integers.
+            ValueError: If a row does not exist, or a shape or the kind of number differs.
+        """
+        return self.changes_of_rows(*checked_rows(value, self._like, self._what))
+
+    def changes_of_rows(self, indices: np.ndarray[Any, Any], values: Any) -> list[RowsChange]:
+        """Return the same for rows that are known to exist, and values of the variable's dtype."""
+        return [RowsChange(self.location, indices, np.ascontiguousarray(values))] if indices.size else []
 
     def _assign(self, call: str, value: Any, how: int, read_value: bool) -> Any:
         self._require_current(call)
@@ -229,7 +239,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
 
     def _scatter(self, call: str, delta: Any) -> None:
         self._require_current(call)
-        self.change_rows(*checked_rows(delta, self._like, self._what), _SCATTER[call])
+        self.servers.change_rows(self.row_changes(delta), _SCATTER[call])
 
     def _require_current(self, call: str) -> None:
         entry = context_stack.innermost()

@@ -45,11 +45,13 @@ from mpidist.transport.nccl import DeviceQueue, GpuFacts, read_boot_id, reason_a
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared
 from mpidist.transport.shared_memory import (
+    LINE_BYTES,
     FusedArrays,
     FusedReducer,
     InPlace,
     Place,
     Schedule,
+    SharedArena,
     SharedArrays,
     SharedMemoryCommunicator,
     TwoShot,
@@ -77,6 +79,7 @@ __all__ = [
     "InPlace",
     "Intracomm",
     "LEADER_BYTES",
+    "LINE_BYTES",
     "Launched",
     "Levels",
     "NEVER",
@@ -89,6 +92,7 @@ __all__ = [
     "Schedule",
     "Service",
     "ServiceGroup",
+    "SharedArena",
     "SharedArrays",
     "SharedMemoryCommunicator",
     "Steps",

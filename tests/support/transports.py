@@ -18,6 +18,7 @@ _ON_EVERY_TRANSPORT = (
     "test_out",
     "test_results",
     "test_run_and_reduce",
+    "test_server_variables",
     "test_variables",
 )
 

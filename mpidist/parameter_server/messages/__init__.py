@@ -2,10 +2,14 @@
 
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
 from mpidist.parameter_server.messages.protocol import (
+    CHUNK_BYTES,
     HEADER_BYTES,
+    IN_PLACE_BYTES,
     INLINE_BYTES,
     MAX_NUMBERS,
+    NO_PLACE,
     WHOLE_NUMBERS,
     Change,
     Header,
@@ -14,11 +18,13 @@ from mpidist.parameter_server.messages.protocol import (
     Piece,
     bytes_of,
     from_json,
+    is_read_in_place,
     plan_messages,
     to_json,
 )
 
 __all__ = [
+    "CHUNK_BYTES",
     "Change",
     "Channel",
     "Connection",
@@ -26,13 +32,19 @@ __all__ = [
     "HEADER_BYTES",
     "Header",
     "INLINE_BYTES",
+    "IN_PLACE_BYTES",
+    "LANE_BYTES",
+    "Lane",
     "MAX_NUMBERS",
+    "NO_PLACE",
     "Op",
     "Outcome",
     "Piece",
     "WHOLE_NUMBERS",
     "bytes_of",
     "from_json",
+    "is_read_in_place",
+    "lanes_to",
     "plan_messages",
     "to_json",
 ]

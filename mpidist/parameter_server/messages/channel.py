@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, final
 
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
+from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import (
     ANSWER,
     CHUNK_BYTES,
@@ -18,6 +19,7 @@ from mpidist.parameter_server.messages.protocol import (
     INLINE_BYTES,
     MAX_NUMBERS,
     MESSAGE_BYTES,
+    NO_PLACE,
     REQUEST,
     WHOLE_NUMBERS,
     Header,
@@ -25,7 +27,10 @@ from mpidist.parameter_server.messages.protocol import (
     Outcome,
     Piece,
     bytes_of,
+    is_read_in_place,
+    join_bytes,
     plan_messages,
+    plan_stream,
     to_json,
 )
 from mpidist.transport import AwaitedPeers, ServiceGroup, load_mpi, never_free, poll
@@ -50,6 +55,7 @@ class Channel:
         awaited: What the watchdog of `group` asks.
         rank: The server's rank.
         name: The server's name, for people.
+        lane: The memory that is shared with a server of this node.
 
     Attributes:
         rank: As given.
@@ -57,8 +63,11 @@ class Channel:
         broken: Why the server cannot be used any more, or `None`.
     """
 
-    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, rank: int, name: str) -> None:
+    def __init__(
+        self, group: ServiceGroup, awaited: AwaitedPeers, rank: int, name: str, lane: Lane | None = None
+    ) -> None:
         mpi = load_mpi()
+        self._lane = lane
         self.rank, self.name = rank, name
         self.broken: Exception | None = None
         self._group, self._awaited, self._comm, self._byte = group, awaited, group.comm, mpi.BYTE
@@ -96,11 +105,7 @@ class Channel:
         """
         self.finish()
         self._sequence += 1
-        message, nbytes = self._request, 0
-        for array in data:
-            nbytes += array.nbytes
-        if op != Op.CHANGE and nbytes > INLINE_BYTES:
-            data = [np.concatenate([bytes_of(array) for array in data])]
+        message, nbytes = self._request, sum([array.nbytes for array in data])
         WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
         if numbers:
             numbers = (*numbers, *_NO_NUMBERS[len(numbers) :])
@@ -114,7 +119,8 @@ class Channel:
         self._pending = call
         self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
         if nbytes > INLINE_BYTES:
-            self._send_data(call, data)
+            sizes = tuple(array.nbytes for array in data)
+            self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
 
     def finish(self, more_seconds: float = 0.0) -> None:
         """Wait for the answer of the request that was started last, unless it was read already.
@@ -145,25 +151,33 @@ class Channel:
         """The number in the last answer: `rows` of its header."""
         return int(self._outcome[3])
 
-    def data(self, arrays: Sequence[Array]) -> None:
-        """Put the data of the last answer into arrays, which it fills."""
+    def data(self, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
+        """Put the data of the last answer into arrays, which it fills.
+
+        Args:
+            arrays: Contiguous arrays.
+            places: Of an answer to READ, where the variables lie in the memory that is shared with the server.
+        """
         at = HEADER_BYTES
         if self._outcome[5] <= INLINE_BYTES:
             for array in arrays:
                 array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
                 at += array.nbytes
             return
-        for pieces in plan_messages(tuple(array.nbytes for array in arrays)):
-            if len(pieces) == 1:
-                ((item, start, stop),) = pieces
-                self._receive(bytes_of(arrays[item])[start:stop])
-                continue
-            memory = self._buffer()[: sum(piece.stop - piece.start for piece in pieces)]
-            self._receive(memory)
-            at = 0
-            for item, _, size in pieces:
-                bytes_of(arrays[item])[...] = memory[at : at + size]
-                at += size
+        sizes = tuple(array.nbytes for array in arrays)
+        for pieces in plan_messages(sizes, places if self._lane is not None else ()):
+            item, start, stop = pieces[0]
+            parts = [bytes_of(arrays[piece.item]) for piece in pieces] if len(pieces) > 1 else []
+            parts = parts or [bytes_of(arrays[item])[start:stop]]
+            if self._lane is not None:
+                is_in_place = bool(places) and is_read_in_place(stop - start, places[item])
+                self._take(self._lane, parts, places[item] if is_in_place else NO_PLACE)
+            elif len(pieces) == 1:
+                self._receive(parts[0])
+            else:
+                memory = self._buffer()[: sum(part.size for part in parts)]
+                self._receive(memory)
+                _split_bytes(memory, parts)
 
     def leave(self, why: str) -> None:
         """Tell the server that this worker makes no request any more. Local: nobody answers."""
@@ -189,23 +203,34 @@ class Channel:
         if not self._test_all(self._sends):
             never_free((self._sends, self._request))
 
-    def _send_data(self, call: str, data: Sequence[Array]) -> None:
-        for pieces in plan_messages(tuple(array.nbytes for array in data)):
-            memory = self._packed(data, pieces) if len(pieces) > 1 else None
-            if memory is None:
-                ((item, start, stop),) = pieces
-                memory = bytes_of(data[item])[start:stop]
+    def _send_data(self, call: str, data: Sequence[Array], plan: Iterable[tuple[Piece, ...]]) -> None:
+        lane = self._lane
+        for pieces in plan:
+            parts = [
+                data[item] if stop - start == data[item].nbytes else bytes_of(data[item])[start:stop]
+                for item, start, stop in pieces
+            ]
+            if lane is not None:
+                if not lane.can_send():
+                    self._wait(call, lane.can_send, 0.0)
+                lane.send(join_bytes(parts, lane.slot()).size)
+                continue
+            memory = bytes_of(parts[0]) if len(parts) == 1 else join_bytes(parts, self._buffer())
             self._sends.append(self._comm.Isend([memory, self._byte], self.rank, DATA))
-            if len(pieces) > 1:  # the buffer is one
+            if len(parts) > 1:  # the buffer is one
                 self._wait(call, partial(self._test_all, self._sends), 0.0, data)
-        self._wait(call, partial(self._test_all, self._sends), 0.0, data)
+        if lane is None:
+            self._wait(call, partial(self._test_all, self._sends), 0.0, data)
 
-    def _packed(self, data: Sequence[Array], pieces: Sequence[Piece]) -> Array:
-        buffer, at = self._buffer(), 0
-        for item, _, size in pieces:
-            buffer[at : at + size] = bytes_of(data[item])
-            at += size
-        return buffer[:at]
+    def _take(self, lane: Lane, parts: Sequence[Array], place: int) -> None:
+        """Copy what the server has sent: the next slot, or a variable where it lies."""
+        if not lane.can_take():
+            self._wait("a read", lane.can_take, 0.0)
+        if place >= 0:
+            parts[0][...] = lane.server_memory[place : place + parts[0].size]
+        else:
+            _split_bytes(lane.sent_slot(), parts)
+        lane.take()
 
     def _buffer(self) -> Array:
         if not self._scratch.size:
@@ -252,3 +277,11 @@ class Channel:
         if header.op == Outcome.TOO_LATE:
             raise DeadlineExceededError(f"{call}: waited {self._group.settings.timeout_seconds:g} s, and {text}")
         raise RuntimeError(f"{call} failed on {text}")
+
+
+def _split_bytes(memory: Array, parts: Sequence[Array]) -> None:
+    """Copy bytes that lie one behind the other into several places."""
+    at = 0
+    for part in parts:
+        part[...] = memory[at : at + part.size]
+        at += part.size

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Any, final
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.parameter_server.messages.lane import Lane
 from mpidist.parameter_server.messages.protocol import (
     ANSWER,
     CHUNK_BYTES,
@@ -19,6 +20,7 @@ from mpidist.parameter_server.messages.protocol import (
     Header,
     Outcome,
     Piece,
+    join_bytes,
     plan_messages,
 )
 from mpidist.transport import Intracomm, load_mpi, never_free
@@ -26,6 +28,8 @@ from mpidist.transport import Intracomm, load_mpi, never_free
 __all__ = ["Connection"]
 
 Array = np.ndarray[Any, Any]
+
+_NOTHING: Final[tuple[Piece, ...]] = ()
 
 
 @final
@@ -36,21 +40,23 @@ class Connection:
         comm: The workers and servers.
         rank: The worker's rank.
         worker: The worker's number.
+        lane: The memory that is shared with a worker of this node.
 
     Attributes:
         worker: As given.
+        lane: As given.
         message: The last request.
         sequence: The number of the last request.
-        lists: The keys of the variables of each list that the worker has numbered.
+        lists: What the worker has numbered: lists of variables, in the server's own form.
         steps: What answers the request, if that takes several steps.
         has_ended: Whether the worker makes no request any more.
     """
 
-    def __init__(self, comm: Intracomm, rank: int, worker: int) -> None:
+    def __init__(self, comm: Intracomm, rank: int, worker: int, lane: Lane | None = None) -> None:
         mpi = load_mpi()
-        self.worker = worker
+        self.worker, self.lane = worker, lane
         self.sequence = 0
-        self.lists: dict[int, list[int]] = {}
+        self.lists: dict[int, Any] = {}
         self.steps: Generator[bool, None, None] | None = None
         self.has_ended = False
         self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
@@ -58,6 +64,7 @@ class Connection:
         self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply_memory = self._reply.data
         self._buffers: list[Array] = []
+        self._whole = np.empty(0, np.uint8)
         self._received = 0  # bytes of the data of this request
         self._sent: Any = None
         self._incoming = comm.Recv_init([self.message, mpi.BYTE], rank, REQUEST)
@@ -106,20 +113,22 @@ class Connection:
             return
         self.answer(Outcome.OK, nbytes=data.size)
         for ((_, start, stop),) in plan_messages((data.size,)):
-            yield from self.send(data[start:stop])
+            yield from self.send([data[start:stop]])
 
-    def send(self, data: Array) -> Generator[bool, None, None]:
-        """Send one message of data, and yield until the memory can be used again."""
+    def send(self, parts: Sequence[Array]) -> Generator[bool, None, None]:
+        """Send one message of data, of several parts, and yield until their memory can be used again."""
+        lane = self.lane
+        if lane is not None:
+            while not lane.can_send():
+                yield False
+            lane.send(join_bytes(parts, lane.slot()).size)
+            yield True
+            return
+        data = parts[0] if len(parts) == 1 else join_bytes(parts, self._buffer(0))
         request = self._comm.Isend([data, self._byte], self._rank, DATA)
         while not request.Test():
             yield False
         yield True
-
-    def buffer(self, number: int) -> Array:
-        """Return memory for one message of data: that of one of two buffers."""
-        if not self._buffers:
-            self._buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
-        return self._buffers[number]
 
     def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[tuple[Piece, ...], Array]]:
         """Yield the data of the request, message by message; without pieces while there is nothing yet.
@@ -129,8 +138,7 @@ class Connection:
         Args:
             sizes: The bytes of each item of the data.
         """
-        nothing: tuple[Piece, ...] = ()
-        nbytes, plan = Header.read(self.message).nbytes, plan_messages(sizes)
+        nbytes = Header.read(self.message).nbytes
         if nbytes != sum(sizes):
             raise ValueError(f"a request came with {nbytes} bytes of data, and needs {sum(sizes)}")
         if nbytes <= INLINE_BYTES:
@@ -138,16 +146,10 @@ class Connection:
                 tuple(Piece(item, 0, size) for item, size in enumerate(sizes) if size),
                 self.message[HEADER_BYTES : HEADER_BYTES + nbytes],
             )
-            return
-        lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in plan]
-        request = self._receive_into(self.buffer(0)[: lengths[0]])
-        for at, pieces in enumerate(plan):
-            while not request.Test():
-                yield nothing, self.message
-            self._received += lengths[at]
-            if at + 1 < len(plan):
-                request = self._receive_into(self.buffer((at + 1) % 2)[: lengths[at + 1]])
-            yield pieces, self.buffer(at % 2)[: lengths[at]]
+        elif self.lane is not None:
+            yield from self._receive_from_lane(self.lane, plan_messages(sizes))
+        else:
+            yield from self._receive_messages(plan_messages(sizes))
 
     def receive_all(self) -> Generator[bool, None, Array]:
         """Receive the data of the request, as one array that belongs to the caller."""
@@ -165,12 +167,24 @@ class Connection:
 
     def drain(self) -> Generator[bool, None, None]:
         """Receive what is left of the data of the request, and drop the data."""
-        nbytes = Header.read(self.message).nbytes
+        nbytes, lane = Header.read(self.message).nbytes, self.lane
         while nbytes > INLINE_BYTES and self._received < nbytes:
-            request = self._receive_into(self.buffer(0))
+            if lane is not None:
+                while not lane.can_take():
+                    yield False
+                self._received += lane.sent_slot().size
+                lane.take()
+                continue
+            request = self._receive_into(self._buffer(0))
             while not request.Test(self._status):
                 yield False
             self._received += self._status.Get_count(self._byte)
+
+    def whole(self, nbytes: int) -> Array:
+        """Return memory in which data can be collected that comes in several messages: the same at every call."""
+        if self._whole.size < nbytes:
+            self._whole = np.empty(nbytes, np.uint8)
+        return self._whole[:nbytes]
 
     def close(self) -> None:
         """Give back what MPI holds for this connection."""
@@ -178,9 +192,39 @@ class Connection:
             self._incoming.Cancel()
             self._incoming.Wait()
         self._incoming.Free()
-        self._buffers = []
+        self._buffers, self._whole = [], np.empty(0, np.uint8)
         if self._sent is not None and not self._sent.Test():
             never_free((self._sent, self._reply))
+
+    def _receive_from_lane(
+        self, lane: Lane, plan: Sequence[tuple[Piece, ...]]
+    ) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+        for pieces in plan:
+            while not lane.can_take():
+                yield _NOTHING, self.message
+            data = lane.sent_slot()
+            self._received += data.size
+            try:
+                yield pieces, data
+            finally:
+                lane.take()
+
+    def _receive_messages(self, plan: Sequence[tuple[Piece, ...]]) -> Iterator[tuple[tuple[Piece, ...], Array]]:
+        lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in plan]
+        request = self._receive_into(self._buffer(0)[: lengths[0]])
+        for at, pieces in enumerate(plan):
+            while not request.Test():
+                yield _NOTHING, self.message
+            self._received += lengths[at]
+            if at + 1 < len(plan):
+                request = self._receive_into(self._buffer((at + 1) % 2)[: lengths[at + 1]])
+            yield pieces, self._buffer(at % 2)[: lengths[at]]
+
+    def _buffer(self, number: int) -> Array:
+        """Return memory for one message of data: that of one of two buffers."""
+        if not self._buffers:
+            self._buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
+        return self._buffers[number]
 
     def _receive_into(self, memory: Array) -> Any:
         return self._comm.Irecv([memory, self._byte], self._rank, DATA)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
@@ -23,7 +23,9 @@ __all__ = [
     "HEADER_BYTES",
     "INLINE_BYTES",
     "MAX_NUMBERS",
+    "IN_PLACE_BYTES",
     "MESSAGE_BYTES",
+    "NO_PLACE",
     "REQUEST",
     "WHOLE_NUMBERS",
     "Change",
@@ -33,12 +35,17 @@ __all__ = [
     "Outcome",
     "bytes_of",
     "from_json",
+    "is_read_in_place",
+    "join_bytes",
     "plan_messages",
+    "plan_stream",
     "to_json",
 ]
 
 MESSAGE_BYTES: Final = 4096
 CHUNK_BYTES: Final = 1 << 20  # fits into a core's cache: it is added from there
+IN_PLACE_BYTES: Final = 64 << 10  # what a worker reads where it lies; less takes longer to ask for than to copy
+NO_PLACE: Final = -1
 MAX_NUMBERS: Final = 6
 HEADER: Final = struct.Struct(f"=6q{MAX_NUMBERS}d")
 WHOLE_NUMBERS: Final = struct.Struct("=6q")  # the first part of a header: a rule alone needs the second
@@ -100,7 +107,8 @@ class Header(NamedTuple):
         op: An `Op`; of an answer an `Outcome`.
         sequence: The number of the worker's request at this server.
         variables: The key of a variable, or the number of a list of them, below 0.
-        rows: How many rows; of an answer to DONE, whether all workers have ended well.
+        rows: How many rows, or of how many variables; of an answer to DONE, whether all workers have ended well; of an
+            answer to READ, where the first variable lies in shared memory.
         change: A `Change`, or `Change.RULE` plus 8 times the number of a rule plus how many numbers it gets.
         nbytes: How many bytes of data belong to the request.
         numbers: What a rule needs: a learning rate, say.
@@ -131,11 +139,13 @@ class Piece(NamedTuple):
 
 
 @lru_cache(_MAX_PLANS)
-def plan_messages(sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
+def plan_messages(sizes: tuple[int, ...], places: tuple[int, ...] = ()) -> tuple[tuple[Piece, ...], ...]:
     """Lay items over messages: small ones together, and large ones in chunks of their own.
 
     Args:
         sizes: The bytes of each item.
+        places: Where each item lies in shared memory, if it does: then a large one is read there, and is a message of
+            its own, whole.
 
     Returns:
         The pieces of each message. Empty items are left out.
@@ -144,7 +154,9 @@ def plan_messages(sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
     together: list[Piece] = []
     space = CHUNK_BYTES
     for item, size in enumerate(sizes):
-        if size > CHUNK_BYTES:
+        if places and is_read_in_place(size, places[item]):
+            messages.append((Piece(item, 0, size),))
+        elif size > CHUNK_BYTES:
             messages += [(Piece(item, start, min(start + CHUNK_BYTES, size)),) for start in range(0, size, CHUNK_BYTES)]
         elif size:
             if size > space:
@@ -157,10 +169,54 @@ def plan_messages(sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
     return tuple(messages)
 
 
+def is_read_in_place(size: int, place: int) -> bool:
+    """Whether a worker of the node reads a variable where it lies."""
+    return size >= IN_PLACE_BYTES and place >= 0
+
+
+def plan_stream(sizes: tuple[int, ...]) -> Iterator[tuple[Piece, ...]]:
+    """Lay items over messages one behind the other, as if they were one.
+
+    Args:
+        sizes: The bytes of each item.
+
+    Yields:
+        The pieces of each message. Empty items are left out.
+    """
+    together: list[Piece] = []
+    space = CHUNK_BYTES
+    for item, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + space)
+            together.append(Piece(item, start, stop))
+            space -= stop - start
+            start = stop
+            if not space:
+                yield tuple(together)
+                together, space = [], CHUNK_BYTES
+    if together:
+        yield tuple(together)
+
+
 def bytes_of(array: Any) -> Bytes:
     """Return the bytes of a contiguous array, without a copy."""
     flat: Bytes = array.reshape(-1).view(np.uint8)
     return flat
+
+
+def join_bytes(arrays: Sequence[Any], memory: Bytes) -> Bytes:
+    """Copy contiguous arrays one behind the other into memory, and return as much of it as they fill."""
+    if len(arrays) == 1:
+        part = memory[: arrays[0].nbytes]
+        part[...] = bytes_of(arrays[0])
+        return part
+    joined = memory[: sum([array.nbytes for array in arrays])]
+    if len({array.dtype for array in arrays}) == 1:
+        np.concatenate(arrays, axis=None, out=joined.view(arrays[0].dtype))
+    else:
+        np.concatenate([bytes_of(array) for array in arrays], out=joined)
+    return joined
 
 
 def to_json(item: Any) -> Bytes:

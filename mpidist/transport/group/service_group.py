@@ -6,6 +6,7 @@ rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` o
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Final, cast, final
 
 import numpy as np
 
+from mpidist.errors import UnavailableError
 from mpidist.transport.failures import Awaited, GroupFlight, OpenGroup, Watchdog, open_groups
 from mpidist.transport.group.discovery import (
     agreed_token,
@@ -25,10 +27,13 @@ from mpidist.transport.group.discovery import (
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory import SharedArena
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Service", "ServiceGroup", "meet_ranks"]
+
+logger = logging.getLogger("mpidist.transport")
 
 _REMEDY: Final = "Close the strategy, end the job, and start it again"
 
@@ -100,6 +105,7 @@ class ServiceGroup(OpenGroup):
         comm: The communicator of the requests.
         ranks: The ranks, as they are numbered in the whole job.
         watchdog: What a rank checks while it waits.
+        arena: Memory that the ranks of this node share; `None` before `share_memory`, or where they share none.
         end: Ends this rank's part; called if the program ends and has not done so itself.
         may_miss_ranks: Whether the group goes on without ranks that have left, and waits for them at the very end.
     """
@@ -111,6 +117,7 @@ class ServiceGroup(OpenGroup):
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
         self.watchdog: Watchdog = membership.make_watchdog(awaited, self._notes_comm, _REMEDY)
+        self.arena: SharedArena | None = None
         self.end: Callable[[], None] = lambda: None
         self.may_miss_ranks = False
         self._is_gone = False  # freed, abandoned or forked
@@ -144,6 +151,36 @@ class ServiceGroup(OpenGroup):
         token = agreed_token(own)
         return cls(Membership(own, topology, world, token, settings.stall_seconds), topology, settings, awaited)
 
+    def share_memory(self, nbytes: int) -> None:
+        """Let the ranks of each node share memory, if they can, on all nodes or none: set `arena`. Collective.
+
+        Args:
+            nbytes: How much memory this rank takes at once, from the start of its part.
+
+        Raises:
+            UnavailableError: If shared memory is required and not available. On every rank.
+        """
+        topology, transport = self.topology, self.settings.transport
+        if transport == "mpi" or max(topology.node_sizes) == 1:
+            return
+        node = cast("Intracomm", self._membership.comm.Split(topology.node, topology.rank))
+        reason = None
+        try:
+            self.arena = SharedArena(node, nbytes) if node.size > 1 else None
+        except UnavailableError as error:
+            reason = f"rank {topology.rank}: {error}"
+        node.Free()
+        reasons = [text for text in self._membership.comm.allgather(reason) if text is not None]
+        if not reasons:
+            return
+        if self.arena is not None:
+            self.arena.free()
+            self.arena = None
+        if transport == "shared_memory":
+            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reasons[0]}")
+        if topology.rank == 0:
+            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reasons[0])
+
     @property
     def is_open(self) -> bool:
         """Whether this rank may still send and receive in the group."""
@@ -164,6 +201,8 @@ class ServiceGroup(OpenGroup):
             return
         self._is_gone = True
         open_groups.remove(self, has_failed=False)
+        if self.arena is not None:
+            self.arena.free()
         self.comm.Free()
         self._notes_comm.Free()
         self._membership.free()

@@ -1,5 +1,6 @@
 """Shared memory of the ranks of a node: windows, a barrier, and reductions through them."""
 
+from mpidist.transport.shared_memory.arena import SharedArena
 from mpidist.transport.shared_memory.barrier import NodeBarrier
 from mpidist.transport.shared_memory.communicator import SharedMemoryCommunicator
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer, InterNode
@@ -20,6 +21,7 @@ __all__ = [
     "NodeBarrier",
     "Place",
     "Schedule",
+    "SharedArena",
     "SharedArrays",
     "SharedMemoryCommunicator",
     "SharedWindow",

@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
 
-__all__ = ["LINE_BYTES", "SharedWindow"]
+__all__ = ["LINE_BYTES", "SharedWindow", "discard", "file_system_bytes", "map_file"]
 
 LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
 _DIRECTORY: Final = "/dev/shm"
@@ -49,6 +49,50 @@ class _Mapping:
         ).atexit = False  # code that runs later at exit may use arrays
 
 
+def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int, Any]:
+    """Map a nameless file of the node's memory file system into every rank of a node. Collective over the node.
+
+    Args:
+        comm: The ranks of the node.
+        nbytes: The size of the file, the same on all ranks.
+        start: Where the bytes begin that this rank takes at once: of those there is memory.
+        taken: How many they are.
+
+    Returns:
+        The open file, and its bytes, which are zero at first.
+
+    Raises:
+        UnavailableError: If there is too little shared memory, on every rank of the node.
+    """
+    path = comm.bcast(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}", 0)
+    file, problem, is_first = -1, None, comm.Get_rank() == 0
+    try:
+        if is_first:
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            os.ftruncate(file, nbytes)
+    except OSError as error:
+        problem = f"{_DIRECTORY} cannot be used: {error.strerror}"
+    comm.Barrier()
+    memory: Any = None
+    try:
+        if not is_first:
+            file = os.open(path, os.O_RDWR)
+        if file >= 0:
+            if taken:
+                os.posix_fallocate(file, start, taken)
+            memory = _Mapping(file, nbytes)
+    except OSError as error:
+        problem = f"{(taken or nbytes) >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
+    problems = [text for text in comm.allgather(problem) if text is not None]
+    if is_first and file >= 0:
+        os.unlink(path)
+    if problems:
+        if file >= 0:
+            os.close(file)
+        raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
+    return file, np.asarray(memory)
+
+
 @final
 class SharedWindow:
     """A part of memory for each rank of a node, which all ranks of the node read and write. Making it is collective.
@@ -75,32 +119,9 @@ class SharedWindow:
             return
         rank, size = comm.Get_rank(), comm.Get_size()
         step = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        path = comm.bcast(f"{_DIRECTORY}/mpidist-{secrets.token_hex(8)}", 0)
-        file, problem = -1, None
-        try:
-            if rank == 0:
-                file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-                os.ftruncate(file, step * size)
-        except OSError as error:
-            problem = f"{_DIRECTORY} cannot be used: {error.strerror}"
-        comm.Barrier()
-        memory: Any = None
-        try:
-            if rank != 0:
-                file = os.open(path, os.O_RDWR)
-            if file >= 0:
-                os.posix_fallocate(file, step * rank, step)  # by the part's rank, near whose core it then lies
-                memory = _Mapping(file, step * size)
-        except OSError as error:
-            problem = f"{step * size >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
-        problems = [text for text in comm.allgather(problem) if text is not None]
-        if file >= 0:
-            os.close(file)
-            if rank == 0:
-                os.unlink(path)
-        if problems:
-            raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
-        whole = np.asarray(memory)
+        # What a rank uses most, it takes itself: near its core the memory then lies.
+        file, whole = map_file(comm, step * size, step * rank, step)
+        os.close(file)
         self._own = whole[step * rank : step * (rank + 1)]
         self.parts = [whole[step * owner : step * owner + nbytes] for owner in range(size)]
 
@@ -111,5 +132,19 @@ class SharedWindow:
         """
         rest = None if self._own is None else self._own[mmap.PAGESIZE :]
         if rest is not None and rest.size:
-            address, nbytes = rest.__array_interface__["data"][0], rest.nbytes
-            _libc().madvise(address, nbytes, mmap.MADV_REMOVE)
+            discard(rest)
+
+
+def discard(memory: Any) -> None:
+    """Give back the memory of whole pages of a file, even if arrays refer to them, which read 0 from then on. Local."""
+    _libc().madvise(memory.__array_interface__["data"][0], memory.nbytes, mmap.MADV_REMOVE)
+
+
+def file_system_bytes() -> tuple[int, int]:
+    """Return the size of the node's memory file system, and how much of it is free.
+
+    Raises:
+        OSError: If there is none.
+    """
+    facts = os.statvfs(_DIRECTORY)
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize

@@ -1,0 +1,140 @@
+"""How a server changes variables by data that comes in several messages: each change once, and whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.parameter_server.messages import CHUNK_BYTES, Connection, Header, Piece
+from mpidist.parameter_server.reading import VariableList
+from mpidist.parameter_server.store import Store, Stored, Turn
+
+__all__ = ["Changing", "change_rows"]
+
+Array = np.ndarray[Any, Any]
+Steps = Generator[bool, None, None]
+
+
+@final
+class Changing:
+    """One request that changes variables.
+
+    What fits into a message changes its variable in one step. The chunks of a larger array are added one by one, while
+    the next ones arrive, and nobody else has a turn of the variable before the last one. Where the cluster goes on
+    without workers that are lost, a server first collects all chunks, and so it does for rules that need the whole
+    array.
+
+    Args:
+        connection: Where the data comes from.
+        store: What the variables are in.
+        header: The request.
+        may_be_lost: Whether the cluster goes on if the worker is lost.
+    """
+
+    def __init__(self, connection: Connection, store: Store, header: Header, may_be_lost: bool) -> None:
+        self._connection, self._store, self._header = connection, store, header
+        self._collects = may_be_lost
+        self._turn: Turn | None = None
+        self._error: Exception | None = None
+
+    def run(self, wanted: VariableList) -> Steps:
+        """Change the variables by the data that arrives. Raises the first error, once all data was received."""
+        stored: Stored | None = None
+        try:
+            for pieces, data in self._connection.receive(wanted.sizes):
+                if not pieces:
+                    yield False
+                    continue
+                at = 0
+                for piece in pieces:
+                    stored, part = wanted.variables[piece.item], data[at : at + piece.stop - piece.start]
+                    at += part.size
+                    if part.size == stored.bytes.size and not stored.queue:  # most are small, and most nobody else uses
+                        self._store.begin(stored, self._header.change)
+                        self._change(stored, 0, part)
+                    else:
+                        yield from self._take_in(stored, piece, part)
+                yield True
+        finally:  # also if the worker is lost meanwhile
+            if stored is not None:
+                self._leave(stored)
+        if self._error is not None:
+            raise self._error
+
+    def _take_in(self, stored: Stored, piece: Piece, part: Array) -> Steps:
+        size = stored.bytes.size
+        if part.size < size and (self._collects or not self._store.is_elementwise(self._header.change)):
+            whole = self._connection.whole(size)
+            whole[piece.start : piece.stop] = part
+            if piece.stop < size:
+                return
+            yield from self._enter(stored)
+            yield from self._change_whole(stored, whole)
+        else:
+            if piece.start == 0:
+                yield from self._enter(stored)
+            self._change(stored, piece.start, part)
+        if piece.stop == size:
+            self._leave(stored)
+
+    def _change_whole(self, stored: Stored, whole: Array) -> Steps:
+        """Change a variable by data that is all there, chunk by chunk, so that other workers have their turns."""
+        step = CHUNK_BYTES if self._store.is_elementwise(self._header.change) else whole.size
+        starts = iter(range(0, whole.size, step))
+        try:
+            for start in starts:
+                self._change(stored, start, whole[start : start + step])
+                yield True
+        finally:  # if the worker is lost between two chunks, too
+            for start in starts:
+                self._change(stored, start, whole[start : start + step])
+
+    def _change(self, stored: Stored, start: int, part: Array) -> None:
+        dtype, header = stored.value.dtype, self._header
+        try:
+            self._store.change(stored, header.change, start // dtype.itemsize, part.view(dtype), header.numbers)
+        except Exception as error:  # of any kind: the rest of the data must be received nevertheless
+            self._error = self._error or error
+
+    def _enter(self, stored: Stored) -> Steps:
+        turn = self._turn = stored.enter(writes=True)
+        while not stored.may_go(turn):
+            yield False
+        self._store.begin(stored, self._header.change)
+
+    def _leave(self, stored: Stored) -> None:
+        if self._turn is not None:
+            stored.leave(self._turn)
+            self._turn = None
+
+
+def change_rows(store: Store, header: Header, data: Array) -> Steps:
+    """Change some rows of variables, each variable in one step.
+
+    Args:
+        store: What the variables are in.
+        header: The request; `rows` is the number of variables.
+        data: The keys of the variables, then how many rows of each, then the indices and the values of each.
+    """
+    at = 16 * header.rows
+    changes = []
+    for key, count in data[:at].view(np.int64).reshape(2, header.rows).T.tolist():
+        stored = store.variables[key]
+        indices = data[at : at + 8 * count].view(np.int64)
+        at += indices.nbytes
+        shape = (count, *stored.value.shape[1:])
+        nbytes = math.prod(shape) * stored.value.itemsize
+        changes.append((stored, indices, data[at : at + nbytes].view(stored.value.dtype).reshape(shape)))
+        at += nbytes
+    for stored, indices, values in changes:
+        turn = stored.enter(writes=True)
+        try:
+            while not stored.may_go(turn):
+                yield False
+            store.begin(stored, header.change)
+            store.change_rows(stored, header.change, indices, values, header.numbers)
+        finally:  # also if the worker is lost meanwhile
+            stored.leave(turn)

@@ -1,0 +1,114 @@
+"""Shared memory of a worker and a server of one node, through which data goes beside their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.parameter_server.messages.protocol import CHUNK_BYTES
+from mpidist.transport import LINE_BYTES, ServiceGroup
+
+__all__ = ["LANE_BYTES", "Lane", "lanes_to"]
+
+Array = np.ndarray[Any, Any]
+
+NUM_SLOTS: Final = 4  # one is filled and one is used, with time for each end to be late
+LANE_BYTES: Final = 2 * LINE_BYTES + NUM_SLOTS * CHUNK_BYTES
+_SENT, _TAKEN, _LENGTHS = 0, 1, 2  # places in a line
+
+
+@final
+class Lane:
+    """One end of a lane: slots that go round, and a line of counters that this end writes and the other one reads.
+
+    A request goes one way and its answer the other, so both use the same slots. Each end counts what it has sent, and
+    what it has taken: so a lane needs no lock, and an end that is lost leaves nothing locked.
+
+    Args:
+        memory: `LANE_BYTES` of shared memory, zero at first.
+        end: 0 for the worker's end, 1 for the server's.
+        server_memory: The server's part of the node's memory: what it says of places is meant there.
+        fence: The function that orders loads and stores, if one is needed.
+    """
+
+    def __init__(self, memory: Array, end: int, server_memory: Array, fence: Callable[[], None] | None) -> None:
+        lines = [memory[start : start + LINE_BYTES].data.cast("q") for start in (0, LINE_BYTES)]
+        self._own, self._other = lines[end], lines[1 - end]
+        starts = range(2 * LINE_BYTES, LANE_BYTES, CHUNK_BYTES)
+        self._slots = [memory[start : start + CHUNK_BYTES] for start in starts]
+        self.server_memory = server_memory
+        self._fence = fence
+        self._sent = self._taken = 0
+
+    def can_send(self) -> bool:
+        """Whether a slot is free."""
+        return self._sent - self._other[_TAKEN] < NUM_SLOTS
+
+    def slot(self) -> Array:
+        """Return the free slot, to be filled."""
+        return self._slots[self._sent % NUM_SLOTS]
+
+    def send(self, nbytes: int) -> int:
+        """Send the slot, with so many bytes. Returns its number among all that this end has sent."""
+        self._own[_LENGTHS + self._sent % NUM_SLOTS] = nbytes
+        if self._fence is not None:
+            self._fence()
+        self._sent += 1
+        self._own[_SENT] = self._sent
+        return self._sent
+
+    def num_taken(self) -> int:
+        """How much of what this end has sent the other end does not need any more."""
+        return self._other[_TAKEN]
+
+    def can_take(self) -> bool:
+        """Whether the other end has sent something."""
+        if self._other[_SENT] <= self._taken:
+            return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def sent_slot(self) -> Array:
+        """Return what the other end has sent."""
+        at = self._taken % NUM_SLOTS
+        return self._slots[at][: self._other[_LENGTHS + at]]
+
+    def take(self) -> None:
+        """Give back the slot that the other end has sent."""
+        if self._fence is not None:
+            self._fence()
+        self._taken += 1
+        self._own[_TAKEN] = self._taken
+
+
+def lanes_to(group: ServiceGroup, workers: Sequence[int], servers: Sequence[int]) -> Mapping[int, Lane]:
+    """Make the lanes of a worker or a server. Collective over the group.
+
+    Args:
+        group: The workers and servers.
+        workers: Their ranks.
+        servers: The same of servers.
+
+    Returns:
+        The lane to each rank of this node that is on the other side; nothing where memory is not shared.
+    """
+    topology = group.topology
+    rank, node = topology.rank, topology.nodes[topology.node]
+    here = [server for server in servers if server in node]
+    is_worker = rank in workers
+    group.share_memory(len(here) * LANE_BYTES if is_worker else 0)
+    arena = group.arena
+    if arena is None:
+        return {}
+
+    def lane(worker: int, server: int) -> Lane:
+        start = here.index(server) * LANE_BYTES
+        memory = arena.parts[node.index(worker)][start : start + LANE_BYTES]
+        return Lane(memory, 0 if is_worker else 1, arena.parts[node.index(server)], arena.fence)
+
+    if is_worker:
+        return {server: lane(rank, server) for server in here}
+    return {worker: lane(worker, rank) for worker in workers if worker in node}

@@ -1,0 +1,101 @@
+"""Memory that every rank of a node takes bit by bit, and that all ranks of the node have mapped from the beginning."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Final, final
+
+from mpidist.transport.mpi import Intracomm
+from mpidist.transport.shared_memory.barrier import Fence
+from mpidist.transport.shared_memory.window import LINE_BYTES, discard, file_system_bytes, map_file
+
+__all__ = ["SharedArena"]
+
+_STEP_BYTES: Final = 1 << 20  # that are asked of the system at once, if it has as many
+_SHARE_OF_OTHERS: Final = 8  # one in so many bytes of the file system is left to all others who need some
+
+
+@final
+class SharedArena:
+    """Shared memory of a node, of which each rank takes some when it likes. Making it is collective over the node.
+
+    Each rank has a part as large as the whole memory file system, of addresses alone: memory is there for what was
+    taken. So what a rank takes later, the others need not map: they are told where it begins.
+
+    Args:
+        comm: The ranks of the node.
+        nbytes: How much this rank takes at once, from the start of its part.
+
+    Attributes:
+        own: This rank's part.
+        parts: [ranks], each rank's part as bytes. What nobody has taken must not be touched.
+
+    Raises:
+        UnavailableError: If there is too little shared memory, on every rank of the node.
+    """
+
+    def __init__(self, comm: Intracomm, nbytes: int) -> None:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        self._left_to_others, most = _limits()
+        span: int = max(comm.allgather(_whole_pages(max(most, nbytes, 1))))
+        self._start, self._end = span * rank, span * (rank + 1)
+        self._next = self._start + nbytes
+        self._taken = self._start + _whole_pages(nbytes)
+        self._file, self._whole = map_file(comm, span * size, self._start, self._taken - self._start)
+        self.parts = [self._whole[span * owner : span * (owner + 1)] for owner in range(size)]
+        self.own = self.parts[rank]
+        self._fence = Fence()
+
+    @property
+    def fence(self) -> Callable[[], None] | None:
+        """The function that orders loads and stores; `None` where none is needed."""
+        return self._fence.sync
+
+    def take(self, nbytes: int) -> int | None:
+        """Take memory. Local.
+
+        Returns:
+            Where it begins in this rank's part, at a whole `LINE_BYTES`; `None` if there is too little.
+        """
+        start = -(-self._next // LINE_BYTES) * LINE_BYTES
+        end = start + nbytes
+        if end > self._taken and not (self._ask(end + _STEP_BYTES) or self._ask(end)):
+            return None
+        self._next = end
+        return start - self._start
+
+    def free(self) -> None:
+        """Give back the memory that this rank has taken, even if arrays refer to it. Local; no rank may use it."""
+        os.close(self._file)
+        if self._taken > self._start:
+            discard(self._whole[self._start : self._taken])
+        self._fence.free()
+
+    def _ask(self, end: int) -> bool:
+        """Take pages up to the one of an end. Returns whether there are as many."""
+        end = _whole_pages(end)
+        if end > self._end:
+            return False
+        try:
+            if file_system_bytes()[1] - (end - self._taken) < self._left_to_others:
+                return False
+            os.posix_fallocate(self._file, self._taken, end - self._taken)
+        except OSError:
+            return False
+        self._taken = end
+        return True
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _limits() -> tuple[int, int]:
+    """Return how many bytes must stay free, and how many there are at all."""
+    try:
+        nbytes, _ = file_system_bytes()
+    except OSError:  # making the file says what is wrong
+        nbytes = 0
+    return nbytes // _SHARE_OF_OTHERS, nbytes

@@ -1,0 +1,173 @@
+"""What goes through shared memory between the workers and the servers of a node, and what through messages."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from parameter_server.clusters import num_workers, on_workers
+
+from mpidist import IndexedSlices, Variable
+from mpidist.errors import UnavailableError
+from mpidist.experimental import ParameterServerStrategy
+from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
+from mpidist.transport import ServiceGroup, SharedArena
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+SIZES = (3_000_000, 100_000, 17, 20_000)  # of float32 numbers: several chunks, one that is read in place, small ones
+
+
+@pytest.mark.no_mpi
+def test_a_lane_keeps_order_both_ways() -> None:
+    """Whoever is late: no more slots are filled than there are, and none is taken that was not sent."""
+    memory = np.zeros(LANE_BYTES, np.uint8)
+    ends = [Lane(memory, end, memory, None) for end in (0, 1)]
+    chance = random.Random(5)
+    for giver, taker in (ends, ends[::-1], ends):
+        sent, taken = [], []
+        while len(taken) < 50:
+            if chance.random() < 0.5 and len(sent) < 50:
+                assert giver.can_send() == (len(sent) - len(taken) < NUM_SLOTS)
+                if giver.can_send():
+                    number = chance.randrange(1, 200)
+                    giver.slot()[:number] = number
+                    giver.send(number)
+                    sent.append(number)
+            else:
+                assert taker.can_take() == (len(taken) < len(sent))
+                if taker.can_take():
+                    slot = taker.sent_slot()
+                    assert (slot == slot.size).all()
+                    taken.append(slot.size)
+                    taker.take()
+                    assert giver.num_taken() >= len(taken)
+        assert sent == taken
+
+
+class Counting:
+    """A communicator that counts the bytes of what it sends."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.sent = comm, 0
+
+    def Isend(self, message: list[Any], rank: int, tag: int) -> Any:  # noqa: N802
+        self.sent += message[1] if len(message) == 3 else message[0].nbytes
+        return self.comm.Isend(message, rank, tag)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+
+def bytes_of_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return how many bytes all ranks send for pushes and pulls of large variables, and how many those have."""
+    counts: list[Counting] = []
+    really = ServiceGroup.from_mpi
+
+    def from_mpi(*args: Any) -> ServiceGroup | None:
+        group = really(*args)
+        if group is not None:
+            counts.append(Counting(group.comm))
+            group.comm = counts[0]  # type: ignore[assignment]
+        return group
+
+    monkeypatch.setattr(ServiceGroup, "from_mpi", from_mpi)
+    on_workers(comm, push_and_pull)
+    sent = sum(comm.allgather(sum(one.sent for one in counts)))
+    return sent, 2 * num_workers(comm) * 2 * 4 * sum(SIZES)
+
+
+def push_and_pull(strategy: ParameterServerStrategy) -> None:
+    with strategy.scope():
+        variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
+        table = Variable(np.zeros((5000, 40)))
+    for number in (1, 2):
+        strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
+        table.scatter_add(IndexedSlices(np.ones((4000, 40)), np.arange(4000)))
+        assert table.sparse_read(np.arange(3000)).min() >= number
+        assert all(value.min() >= number for value in strategy.read(variables))
+        assert variables[0].numpy().min() >= number
+    strategy.barrier()
+    for value in [*strategy.read(variables), table.numpy()[:4000]]:
+        assert (value == 2 * strategy.topology.size).all()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=2)
+def test_no_gradient_goes_through_mpi_in_a_node(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, data = bytes_of_messages(comm, monkeypatch)
+    assert sent < 100_000 < data
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("why", ["MPIDIST_TRANSPORT", "MPIDIST_PRETEND_NODES"])
+def test_messages_carry_everything_elsewhere(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    nodes = ",".join(["0"] * (comm.size - 1) + ["1"])
+    monkeypatch.setenv(why, "mpi" if why == "MPIDIST_TRANSPORT" else nodes)
+    sent, data = bytes_of_messages(comm, monkeypatch)
+    assert sent > data
+
+
+@pytest.mark.ranks(min=3)
+def test_workers_of_several_nodes_share_variables(comm: Intracomm, placement: tuple[int, ...]) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variables = [Variable(np.zeros(size, np.float32)) for size in SIZES]
+        for _ in range(5):
+            strategy.push(variables, [np.ones(size, np.float32) for size in SIZES])
+            for value in strategy.read(variables):
+                assert (value == value[0]).all()
+        strategy.barrier()
+        for value in strategy.read(variables):
+            assert (value == 5 * strategy.topology.size).all()
+
+    for num_ps in (1, 2):
+        on_workers(comm, work, num_ps=num_ps)
+
+
+@pytest.mark.ranks(min=2)
+def test_variables_without_shared_memory_go_through_the_slots(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second variable has none left: a container's memory is soon full."""
+    really, calls = SharedArena.take, [0]
+
+    def take(arena: SharedArena, nbytes: int) -> int | None:
+        calls[0] += 1
+        return really(arena, nbytes) if calls[0] % 2 else None
+
+    monkeypatch.setattr(SharedArena, "take", take)
+    sent, data = bytes_of_messages(comm, monkeypatch)
+    assert sent < 100_000 < data
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("transport", ["auto", "shared_memory"])
+def test_without_any_shared_memory(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """The same on all ranks, also if one alone finds it out."""
+
+    really = os.posix_fallocate
+
+    def fail(file: int, start: int, nbytes: int) -> None:
+        if nbytes >= LANE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(file, start, nbytes)
+
+    monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+    if transport == "shared_memory":
+        with pytest.raises(UnavailableError, match=r"MPIDIST_TRANSPORT=shared_memory cannot be followed: rank 0: "):
+            ParameterServerStrategy(comm=comm)
+        return
+    with caplog.at_level(logging.WARNING, logger="mpidist"):
+        sent, data = bytes_of_messages(comm, monkeypatch)
+    assert sent > data
+    assert ("which is slower: rank 0: " in caplog.text) == (comm.rank == 0)

@@ -1,0 +1,221 @@
+"""Changes and reads whose worker is lost in the middle: nothing is half made, and nobody waits for the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mpidist.parameter_server import rules
+from mpidist.parameter_server.changing import Changing, change_rows
+from mpidist.parameter_server.messages import (
+    CHUNK_BYTES,
+    LANE_BYTES,
+    NO_PLACE,
+    Change,
+    Connection,
+    Header,
+    Lane,
+    Op,
+    plan_messages,
+)
+from mpidist.parameter_server.reading import VariableList, send_variables
+from mpidist.parameter_server.store import Store
+
+pytestmark = pytest.mark.no_mpi
+
+SIZES = (10, 3 * CHUNK_BYTES // 8 + 7, 20, CHUNK_BYTES // 8)  # of float64 numbers
+NUM_MESSAGES = len(plan_messages(tuple(8 * size for size in SIZES)))
+
+
+class Worker:
+    """A connection to a worker that sends ones, up to some message, and takes so much of what it reads."""
+
+    def __init__(self, num_messages: int = NUM_MESSAGES, lane: Lane | None = None) -> None:
+        self.num_messages, self.lane = num_messages, lane
+        self.sent = 0
+        self.memory = np.zeros(8 * sum(SIZES), np.uint8)
+
+    def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+        for at, pieces in enumerate(plan_messages(sizes)):
+            while at >= self.num_messages:
+                yield (), None
+            count = sum(stop - start for _, start, stop in pieces) // 8
+            yield pieces, np.ones(count).view(np.uint8)
+
+    def whole(self, nbytes: int) -> Any:
+        return self.memory[:nbytes]
+
+    def send(self, parts: list[Any]) -> Iterator[bool]:
+        while self.sent >= self.num_messages:
+            yield False
+        self.sent += 1
+        yield True
+
+
+def connection(*args: Any) -> Connection:
+    return cast("Connection", Worker(*args))
+
+
+def made_store() -> Store:
+    store = Store()
+    for key, size in enumerate(SIZES):
+        store.allocate(key, np.zeros(size))
+    return store
+
+
+def header(change: int, *numbers: float, rows: int = 0) -> Header:
+    return Header(Op.CHANGE, 1, -1, rows, change, 0, numbers)
+
+
+def run(steps: Iterator[bool], at_most: int = 100) -> bool:
+    """Go on as long as there is progress. Returns whether all is done."""
+    for _ in range(at_most):
+        try:
+            if not next(steps):
+                return False
+        except StopIteration:
+            return True
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("num_messages", range(NUM_MESSAGES + 1))
+@pytest.mark.parametrize("change", ["add", "assign", "momentum"])
+def test_a_change_of_a_lost_worker_is_whole_or_not_made(num_messages: int, change: str) -> None:
+    store = made_store()
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    number = {"add": Change.ADD, "assign": Change.ASSIGN}.get(change)
+    if number is None:
+        number = Change.RULE + 8 * store.number_of_rule("Momentum") + 3
+    steps = Changing(connection(num_messages), store, header(number, -1.0, 0.5, 0.0), may_be_lost=True).run(wanted)
+    assert run(steps) == (num_messages == NUM_MESSAGES)
+    steps.close()
+    for stored in store.variables.values():
+        assert (stored.value == stored.flat[0]).all()
+        assert not stored.queue
+    if num_messages == NUM_MESSAGES:
+        assert all((stored.value == 1).all() for stored in store.variables.values())
+
+
+def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change() -> None:
+    store = made_store()
+    large = store.variables[1]
+    wanted = VariableList([large], is_near=False)
+    steps = Changing(connection(), store, header(Change.ADD), may_be_lost=True).run(wanted)
+    while large.value[0] == 0:
+        next(steps)
+    assert large.value[-1] == 0  # it is in the middle
+    steps.close()
+    assert (large.value == 1).all()
+    assert not large.queue
+
+
+def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> None:
+    store = made_store()
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    steps = Changing(connection(1), store, header(Change.ADD), may_be_lost=False).run(wanted)
+    assert not run(steps)
+    assert store.variables[1].value[0] == 1
+    assert store.variables[1].queue
+    steps.close()
+    assert not store.variables[1].queue
+
+
+def test_others_have_turns_while_a_large_change_is_made() -> None:
+    """A worker gives way after each message, also if all of its data is there."""
+    store = made_store()
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    for may_be_lost in (False, True):
+        steps = Changing(connection(), store, header(Change.ADD), may_be_lost).run(wanted)
+        assert sum(1 for _ in steps) >= NUM_MESSAGES
+
+
+def test_a_rule_of_the_program_that_raises_leaves_the_rest_as_it_is() -> None:
+    def fails(value: Any, gradient: Any, memory: Any) -> None:
+        value += 1
+        raise KeyError("no")
+
+    rules.register("fails in the middle")(fails)
+    store = made_store()
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    number = Change.RULE + 8 * store.number_of_rule("fails in the middle")
+    steps = Changing(connection(), store, header(number), may_be_lost=False).run(wanted)
+    with pytest.raises(KeyError):
+        run(steps)
+    for stored in store.variables.values():
+        assert not stored.value.any()
+        assert not stored.queue
+
+
+@pytest.mark.parametrize("num_messages", range(4))
+def test_a_read_of_a_lost_worker_keeps_nobody_from_writing(num_messages: int) -> None:
+    store = made_store()
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    steps = send_variables(connection(num_messages), wanted)
+    assert not run(steps)
+    steps.close()
+    assert not any(stored.queue for stored in store.variables.values())
+
+
+def shared_store() -> tuple[Store, Lane, Lane]:
+    """A store whose variables lie in memory that a worker shares, and the two ends of the worker's lane."""
+    store, memory, at = Store(), np.zeros(8 * sum(SIZES), np.uint8), 0
+    for key, size in enumerate(SIZES):
+        store.allocate(key, np.zeros(size), memory[at : at + 8 * size], at)
+        at += 8 * size
+    shared = np.zeros(LANE_BYTES, np.uint8)
+    return store, Lane(shared, 0, memory, None), Lane(shared, 1, memory, None)
+
+
+def test_variables_are_lent_one_by_one() -> None:
+    """A writer waits for those alone that the reader has not copied."""
+    store, worker, server = shared_store()
+    variables = [store.variables[1], store.variables[3]] * 3
+    wanted = VariableList(variables, is_near=True)
+    assert len(wanted.reads) == 6
+    steps = send_variables(connection(0, server), wanted)
+    for copied in range(6):
+        run(steps, 20) if copied == 0 else [next(steps) for _ in range(3)]
+        lent = min(6, copied + 4) - copied
+        assert sum(len(stored.queue) for stored in (store.variables[1], store.variables[3])) in (lent, lent + 1)
+        assert worker.can_take()
+        worker.take()
+    assert run(steps)
+    assert not any(stored.queue for stored in store.variables.values())
+
+
+def test_a_variable_that_is_lent_waits_for_nobody_after_its_reader_is_lost() -> None:
+    store, _, server = shared_store()
+    variables = list(store.variables.values())
+    steps = send_variables(connection(9, server), VariableList(variables, is_near=True))
+    assert not run(steps)
+    change = Changing(connection(), store, header(Change.ADD), may_be_lost=True).run(VariableList(variables, False))
+    assert not run(change)
+    assert not store.variables[1].value.any()
+    steps.close()
+    assert run(change)
+    assert all((stored.value == 1).all() for stored in variables)
+
+
+def test_what_lies_elsewhere_is_not_lent() -> None:
+    store, _, server = shared_store()
+    store.allocate(1, np.zeros(SIZES[1]))
+    assert store.variables[1].place == NO_PLACE
+    wanted = VariableList([store.variables[1]], is_near=True)
+    assert len(wanted.reads) == 4
+    assert run(send_variables(connection(9, server), wanted))
+
+
+@pytest.mark.parametrize("wrong", ["short", "key"])
+def test_rows_that_do_not_fit_change_nothing(wrong: str) -> None:
+    """Not even the variables before those that do not fit."""
+    store = Store()
+    store.allocate(0, np.zeros((4, 2)))
+    about = np.array([[0, 0 if wrong == "short" else 5], [1, 1]])
+    rows = [np.array([3]), np.ones((1, 2))]
+    data = np.concatenate([part.reshape(-1).view(np.uint8) for part in (about, *rows, *rows)])
+    with pytest.raises((ValueError, KeyError)):
+        run(change_rows(store, header(Change.ADD, rows=2), data[: -8 if wrong == "short" else None]))
+    assert not store.variables[0].value.any()

@@ -1,0 +1,52 @@
+"""Workers that are killed while they push and read large variables: nobody waits for them."""
+
+from __future__ import annotations
+
+import pytest
+from jobs.faults import AT_ONCE_SECONDS, THREE, TWO, Job, Placement, again_if_slow, job, soon
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.no_mpi
+
+PUSHES = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy()
+if strategy.is_ps:
+    attempt("serve", strategy.serve)
+else:
+    with strategy.scope():
+        large, small = mpidist.Variable(np.zeros(4 << 20)), mpidist.Variable(np.zeros(40_000))
+    delta = np.ones(4 << 20)
+    def pushes():
+        while True:
+            large.assign_add(delta)
+            small.assign_add(delta[:40_000])
+            value = large.numpy()
+            assert (value == value[0]).all(), value
+    if is_faulty:
+        def die():
+            note("fault")
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer({seconds}, die).start()
+    attempt("pushes", pushes)
+os._exit(0)
+"""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seconds", [0.2, 0.23, 0.27, 0.31])
+@pytest.mark.parametrize("placement", [TWO._replace(faulty=0), THREE])
+@again_if_slow
+def test_a_worker_that_is_killed_in_a_push_is_named(job: Job, seconds: float, placement: Placement) -> None:
+    ended = job(PUSHES.format(seconds=seconds), placement, is_blind=True)
+    died = ended.of("fault")[placement.faulty].at
+    server = len(placement.nodes) - 1
+    note = ended.of("serve")[server]
+    assert note.kind == "PeerFailedError"
+    assert f"the process of rank {placement.faulty} of" in note.text
+    soon(note.at - died, AT_ONCE_SECONDS)
+    for rank, other in ended.of("pushes").items():
+        assert rank != placement.faulty
+        assert other.kind in ("PeerFailedError", "UnavailableError"), other
+        soon(other.at - died, 2 * AT_ONCE_SECONDS)

@@ -1,0 +1,129 @@
+"""Memory that the ranks of a node take bit by bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.shared_memory import LINE_BYTES, SharedArena
+from mpidist.transport.shared_memory import arena as arena_module
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def test_all_ranks_reach_what_each_takes(comm: Intracomm) -> None:
+    """Zeros at first; also what is taken long after the ranks have mapped the memory."""
+    arena = SharedArena(comm, 1000 * comm.rank)
+    places = []
+    for nbytes in (1, 5000, 3 << 20, 0, 7):
+        place = arena.take(nbytes)
+        assert place is not None
+        assert place % LINE_BYTES == 0
+        assert place >= 1000 * comm.rank
+        assert not arena.own[place : place + nbytes].any()
+        arena.own[place : place + nbytes] = 1 + comm.rank
+        places.append((place, nbytes))
+    everyone = comm.allgather(places)
+    for rank, (part, taken) in enumerate(zip(arena.parts, everyone, strict=True)):
+        ends = [start + nbytes for start, nbytes in taken]
+        assert all(end <= start for end, (start, _) in zip(ends, taken[1:], strict=False))
+        for start, nbytes in taken:
+            assert (part[start : start + nbytes] == 1 + rank).all()
+    comm.Barrier()
+    arena.free()
+
+
+def test_memory_is_given_back_and_has_no_name(comm: Intracomm) -> None:
+    def used() -> int:
+        facts = os.statvfs("/dev/shm")
+        return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
+
+    files = len(os.listdir("/proc/self/fd"))
+    arena = SharedArena(comm, 1 << 20)
+    place = arena.take(64 << 20)
+    assert place is not None
+    own = arena.own[place : place + (64 << 20)]
+    own[...] = 1
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpidist-" in line]
+    assert all(line.endswith("(deleted)") for line in lines)
+    comm.Barrier()
+    before = used()
+    comm.Barrier()
+    arena.free()
+    comm.Barrier()
+    assert before - used() > comm.size * (32 << 20)  # others may take some meanwhile
+    assert not own.any()
+    assert len(os.listdir("/proc/self/fd")) == files
+    comm.Barrier()
+
+
+def test_too_little_memory_later_is_no_error(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = SharedArena(comm, 100)
+    assert arena.take(arena.own.size) is None
+    assert arena.take(10) is not None
+    limit = 2 << 20
+    really = os.posix_fallocate
+
+    def fail_from(file: int, start: int, nbytes: int) -> None:
+        if nbytes > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(file, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_from)
+    assert arena.take(2 * limit) is None
+    place = arena.take(limit - 8192)  # there is no more than this, though it asks for more at once
+    assert place is not None
+    arena.own[place : place + limit - 8192] = np.uint8(1)
+    comm.Barrier()
+    arena.free()
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_too_little_memory_at_once_is_an_error_everywhere(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if comm.rank == rank % comm.size:
+        monkeypatch.setattr(os, "posix_fallocate", fail)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnavailableError, match=r"64 KiB cannot be had in /dev/shm \(No space left on device\)"):
+        SharedArena(comm, 64 << 10)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_part_holds_what_is_taken_at_once(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system says that the file system is smaller, or cannot say how large it is."""
+
+    def unknown() -> tuple[int, int]:
+        raise OSError(errno.ENOENT, "")
+
+    for function in (lambda: (4096, 4096), unknown):
+        monkeypatch.setattr(arena_module, "file_system_bytes", function)
+        arena = SharedArena(comm, 100_000)
+        assert all(part.size >= 100_000 for part in arena.parts)
+        arena.own[:100_000] = 1
+        comm.Barrier()
+        arena.free()
+
+
+def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [64 << 20]
+    monkeypatch.setattr(arena_module, "file_system_bytes", lambda: (64 << 20, free[0]))
+    arena = SharedArena(comm, 0)
+    assert arena.take(57 << 20) is None
+    free[0] = 10 << 20
+    assert arena.take(3 << 20) is None
+    assert arena.take(1 << 20) is not None
+    comm.Barrier()
+    arena.free()
