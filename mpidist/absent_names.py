@@ -20,7 +20,6 @@ _WHY: Final[Mapping[str, str]] = {
     "AutoShardPolicy": "every rank takes its part of every global batch",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
-    "IndexedSlices": "there are no sparse values",
     "KubernetesClusterResolver": _CLOUD,
     "PreemptionCheckpointHandler": _CHECKPOINTS,
     "RunOptions": "its options are for TPUs; `run` takes none",
