@@ -13,7 +13,6 @@ _MODULES: Final = ("mpidist", "mpidist.experimental", "mpidist.cluster_resolver"
 _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
-_NOT_YET: Final = "not in this version, in which every rank computes: MultiWorkerMirroredStrategy"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
 _CHECKPOINTS: Final = "not in this version: save `variable.numpy()` on the chief"
 _WHY: Final[Mapping[str, str]] = {
@@ -28,7 +27,7 @@ _WHY: Final[Mapping[str, str]] = {
     "TPUStrategy": _NO_TPUS,
     "TerminationConfig": _CHECKPOINTS,
     "UnionClusterResolver": "its name is UnionResolver",
-    "coordinator": _NOT_YET,
+    "coordinator": "its name is experimental.coordinator",
     "rpc": "ranks call collectives; mpi4py sends anything else",
 }
 

@@ -1,6 +1,7 @@
 """Names that tf.distribute keeps under `experimental`."""
 
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
+from mpidist.experimental import coordinator as coordinator
 from mpidist.experimental import partitioners as partitioners
 from mpidist.experimental import server_rules as server_rules
 from mpidist.options import CollectiveCommunication as CollectiveCommunication
@@ -25,6 +26,7 @@ __all__ = [
     "Server",
     "ShardedVariable",
     "ValueContext",
+    "coordinator",
     "partitioners",
     "server_rules",
 ]
