@@ -56,8 +56,10 @@ class Crew:
         """Receive results, and give functions to workers that are free. Returns whether anything got on."""
         got_on = False
         for rank, mail in self._mails.items():
-            letter = mail.receive()
-            if letter is not None:
+            letter = None if rank in self._left else mail.receive()
+            if letter is None and rank in self._awaited.lost and rank not in self._left:
+                self._lose(rank, self._awaited.lost[rank])
+            elif letter is not None:
                 got_on = True
                 self._take(rank, letter)
             if self._queue and rank not in self._calls and rank not in self._left:
@@ -65,6 +67,9 @@ class Crew:
                 oldest = min(call.number for call in self._calls.values())  # those that wait are younger
                 mail.send(Kind.CALL, closure.number, oldest, closure.message)
                 got_on = True
+        if self._queue and len(self._left) == len(self._mails):
+            why = f"no worker is left: {self._reasons()}"
+            self._fail(PeerFailedError(f"{self._queue[0].name!r} cannot be called: {why}"), why)
         if got_on:
             self._group.watchdog.restart()
         return got_on
@@ -119,16 +124,18 @@ class Crew:
     def _has_sent_all(self) -> bool:
         return all(mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank])
 
+    def _lose(self, rank: int, why: str) -> None:
+        """Note that a worker has left, and make its call again."""
+        self._left[rank] = why
+        lost = self._calls.pop(rank, None)
+        if lost is not None and self._is_ending:
+            lost.cancel("the coordinator was closed")
+        elif lost is not None:
+            self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
+
     def _take(self, rank: int, letter: Letter) -> None:
         if letter.kind == Kind.LEFT:
-            self._left[rank] = letter.data.tobytes().decode(errors="replace")
-            lost = self._calls.pop(rank, None)
-            if lost is not None and self._is_ending:
-                lost.cancel("the coordinator was closed")
-            elif lost is not None:
-                self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
-            if len(self._left) == len(self._mails) and self._queue:
-                self._fail(PeerFailedError(f"no worker is left to call {self._queue[0].name!r}: {self._reasons()}"))
+            self._lose(rank, letter.data.tobytes().decode(errors="replace"))
             return
         closure = self._calls.pop(rank)
         value, error = result_of(letter.data)
@@ -136,11 +143,12 @@ class Crew:
             closure.value.set(value)
         else:
             closure.value.fail(error)
-            self._fail(error)
+            self._fail(error, "another function had failed")
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, why: str) -> None:
+        """Keep an error for the next call, and call no function that waits."""
         self.error = self.error or error
-        self.cancel("another function had failed")
+        self.cancel(why)
 
     def _reasons(self) -> str:
         texts = [f"{name_ranks([rank])} left: {text}" for rank, text in self._left.items() if text]
