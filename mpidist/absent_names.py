@@ -13,14 +13,12 @@ _MODULES: Final = ("mpidist", "mpidist.experimental", "mpidist.cluster_resolver"
 _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
-_NOT_YET: Final = "not in this version, in which every rank computes: MultiWorkerMirroredStrategy"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
 _CHECKPOINTS: Final = "not in this version: save with mpidist.checkpoint when a signal came, on all ranks alike"
 _WHY: Final[Mapping[str, str]] = {
     "AutoShardPolicy": "every rank takes its part of every global batch",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
-    "IndexedSlices": "there are no sparse values",
     "KubernetesClusterResolver": _CLOUD,
     "PreemptionCheckpointHandler": _CHECKPOINTS,
     "RunOptions": "its options are for TPUs; `run` takes none",
@@ -29,7 +27,7 @@ _WHY: Final[Mapping[str, str]] = {
     "TPUStrategy": _NO_TPUS,
     "TerminationConfig": _CHECKPOINTS,
     "UnionClusterResolver": "its name is UnionResolver",
-    "coordinator": _NOT_YET,
+    "coordinator": "its name is experimental.coordinator",
     "rpc": "ranks call collectives; mpi4py sends anything else",
 }
 

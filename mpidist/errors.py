@@ -8,6 +8,7 @@ that, so `except OSError` around a collective call catches them, too.
 from __future__ import annotations
 
 __all__ = [
+    "CancelledError",
     "DataLossError",
     "DeadlineExceededError",
     "InvalidArgumentError",
@@ -26,6 +27,10 @@ class InvalidArgumentError(ValueError):
     """
 
     raised_on_all_ranks = False
+
+
+class CancelledError(RuntimeError):
+    """A function that was scheduled was not called: another one had failed, or the coordinator was closed."""
 
 
 class DeadlineExceededError(TimeoutError):

@@ -98,6 +98,11 @@ CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce Coll
 OneDeviceStrategy MirroredStrategy MultiWorkerMirroredStrategy experimental.MultiWorkerMirroredStrategy
 Strategy StrategyExtended ReplicaContext get_strategy has_strategy get_replica_context in_cross_replica_context
 experimental_set_strategy get_loss_reduction
+experimental.CentralStorageStrategy experimental.ParameterServerStrategy Server experimental.Server
+ShardedVariable experimental.ShardedVariable experimental.partitioners.FixedShardsPartitioner
+experimental.partitioners.MinSizePartitioner experimental.partitioners.MaxSizePartitioner
+experimental.server_rules.SGD experimental.server_rules.Momentum experimental.server_rules.Adam
+experimental.server_rules.Registered experimental.server_rules.register
 DistributedValues PerReplica Mirrored IndexedSlices DistributedDataset InputContext InputReplicationMode InputOptions
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
@@ -159,7 +164,16 @@ def test_name_that_is_not_there_says_why(path: str, text: str) -> None:
     assert last not in dir(module)
 
 
-@pytest.mark.parametrize("home", [mpidist, mpidist.experimental, mpidist.cluster_resolver], ids=lambda it: it.__name__)
+HOMES = [
+    mpidist,
+    mpidist.cluster_resolver,
+    mpidist.experimental,
+    mpidist.experimental.partitioners,
+    mpidist.experimental.server_rules,
+]
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda it: it.__name__)
 def test_module_shows_its_public_names_and_its_parts(home: ModuleType) -> None:
     """`dir` and `import *`."""
     shown = {name for name in dir(home) if not name.startswith("_")}
@@ -168,6 +182,18 @@ def test_module_shows_its_public_names_and_its_parts(home: ModuleType) -> None:
     starred: dict[str, Any] = {}
     exec(f"from {home.__name__} import *", starred)
     assert set(starred) - {"__builtins__"} == set(home.__all__)
+
+
+def test_modules_of_experimental_can_be_imported() -> None:
+    """As programs of tf.distribute do."""
+    program = """
+import json
+import mpidist.experimental.partitioners
+from mpidist.experimental.partitioners import MinSizePartitioner
+from mpidist.experimental.server_rules import Adam
+print(json.dumps(mpidist.experimental.partitioners.MinSizePartitioner is MinSizePartitioner))
+"""
+    assert python(program) is True
 
 
 def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
@@ -206,6 +232,12 @@ HierarchicalCopyAllReduce(num_packs=)
 CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
 experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm=)
+experimental.ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
+on_worker_lost=, placement=, comm=)
+Server(cluster_or_strategy, job_name=, task_index=, protocol=, config=, start=)
+experimental.partitioners.FixedShardsPartitioner(num_shards)
+experimental.partitioners.MinSizePartitioner(min_shard_bytes=, max_shards=, bytes_per_string=)
+experimental.partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=, bytes_per_string=)
 MirroredStrategy(devices=, cross_device_ops=, *, replicas=, comm=, per_node_variables=)
 MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_device_ops=, replicas=, comm=, \
 per_node_variables=)

@@ -101,9 +101,20 @@ class _Report(NamedTuple):
 
 @final
 class Role(Service):
-    """What this rank is. `meet` makes it."""
+    """What this rank is. `meet` makes it.
 
-    def __init__(self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str]) -> None:
+    Attributes:
+        rank: This rank.
+        worker_ranks: The workers, as `group` numbers them.
+        awaited: What the watchdog of `group` asks.
+        staleness: As the workers asked for.
+        coordinator: What schedules functions on the workers, if there is one.
+        before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
+    """
+
+    def __init__(
+        self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str], awaited: AwaitedPeers
+    ) -> None:
         self.roles, self.group = roles, group
         self.topology = Topology(0, (0,), (socket.gethostname(),))
         self.is_chief = rank == roles.workers[0]
@@ -111,6 +122,11 @@ class Role(Service):
         self.servers: Servers | None = LocalServers() if group is None else None
         self.server: ParameterServer | None = None
         self.resolver = _resolver_of(roles, rank, hostnames)
+        self.rank, self.worker_ranks = rank, roles.workers
+        self.awaited = awaited
+        self.staleness: int | None = None
+        self.coordinator: object = None
+        self.before_closing: Callable[[str | None], None] = lambda reason: None
 
     @classmethod
     def meet(cls, comm: Intracomm | None, resolver: ClusterResolver | None, wanted: Wanted | None) -> Role:
@@ -121,7 +137,7 @@ class Role(Service):
         awaited, group = AwaitedPeers(), None
         if len(members) > 1:
             group = ServiceGroup.from_mpi(comm, members, awaited)
-        role = cls(roles, comm.rank, group, [report.hostname for report in reports])
+        role = cls(roles, comm.rank, group, [report.hostname for report in reports], awaited)
         if group is not None:
             role._connect(group, awaited, members, fields)
         return role
@@ -129,6 +145,8 @@ class Role(Service):
     def _connect(self, group: ServiceGroup, awaited: AwaitedPeers, members: list[int], fields: dict[str, str]) -> None:
         rank, goes_on = members[group.topology.rank], fields["on_worker_lost"] == "ignore"
         workers, servers = (tuple(map(members.index, ranks)) for ranks in self.roles[:2])
+        self.worker_ranks = workers
+        self.staleness = None if fields["staleness"] == "None" else int(fields["staleness"])
         peers = self.roles.servers if rank in self.roles.servers else self.roles.workers
         places, topology = [members.index(peer) for peer in peers], group.topology
         nodes, hosts = [topology.node_of_rank[at] for at in places], [topology.hostnames[at] for at in places]
@@ -139,8 +157,7 @@ class Role(Service):
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
         lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
-            staleness = None if fields["staleness"] == "None" else int(fields["staleness"])
-            known = Workers(workers, staleness, group.settings.timeout_seconds)
+            known = Workers(workers, self.staleness, group.settings.timeout_seconds)
             self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
         else:
             channels = [
@@ -163,6 +180,9 @@ class Role(Service):
 
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
+        if self.group is not None and self.group.is_open:
+            is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self.group.ranks)
+            self.before_closing(text_of(error) if error is not None and is_own else None)
         if self.servers is not None:
             self.servers.close(error)
         group, server = self.group, self.server

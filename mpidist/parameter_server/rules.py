@@ -176,8 +176,8 @@ def register(name: str) -> Callable[[OwnRule], OwnRule]:
     """Register a function as a rule, on all ranks, when modules are imported.
 
     The function is called on a server as `function(value, gradient, memory, *numbers)`: it changes the array `value` in
-    place. `memory` is a dict that the server keeps of the variable for this rule. `IndexedSlices` arrive as an array
-    with zeros in the other rows.
+    place. `memory` is a dict that the server keeps of the variable for this rule; `memory["count"]` is the number of
+    gradients so far, with this one. `IndexedSlices` arrive as an array with zeros in the other rows.
 
     Args:
         name: A name that no other rule has.

@@ -16,6 +16,7 @@ from mpidist.parameter_server.messages import (
     IN_PLACE_BYTES,
     INLINE_BYTES,
     WHOLE_NUMBERS,
+    Calls,
     Change,
     Connection,
     Header,
@@ -75,6 +76,7 @@ class ParameterServer:
             Connection(group.comm, rank, worker, lanes.get(rank)) for worker, rank in enumerate(workers.ranks)
         ]
         self._num_open = len(self._connections)
+        self._calls = Calls()
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -87,6 +89,7 @@ class ParameterServer:
             Op.STEP: self._step,
             Op.DONE: self._end,
             Op.LEAVE: self._end,
+            Op.CALL: self._begin_call,
         }
 
     @property
@@ -153,6 +156,7 @@ class ParameterServer:
         stored = self.store.variables.get(key)
         if (
             stored is not None
+            and not connection.call
             and not stored.queue
             and change <= Change.SUB
             and stored.value.nbytes <= INLINE_BYTES
@@ -197,7 +201,10 @@ class ParameterServer:
     def _guarded(self, connection: Connection, header: Header) -> Steps:
         """Answer a request; with the error's text, if there is one."""
         try:
-            yield from self._answers[header.op](connection, header)
+            steps = self._answers[header.op](connection, header)
+            if connection.call and header.op in (Op.CHANGE, Op.CHANGE_ROWS):
+                steps = self._calls.make_once(connection, steps)
+            yield from steps
         except Exception as error:  # of any kind: a worker's mistake must not end the server
             yield from connection.drain()
             connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
@@ -288,6 +295,14 @@ class ParameterServer:
 
     def _step(self, connection: Connection, header: Header) -> Steps:
         self._workers.steps[connection.worker] += 1
+        connection.answer(Outcome.OK)
+        yield True
+
+    def _begin_call(self, connection: Connection, header: Header) -> Steps:
+        """Note whose the changes that follow are."""
+        connection.call, connection.num_changes = header.variables, 0
+        if header.variables:
+            self._calls.forget_before(header.rows)
         connection.answer(Outcome.OK)
         yield True
 

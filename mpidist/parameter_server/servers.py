@@ -113,6 +113,15 @@ class Servers(ABC):
         """Tell the servers that this worker has done a step."""
 
     @abstractmethod
+    def begin_call(self, number: int, oldest: int) -> None:
+        """Say that the changes that follow belong to a call of a coordinator's, which another worker may make again.
+
+        Args:
+            number: The number of the call; 0 for none.
+            oldest: Calls with lower numbers will not be made again.
+        """
+
+    @abstractmethod
     def flush(self) -> None:
         """Wait until all changes of this worker are made."""
 
@@ -160,6 +169,9 @@ class LocalServers(Servers):
 
     def step_done(self) -> None:
         pass  # no other worker is ahead or behind
+
+    def begin_call(self, number: int, oldest: int) -> None:
+        pass  # nobody makes a call again
 
     def flush(self) -> None:
         pass  # a change is made at once
@@ -281,6 +293,11 @@ class RemoteServers(Servers):
     def step_done(self) -> None:
         for channel in self._channels:
             channel.start("step_done()", Op.STEP)
+
+    def begin_call(self, number: int, oldest: int) -> None:
+        if self._goes_on:  # else no worker makes a call again
+            for channel in self._channels:
+                channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
 
     def flush(self) -> None:
         for channel in self._channels:

@@ -11,7 +11,14 @@ from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import RowsChange
 from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.values import IndexedSlices, local_component
-from mpidist.variables import ReadsAsArray, SparseUpdates, cast_for, checked_rows
+from mpidist.variables import (
+    ReadsAsArray,
+    SparseUpdates,
+    VariableAggregation,
+    VariableSynchronization,
+    cast_for,
+    checked_rows,
+)
 
 __all__ = ["ShardedVariable"]
 
@@ -80,6 +87,16 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         """Whether an optimizer should change the variable."""
         return self._variables[0].trainable
 
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When copies are aggregated: there is one array alone."""
+        return self._variables[0].synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of a worker's replicas are aggregated, before they go to the servers."""
+        return self._variables[0].aggregation
+
     def read_value(self) -> Any:
         """Ask the servers for all shards, and return them as one new array."""
         return self.join(read_together(self._variables))
@@ -100,7 +117,8 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         value = local_component(value)
         array = cast_for(self._like, value.read_value() if isinstance(value, ReadsAsArray) else value, self._what)
         if array.shape not in (self.shape, ()):
-            raise ValueError(f"{self._what} has shape {list(self.shape)}, and got a value of {list(array.shape)}")
+            shapes = f"shape {list(self.shape)}, and a value of shape {list(array.shape)}"
+            raise ValueError(f"{self._what} has {shapes} was assigned to it")
         whole = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         return [whole[start:stop] for start, stop in zip(self._bounds[:-1], self._bounds[1:], strict=True)]
 
@@ -170,6 +188,8 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, (np.ndarray, ReadsAsArray)) and np.asarray(key).dtype != bool:
             raise TypeError(f"{self._what} is indexed by integers and slices; read rows by sparse_read(indices)")
+        if isinstance(key, bool):  # a mask, to NumPy
+            return self.read_value()[key]
         if isinstance(key, (int, np.integer)) and not -self.shape[0] <= key < self.shape[0]:
             raise IndexError(f"row {key} is out of bounds: {self._what} has {self.shape[0]} rows")
         if isinstance(key, slice) and key.step == 0:
@@ -183,7 +203,9 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
         return f"variable {self._name!r}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value")
+        raise RuntimeError(
+            f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value, as with numpy()"
+        )
 
     def __repr__(self) -> str:
         where = [variable.server for variable in self._variables]

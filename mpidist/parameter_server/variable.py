@@ -252,7 +252,9 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         return f"variable {self.location.name!r}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value")
+        raise RuntimeError(
+            f"{self._what} cannot be copied or pickled: it belongs to its strategy; read its value, as with numpy()"
+        )
 
     def __repr__(self) -> str:
         return f"<mpidist.Variable {self.name!r} {self.dtype.name}{list(self.shape)} on parameter server {self.server}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,6 +102,8 @@ def test_shards_change_as_one_array(comm: Intracomm) -> None:
         assert (table.sparse_read([4, 0, 3]) == expected[[4, 0, 3]]).all()  # case T203
         assert (table[-1] == expected[-1]).all()
         assert (table[1:4, 1] == expected[1:4, 1]).all()
+        assert (table[True] == expected[True]).all()
+        assert table[False].shape == (0, 5, 2)
         assert (np.asarray(table) + 1 == table + 1).all()
         strategy.barrier()
         if rank == 0:
@@ -126,12 +129,19 @@ def test_wrong_indices_and_values_are_refused(comm: Intracomm) -> None:
             (IndexError, "out of bounds", lambda: table.sparse_read([5])),
             (TypeError, "sparse_read", lambda: table[np.array([1])]),
             (ValueError, "zero", lambda: table[::0]),
-            (ValueError, r"shape \[5, 2\]", lambda: table.assign(np.zeros((5, 3)))),
+            (
+                ValueError,
+                r"shape \[5, 2\], and a value of shape \[5, 3\] was assigned",
+                lambda: table.assign(np.zeros((5, 3))),
+            ),
             (ValueError, "rows 0 to 4", lambda: table.scatter_add(IndexedSlices(np.ones((1, 2)), [5]))),
         ):
             with pytest.raises(kind, match=text):
                 call()
+            with pytest.raises(RuntimeError, match=r"read its value, as with numpy\(\)"):
+                copy.copy(table)
         assert (table.numpy() == 0).all()
+        assert (table.synchronization.name, table.aggregation.name) == ("ON_WRITE", "NONE")
 
     on_workers(comm, work, variable_partitioner=partitioners.FixedShardsPartitioner(2))
 

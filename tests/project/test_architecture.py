@@ -361,6 +361,7 @@ def test_classes_are_abstract_or_final() -> None:
 # The tests. A folder of tests has the rights of the folder of mpidist of the same name: it may use what is inside.
 
 TESTS = Path(__file__).parents[1]
+HOMES = (PACKAGE.name, "mpidist.experimental")  # modules of these folders are users' business
 # Tests that look into another folder, and what for: a part that has no other door, and is no user's business.
 LOOK_INTO = {
     "cli/test_flight_command.py": {
@@ -408,7 +409,7 @@ def test_tests_enter_folders_by_their_init() -> None:
         for found in _imports(tree, in_function=False, only_typing=False):
             for target in {found.source, found.target} & set(MODULES):
                 module = MODULES[target]
-                is_inside = module.is_package or module.folder == PACKAGE.name or is_in(name, module.folder)
+                is_inside = module.is_package or module.folder in HOMES or is_in(name, module.folder)
                 seam = MODULES[module.folder]
                 is_listed = found.source == seam.name and target.rpartition(".")[2] in listed_names(seam)
                 if not is_inside and not is_listed:

@@ -1,5 +1,6 @@
 """Requests and answers: what is in a message, and the two ends of the messages between a worker and a server."""
 
+from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
@@ -25,6 +26,7 @@ from mpidist.parameter_server.messages.protocol import (
 
 __all__ = [
     "CHUNK_BYTES",
+    "Calls",
     "Change",
     "Channel",
     "Connection",

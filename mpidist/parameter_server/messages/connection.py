@@ -50,6 +50,8 @@ class Connection:
         lists: What the worker has numbered: lists of variables, in the server's own form.
         steps: What answers the request, if that takes several steps.
         has_ended: Whether the worker makes no request any more.
+        call: The call of a coordinator's that changes belong to; 0 for none.
+        num_changes: How many changes of the call have come.
     """
 
     def __init__(self, comm: Intracomm, rank: int, worker: int, lane: Lane | None = None) -> None:
@@ -59,6 +61,7 @@ class Connection:
         self.lists: dict[int, Any] = {}
         self.steps: Generator[bool, None, None] | None = None
         self.has_ended = False
+        self.call = self.num_changes = 0
         self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
         self.message = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply = np.zeros(MESSAGE_BYTES, np.uint8)

@@ -20,6 +20,7 @@ class AwaitedPeers(Awaited):
     Attributes:
         what: Name of the wait, for people.
         ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
+        lost: Why each of these ranks is lost that this rank has learnt of. The owner adds to it as well.
         is_ended_by_program: Whether what ended the wait is that a program ended, not that a rank was lost.
     """
 
@@ -28,6 +29,7 @@ class AwaitedPeers(Awaited):
     def __init__(self) -> None:
         self.what = ""
         self.ends_if_any_leaves = True
+        self.lost: dict[int, str] = {}
         self.is_ended_by_program = False
 
     @property

@@ -1,13 +1,14 @@
 """Names that tf.distribute keeps under `experimental`."""
 
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
+from mpidist.experimental import coordinator as coordinator
+from mpidist.experimental import partitioners as partitioners
+from mpidist.experimental import server_rules as server_rules
 from mpidist.options import CollectiveCommunication as CollectiveCommunication
 from mpidist.options import CollectiveHints as CollectiveHints
 from mpidist.options import CommunicationImplementation as CommunicationImplementation
 from mpidist.options import CommunicationOptions as CommunicationOptions
 from mpidist.parameter_server import ShardedVariable as ShardedVariable
-from mpidist.parameter_server import partitioners as partitioners
-from mpidist.parameter_server import rules as server_rules
 from mpidist.strategies import CentralStorageStrategy as CentralStorageStrategy
 from mpidist.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from mpidist.strategies import ParameterServerStrategy as ParameterServerStrategy
@@ -25,6 +26,7 @@ __all__ = [
     "Server",
     "ShardedVariable",
     "ValueContext",
+    "coordinator",
     "partitioners",
     "server_rules",
 ]

@@ -1,0 +1,14 @@
+"""A chief that hands functions to workers, on top of parameter servers: schedule, join, fetch.
+
+cluster_coordinator   what a program holds: the chief's queue, and the workers' loop
+functions             what may be scheduled: functions that all ranks have registered, and data sets of each worker
+closure               one call that was scheduled, and its result
+crew                  the chief's view of the workers: which of them are free, what they do, and which have left
+mail, encoding        the messages between them, without code and without pickled objects
+"""
+
+from mpidist.coordinator.closure import RemoteValue
+from mpidist.coordinator.cluster_coordinator import ClusterCoordinator
+from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerIterator, register
+
+__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator", "RemoteValue", "register"]

@@ -1,0 +1,281 @@
+"""What a program holds of a coordinator: the chief schedules functions, and the workers call them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from mpidist import nest
+from mpidist.coordinator.calling import Caller, result_of
+from mpidist.coordinator.closure import Closure, RemoteValue
+from mpidist.coordinator.crew import Crew
+from mpidist.coordinator.encoding import encode
+from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
+from mpidist.coordinator.mail import Mail
+from mpidist.coordinator.work import Work
+from mpidist.datasets import InputContext
+from mpidist.parameter_server import Role
+from mpidist.strategy import Strategy
+
+__all__ = ["ClusterCoordinator"]
+
+logger = logging.getLogger("mpidist.coordinator")
+
+
+@final
+class ClusterCoordinator:
+    """The chief, worker 0, schedules functions, and the other workers call them. Making one is collective over workers.
+
+        @mpidist.experimental.coordinator.register("step")
+        def step(iterator):
+            ...
+
+        if strategy.is_ps:
+            strategy.serve()
+        else:
+            coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+            dataset = coordinator.create_per_worker_dataset(make_dataset)
+            if strategy.is_chief:
+                iterator = iter(dataset)
+                for _ in range(1000):
+                    coordinator.schedule(step, args=(iterator,))
+                coordinator.join()
+            else:
+                coordinator.serve()  # returns when the chief closes its strategy
+        strategy.close()
+
+    A chief that has no other worker calls the functions itself, as soon as they are scheduled. The chief has no thread:
+    it gives functions to workers while it schedules, joins, asks `done()` or fetches.
+
+    Where the others go on without a worker that was lost (`on_worker_lost="ignore"`), another worker calls its function
+    again. What the function pushes is made once: of the first push of a call to a server, the second one, and so on,
+    the server makes one each. So a function makes as many pushes each time, in the same order.
+
+    For one strategy there is one coordinator: a second call returns the same object.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        TypeError: If `strategy` is none.
+        ValueError: If the strategy has no parameter servers, or bounds staleness.
+        RuntimeError: On a parameter server.
+        InvalidArgumentError: If another worker makes another call.
+    """
+
+    def __new__(cls, strategy: Strategy) -> ClusterCoordinator:
+        """Return the coordinator of the strategy."""
+        role = _role_of(strategy)
+        if isinstance(role.coordinator, ClusterCoordinator):
+            return role.coordinator
+        made = super().__new__(cls)
+        made._connect(strategy, role)
+        role.coordinator = made
+        return made
+
+    def _connect(self, strategy: Strategy, role: Role) -> None:
+        servers, group, ranks = role.servers, role.group, role.worker_ranks
+        assert servers is not None
+        servers.meet("ClusterCoordinator", {}, chief=True)
+        self._strategy, self._is_chief = strategy, role.is_chief or group is None
+        self._num_scheduled = 0
+        self._is_closed = False
+        self._error: Exception | None = None  # of a function that the chief has called itself
+        self._crew: Crew | None = None
+        self._work: Work | None = None
+        number = 0 if group is None else ranks.index(group.topology.rank)
+        context = InputContext(max(1, len(ranks) - 1), max(0, number - 1), 1)
+        self._datasets = PerWorkerDatasets(context)
+        self._caller = Caller(servers, self._datasets, f"rank {role.rank}")
+        if group is None or len(ranks) == 1:
+            return
+        if self._is_chief:
+            self._crew = Crew(group, role.awaited, ranks[1:])
+        else:
+            self._work = Work(group, role.awaited, Mail(group, ranks[0]), self._caller)
+        role.before_closing = self._end
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Let a worker call a function. On the chief; returns at once.
+
+        Args:
+            fn: A function that all ranks have registered, or its name: see `register`.
+            args: Its arguments: nests of arrays, numbers, texts, data sets of each worker and their iterators.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            What the function will return.
+
+        Raises:
+            TypeError: If the function is not registered, or an argument is of another kind.
+            ValueError: If an argument is a `RemoteValue`.
+            Exception: What an earlier function has raised; then the functions that waited are not called.
+        """
+        self._require_chief("schedule()")
+        self._raise_error()
+        name = name_of(fn)
+        what = f"schedule({name!r})"
+        if not isinstance(args, (list, tuple)):
+            raise TypeError(f"{what}: args must be a list or tuple, got {type(args).__name__}")
+        given = [tuple(args), dict(kwargs or {})]
+        if any(isinstance(leaf, RemoteValue) for leaf in nest.flatten(given)[0]):
+            raise ValueError(f"{what}: an argument is a RemoteValue, which no worker has; fetch it before")
+        message = encode((name, encode(given, f"{what}: an argument", handle_of)), what)
+        self._num_scheduled += 1
+        closure = Closure(self._num_scheduled, name, message, RemoteValue(self._wait_for_value))
+        if self._crew is not None:
+            self._crew.add(closure)
+            return closure.value
+        value, error = result_of(self._caller.call(message))
+        if error is None:
+            closure.value.set(value)
+        else:
+            closure.value.fail(error)
+            self._error = self._error or error
+        return closure.value
+
+    def join(self) -> None:
+        """Wait until all functions that were scheduled have returned. On the chief.
+
+        Raises:
+            Exception: The first error of a function. The functions that waited then are not called. After that the
+                coordinator can be used again.
+            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+        """
+        self._require_chief("join()")
+        crew = self._crew
+        if crew is not None:
+            crew.wait("join()", lambda: crew.is_idle)
+        self._raise_error()
+
+    def done(self) -> bool:
+        """Whether all functions that were scheduled have returned. On the chief; does not wait.
+
+        Raises:
+            Exception: What a function has raised.
+        """
+        self._require_chief("done()")
+        if self._crew is not None:
+            while self._crew.advance():
+                pass
+        self._raise_error()
+        return self._crew is None or self._crew.is_idle
+
+    def fetch(self, val: Any) -> Any:
+        """Wait for the values of a nest, and return the nest with what the functions have returned. On the chief.
+
+        Args:
+            val: A nest of `RemoteValue`s and anything else.
+
+        Raises:
+            Exception: What a function has raised.
+        """
+        self._require_chief("fetch()")
+        leaves, _ = nest.flatten(val)
+        return nest.rebuild(val, [leaf.fetch() if isinstance(leaf, RemoteValue) else leaf for leaf in leaves])
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Let each worker have a data set of its own. Called by all workers, in the same order. Local.
+
+        Args:
+            dataset_fn: A data set, or a function that returns one: called by each worker when a function first asks for
+                the data set. It may take an `InputContext`, which counts the workers without the chief.
+
+        Returns:
+            What can be scheduled as an argument; a function gets its worker's data set. `iter(...)` of it likewise.
+        """
+        return self._datasets.add(dataset_fn)
+
+    def serve(self) -> None:
+        """Call functions until the chief has closed its strategy. On workers.
+
+        Raises:
+            RuntimeError: On the chief.
+            PeerFailedError: If the chief is lost.
+        """
+        if self._work is None:
+            raise RuntimeError(
+                "serve() of a coordinator on the chief: it is for the other workers; the chief schedules"
+            )
+        self._work.serve()
+
+    def close(self) -> None:
+        """Call the functions that were scheduled, and let the other workers return from `serve`. On the chief.
+
+        `strategy.close()` does so as well, but for functions that still wait, which are not called then.
+
+        Raises:
+            Exception: The first error of a function.
+        """
+        if self._is_closed:
+            return
+        try:
+            self.join()
+        finally:
+            if self._crew is not None:
+                self._crew.end()
+            self._is_closed = True
+
+    def _require_chief(self, call: str) -> None:
+        self._strategy.extended.group.require_open(call)
+        if not self._is_chief:
+            raise RuntimeError(f"{call} on a worker that is not the chief: the chief schedules, the others serve()")
+        if self._is_closed:
+            raise RuntimeError(f"{call} on a closed coordinator: the workers serve no longer")
+
+    def _raise_error(self) -> None:
+        crew = self._crew
+        error = self._error if crew is None else crew.error
+        if error is None:
+            return
+        if crew is not None:
+            crew.wait("the end of the other functions", lambda: crew.is_idle)
+            crew.error = None
+        self._error = None
+        raise error
+
+    def _wait_for_value(self, condition: Callable[[], bool]) -> None:
+        if self._crew is not None:
+            self._crew.wait("fetch()", condition)
+
+    def _end(self, reason: str | None) -> None:
+        """End this rank's part with the strategy's. `reason`: of an exception that the others do not have."""
+        if self._work is not None:
+            self._work.close(reason)
+        crew = self._crew
+        if crew is None or self._is_closed:
+            return
+        self._is_closed = True
+        if reason is not None or crew.is_broken:
+            crew.abandon()
+            return
+        crew.end()
+        if crew.error is not None:
+            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", crew.error)
+
+
+def _role_of(strategy: Any) -> Role:
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"ClusterCoordinator takes a strategy, got {type(strategy).__name__}")
+    role = strategy.extended.service
+    if not isinstance(role, Role):
+        raise ValueError(
+            f"ClusterCoordinator needs a ParameterServerStrategy, got {type(strategy).__name__}: its ranks all compute"
+        )
+    strategy.extended.group.require_open("ClusterCoordinator()")
+    if role.servers is None:
+        raise RuntimeError("ClusterCoordinator on a parameter server: it is for workers; a server calls serve()")
+    if role.staleness is not None:
+        raise ValueError(
+            f"ClusterCoordinator needs staleness=None, got {role.staleness}: its functions run on any worker, and the "
+            "chief makes no steps"
+        )
+    return role

@@ -1,0 +1,155 @@
+"""The chief's view of the workers: who is free, who calls which function, and who has left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import final
+
+from mpidist.coordinator.calling import result_of
+from mpidist.coordinator.closure import Closure
+from mpidist.coordinator.mail import Kind, Letter, Mail
+from mpidist.errors import PeerFailedError
+from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll
+
+__all__ = ["Crew"]
+
+
+@final
+class Crew:
+    """The workers that call functions, and the functions that wait for a free one.
+
+    Args:
+        group: The workers and servers.
+        awaited: What the watchdog of `group` asks.
+        ranks: The workers.
+
+    Attributes:
+        error: The first error of a function that nobody has been told of.
+    """
+
+    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, ranks: Sequence[int]) -> None:
+        self.error: Exception | None = None
+        self._group, self._awaited = group, awaited
+        self._mails = {rank: Mail(group, rank) for rank in ranks}
+        self._queue: deque[Closure] = deque()
+        self._calls: dict[int, Closure] = {}  # by the rank that makes it
+        self._left: dict[int, str] = {}
+        self._is_ending = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no function waits, and none is called."""
+        return not self._queue and not self._calls
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this rank has failed to wait for others, and cannot wait any more."""
+        return self._group.watchdog.broken is not None
+
+    def add(self, closure: Closure) -> None:
+        """Give a function to a worker that is free, or let it wait for one."""
+        self._queue.append(closure)
+        self.advance()
+
+    def advance(self) -> bool:
+        """Receive results, and give functions to workers that are free. Returns whether anything got on."""
+        got_on = False
+        for rank, mail in self._mails.items():
+            letter = None if rank in self._left else mail.receive()
+            if letter is None and rank in self._awaited.lost and rank not in self._left:
+                self._lose(rank, self._awaited.lost[rank])
+            elif letter is not None:
+                got_on = True
+                self._take(rank, letter)
+            if self._queue and rank not in self._calls and rank not in self._left:
+                closure = self._calls[rank] = self._queue.popleft()
+                oldest = min(call.number for call in self._calls.values())  # those that wait are younger
+                mail.send(Kind.CALL, closure.number, oldest, closure.message)
+                got_on = True
+        if self._queue and len(self._left) == len(self._mails):
+            why = f"no worker is left: {self._reasons()}"
+            self._fail(PeerFailedError(f"{self._queue[0].name!r} cannot be called: {why}"), why)
+        if got_on:
+            self._group.watchdog.restart()
+        return got_on
+
+    def wait(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, and meanwhile give functions to workers.
+
+        Raises:
+            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+            PeerFailedError: If a worker is lost, or none is left.
+        """
+        timeout = self._group.settings.timeout_seconds
+        self._wait(what, condition, timeout if timeout else None)
+
+    def cancel(self, why: str) -> None:
+        """Call no function that waits."""
+        while self._queue:
+            self._queue.popleft().cancel(why)
+
+    def end(self) -> None:
+        """Tell the workers that no function follows, and wait until they know it, however long they take."""
+        self._is_ending = True
+        self.cancel("the coordinator was closed")
+        for rank, mail in self._mails.items():
+            if not self._left.get(rank):  # one that left because of an error receives nothing
+                mail.send(Kind.END)
+        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), float("inf"))
+        self._wait("the end of the coordinator", self._has_sent_all, float("inf"))
+
+    def abandon(self) -> None:
+        """Leave the workers alone. Local."""
+        self.cancel("the chief has left its strategy")
+        for closure in self._calls.values():
+            closure.cancel("the chief has left its strategy")
+        for mail in self._mails.values():
+            mail.abandon()
+
+    def _wait(self, what: str, condition: Callable[[], bool], timeout: float | None) -> None:
+        awaited, watchdog = self._awaited, self._group.watchdog
+        if watchdog.broken is not None:
+            raise type(watchdog.broken)(str(watchdog.broken))
+        awaited.what, awaited.timeout, awaited.is_ended_by_program = what, timeout, False
+
+        def is_done() -> bool:
+            self.advance()
+            awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+            return condition()
+
+        watchdog.begin()
+        poll(is_done, watchdog.check_peers)
+
+    def _has_sent_all(self) -> bool:
+        return all(mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank])
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Note that a worker has left, and make its call again."""
+        self._left[rank] = why
+        lost = self._calls.pop(rank, None)
+        if lost is not None and self._is_ending:
+            lost.cancel("the coordinator was closed")
+        elif lost is not None:
+            self._queue = deque(sorted([lost, *self._queue], key=lambda call: call.number))
+
+    def _take(self, rank: int, letter: Letter) -> None:
+        if letter.kind == Kind.LEFT:
+            self._lose(rank, letter.data.tobytes().decode(errors="replace"))
+            return
+        closure = self._calls.pop(rank)
+        value, error = result_of(letter.data)
+        if error is None:
+            closure.value.set(value)
+        else:
+            closure.value.fail(error)
+            self._fail(error, "another function had failed")
+
+    def _fail(self, error: Exception, why: str) -> None:
+        """Keep an error for the next call, and call no function that waits."""
+        self.error = self.error or error
+        self.cancel(why)
+
+    def _reasons(self) -> str:
+        texts = [f"{name_ranks([rank])} left: {text}" for rank, text in self._left.items() if text]
+        return "; ".join(texts) or "all of them have closed their strategies"

@@ -1,0 +1,108 @@
+"""Arguments and results as bytes: arrays, numbers, texts, and nests of them. No code, and no pickled objects.
+
+The bytes are the length of a description, the description in JSON, and the arrays, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist.transport import bfloat16
+
+__all__ = ["MAX_BYTES", "Handle", "decode", "encode"]
+
+MAX_BYTES: Final = (1 << 31) - 1  # of a message of MPI
+_LENGTH: Final = struct.Struct("=q")
+
+Array = np.ndarray[Any, Any]
+Handle = tuple[int, int]  # a data set of each worker, and which of its iterators; -1 for the data set
+
+
+def encode(item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lambda item: None) -> Array:
+    """Write a nest as bytes.
+
+    Args:
+        item: Arrays, numbers, texts, `None`, and lists, tuples and dicts of them.
+        what: What the item is, for errors.
+        handle_of: Returns the handle of what each worker has its own of; `None` for anything else.
+
+    Raises:
+        TypeError: If there is anything else in the nest.
+        ValueError: If the bytes are too many.
+    """
+    arrays: list[Array] = []
+    tree = _tree_of(item, what, arrays, handle_of)
+    about = [[array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape] for array in arrays]
+    head = json.dumps([tree, about]).encode()
+    parts = [np.frombuffer(_LENGTH.pack(len(head)) + head, np.uint8)]
+    parts += [array.reshape(-1).view(np.uint8) for array in arrays]
+    nbytes = sum(part.size for part in parts)
+    if nbytes > MAX_BYTES:
+        raise ValueError(
+            f"{what} takes {nbytes} bytes, and at most {MAX_BYTES} can be sent: keep large arrays on servers"
+        )
+    return np.concatenate(parts)
+
+
+def decode(data: Array, value_of: Callable[[Handle], Any] = lambda handle: None) -> Any:
+    """Read what `encode` has written. `value_of` returns what a handle stands for."""
+    start = _LENGTH.size
+    (length,) = _LENGTH.unpack_from(data.data)
+    tree, about = json.loads(data[start : start + length].tobytes())
+    at, arrays = start + length, []
+    for name, shape in about:
+        dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        arrays.append(data[at : at + nbytes].copy().view(dtype).reshape(shape))
+        at += nbytes
+    return _item_of(tree, arrays, value_of)
+
+
+def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any], Handle | None]) -> Any:
+    """Describe an item, and collect its arrays."""
+    if item is None or type(item) in (bool, int, float, str):
+        return item
+    if type(item) is complex:
+        return {"complex": [item.real, item.imag]}
+    if isinstance(item, (np.ndarray, np.generic)):
+        array = np.asarray(item)
+        if array.dtype.kind in "OV" and array.dtype.name != "bfloat16":
+            raise TypeError(f"{what} has an array of dtype {array.dtype}, and arrays of numbers or texts are needed")
+        arrays.append(np.ascontiguousarray(array).reshape(array.shape))
+        return {"array" if isinstance(item, np.ndarray) else "number": len(arrays) - 1}
+    if type(item) in (list, tuple):
+        return {type(item).__name__: [_tree_of(one, what, arrays, handle_of) for one in item]}
+    if type(item) is dict:
+        pairs = [[_tree_of(one, what, arrays, handle_of) for one in pair] for pair in item.items()]
+        return {"dict": pairs}
+    handle = handle_of(item)
+    if handle is not None:
+        return {"handle": handle}
+    raise TypeError(
+        f"{what} has a {type(item).__name__}, and needs arrays, numbers, texts, and lists, tuples and dicts of them; "
+        "what else a function needs, it finds where it is defined"
+    )
+
+
+def _item_of(tree: Any, arrays: list[Array], value_of: Callable[[Handle], Any]) -> Any:
+    """Make an item from its description."""
+    if type(tree) is not dict:
+        return tree
+    ((kind, inner),) = tree.items()
+    if kind == "complex":
+        return complex(*inner)
+    if kind == "array":
+        return arrays[inner]
+    if kind == "number":
+        return arrays[inner][()]
+    if kind == "handle":
+        return value_of((inner[0], inner[1]))
+    if kind == "dict":
+        return {_item_of(key, arrays, value_of): _item_of(value, arrays, value_of) for key, value in inner}
+    items = [_item_of(one, arrays, value_of) for one in inner]
+    return items if kind == "list" else tuple(items)

@@ -1,0 +1,181 @@
+"""What a chief may schedule: functions that all ranks have registered, and what each worker has its own of.
+
+No code goes from rank to rank. So a function is registered on all ranks, before workers serve::
+
+    @coordinator.register("step")
+    def step(iterator):
+        features, targets = next(iterator)
+        ...
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn, TypeVar, final
+
+from mpidist.coordinator.encoding import Handle
+from mpidist.datasets import InputContext
+
+__all__ = [
+    "PerWorkerDataset",
+    "PerWorkerDatasets",
+    "PerWorkerIterator",
+    "function_named",
+    "handle_of",
+    "name_of",
+    "register",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_registered: Final[dict[str, Callable[..., Any]]] = {}
+
+
+def register(name: str) -> Callable[[Function], Function]:
+    """Register a function under a name, so that a chief may schedule it. On all ranks, before workers serve.
+
+    Args:
+        name: A name that no other function has.
+
+    Raises:
+        TypeError: If the name is no text.
+        ValueError: If another function has the name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'register takes a name: write @register("step"); got {name!r}')
+
+    def keep(function: Function) -> Function:
+        known = _registered.get(name)
+        if known is not None and getattr(known, "__qualname__", None) != getattr(function, "__qualname__", ""):
+            raise ValueError(f"a function {name!r} is registered already; choose another name")
+        _registered[name] = function  # a module may be imported twice
+        return function
+
+    return keep
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a registered function, or of a name the name.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    for name, known in _registered.items():
+        if known is function or name == function:
+            return name
+    shown = getattr(function, "__qualname__", repr(function))
+    raise TypeError(
+        f"schedule takes a function that is registered on all ranks, got {shown}; write "
+        '@mpidist.experimental.coordinator.register("a name") before it'
+    )
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """Return a function, on the rank that calls it.
+
+    Raises:
+        LookupError: If there is none of this name.
+    """
+    if name not in _registered:
+        known = ", ".join(sorted(_registered)) or "none"
+        raise LookupError(f"no function {name!r} is registered here (known: {known}); register it on all ranks")
+    return _registered[name]
+
+
+@final
+class PerWorkerDataset:
+    """A data set of each worker: an argument of functions that are scheduled. `iter` of it is one, too.
+
+    Args:
+        number: The number of the data set.
+
+    Attributes:
+        number: As given.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._num_iterators = 0
+
+    def __iter__(self) -> PerWorkerIterator:
+        self._num_iterators += 1
+        return PerWorkerIterator(self.number, self._num_iterators - 1)
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerDataset {self.number}>"
+
+
+@final
+class PerWorkerIterator:
+    """An iterator of each worker over its data set: an argument of functions that are scheduled.
+
+    Args:
+        dataset: The number of the data set.
+        number: The number of the iterator, of this data set.
+    """
+
+    def __init__(self, dataset: int, number: int) -> None:
+        self.handle: Handle = (dataset, number)
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError("iterate over a data set of each worker in functions that are scheduled, not outside")
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerIterator {self.handle[1]} of data set {self.handle[0]}>"
+
+
+@final
+class PerWorkerDatasets:
+    """The data sets of one worker, which are made when a function first asks for them.
+
+    Args:
+        context: Which worker this is, among those that work.
+    """
+
+    def __init__(self, context: InputContext) -> None:
+        self._context = context
+        self._sources: list[Any] = []
+        self._made: dict[int, Any] = {}
+        self._iterators: dict[Handle, Iterator[Any]] = {}
+
+    def add(self, source: Any) -> PerWorkerDataset:
+        """Note where a data set comes from. All workers do so in the same order."""
+        self._sources.append(source)
+        return PerWorkerDataset(len(self._sources) - 1)
+
+    def value_of(self, handle: Handle) -> Any:
+        """Return this worker's data set or iterator.
+
+        Raises:
+            LookupError: If this worker has not called `create_per_worker_dataset` as often as the chief.
+        """
+        number, iterator = handle
+        if number >= len(self._sources):
+            raise LookupError(
+                f"this worker has {len(self._sources)} data sets, and number {number} is asked for: call "
+                "create_per_worker_dataset(...) on all workers, before they serve"
+            )
+        if number not in self._made:
+            self._made[number] = self._make(self._sources[number])
+        if iterator < 0:
+            return self._made[number]
+        if handle not in self._iterators:
+            self._iterators[handle] = iter(self._made[number])
+        return self._iterators[handle]
+
+    def _make(self, source: Any) -> Any:
+        if not callable(source):
+            return source
+        takes_context = bool(inspect.signature(source).parameters)
+        return source(self._context) if takes_context else source()
+
+
+def handle_of(item: Any) -> Handle | None:
+    """Return the handle of what each worker has its own of; `None` for anything else."""
+    if isinstance(item, PerWorkerDataset):
+        return item.number, -1
+    return item.handle if isinstance(item, PerWorkerIterator) else None

@@ -1,0 +1,9 @@
+"""A chief that hands functions to workers: what `tf.distribute.experimental.coordinator` has."""
+
+from mpidist.coordinator import ClusterCoordinator as ClusterCoordinator
+from mpidist.coordinator import PerWorkerDataset as PerWorkerDataset
+from mpidist.coordinator import PerWorkerIterator as PerWorkerIterator
+from mpidist.coordinator import RemoteValue as RemoteValue
+from mpidist.coordinator import register as register
+
+__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator", "RemoteValue", "register"]

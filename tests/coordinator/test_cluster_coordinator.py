@@ -1,0 +1,415 @@
+"""The chief schedules functions, the other workers call them, and their results and errors come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from parameter_server.clusters import on_workers
+
+import mpidist
+from mpidist import IndexedSlices, InputContext, Variable
+from mpidist.errors import CancelledError, PeerFailedError
+from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.experimental.coordinator import ClusterCoordinator, register
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+HERE: dict[str, Any] = {}  # what functions of this rank find
+
+
+@register("test: echo")
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return {"args": args, "kwargs": kwargs}
+
+
+@register("test: add")
+def add(delta: Any, seconds: float = 0.0) -> int:
+    time.sleep(seconds)
+    HERE["variable"].assign_add(delta)
+    return int(HERE["rank"])
+
+
+@register("test: fail")
+def fail(text: str, seconds: float = 0.0) -> None:
+    time.sleep(seconds)
+    raise ZeroDivisionError(text)
+
+
+@register("test: wait")
+def wait(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@register("test: take")
+def take(iterator: Any) -> Any:
+    return [HERE["rank"], next(iterator)]
+
+
+@register("test: return an object")
+def return_object() -> object:
+    return object()
+
+
+@register("test: push too much")
+def push_too_much() -> None:
+    HERE["strategy"].push(HERE["variable"], np.ones(2), server_rules.Registered("test: refuse"))
+
+
+@server_rules.register("test: refuse")
+def refuse(value: Any, gradient: Any, memory: Any) -> None:
+    raise ValueError("no such gradient")
+
+
+class LeavesError(BaseException):
+    """What ends a worker, and not its function alone."""
+
+
+@register("test: push and leave")
+def push_and_leave(number: int) -> int:
+    variable, large, strategy = HERE["variable"], HERE["large"], HERE["strategy"]
+    variable.assign_add([1.0, number])
+    large.assign_add(1.0)
+    strategy.push([variable, large], [[10.0, 0.0], 10.0])
+    if HERE["rank"] == 1 and number % 4 == 3:
+        strategy.flush()
+        raise LeavesError(f"in call {number}")
+    variable.scatter_add(IndexedSlices([100.0], [0]))
+    strategy.push(large, 100.0 * np.ones(large.shape), server_rules.SGD(-1.0))
+    return number
+
+
+Work = Callable[[ClusterCoordinator], Any]
+
+
+def coordinate(comm: Intracomm, work: Work, **arguments: Any) -> Any:
+    """Let the chief do something with a coordinator, and the others serve. Returns what the chief has returned."""
+
+    def on_each(strategy: ParameterServerStrategy) -> Any:
+        with strategy.scope():
+            HERE.update(variable=Variable(np.zeros(2)), rank=strategy.topology.rank, strategy=strategy)
+        coordinator = ClusterCoordinator(strategy)
+        HERE["dataset"] = coordinator.create_per_worker_dataset(data)
+        if strategy.is_chief:
+            return work(coordinator)
+        coordinator.serve()
+        return None
+
+    return on_workers(comm, on_each, **arguments)[0]
+
+
+def data(context: InputContext) -> list[int]:
+    return list(range(100 * context.input_pipeline_id, 100 * context.input_pipeline_id + 50))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_functions_are_called_and_joined(comm: Intracomm, num_ps: int) -> None:
+    """Cases T206 and T208."""
+    if comm.size not in (1, 2) and comm.size <= num_ps:
+        return
+
+    def work(coordinator: ClusterCoordinator) -> list[float]:
+        sums = []
+        assert coordinator.done()
+        for _ in range(2):
+            values = [coordinator.schedule(add, args=([1.0, 2.0],)) for _ in range(20)]
+            coordinator.join()
+            assert coordinator.done()
+            sums.append(HERE["variable"].numpy().tolist())
+            ranks = set(coordinator.fetch(values))
+            assert ranks <= {*range(min(1, comm.size - num_ps - 1), max(1, comm.size - num_ps))}
+        return sums
+
+    num_ps = min(num_ps, max(1, comm.size - 1))
+    assert coordinate(comm, work, num_ps=num_ps) == [[20, 40], [40, 80]]
+
+
+@pytest.mark.core
+def test_arguments_and_results_are_nests(comm: Intracomm) -> None:
+    """Case T209."""
+    large = np.arange(400_000.0)
+    given: list[Any] = [
+        (2, (3, 4.5), [5], {"v": 1, 2: None, (1, "b"): True}),
+        ["text", "ä", "", 1 + 2j, float("inf"), 10**30, -0.0, False],
+        [np.float32(1.5), np.arange(6, dtype=np.int16).reshape(2, 3).T, np.zeros((0, 3)), np.array(7), large],
+        [np.array(["a", "bcd"]), np.array([True]), np.array(b"xy"), np.array([1, 2], ">i4"), np.datetime64("2020")],
+    ]
+
+    def work(coordinator: ClusterCoordinator) -> None:
+        value = coordinator.schedule("test: echo", given, {"key": large[::2]})
+        changed = coordinator.fetch({"it": value, "other": 5})
+        assert changed["other"] == 5
+        found = changed["it"]
+        assert found["args"][:2] == tuple(given[:2])
+        assert isinstance(found["args"][1][7], bool)
+        for its, mine in zip([*found["args"][2], *found["args"][3]], [*given[2], *given[3]], strict=True):
+            assert (type(its), its.dtype, its.shape) == (type(mine), mine.dtype, mine.shape)
+            assert (its == mine).all()
+        assert (found["kwargs"]["key"] == large[::2]).all()
+        found["args"][2][4][:] = 0  # belongs to the caller
+        assert value.fetch() is found
+
+    coordinate(comm, work)
+
+
+@pytest.mark.core
+def test_errors_are_raised_once_and_cancel_what_waits(comm: Intracomm) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        def schedule() -> None:
+            while True:
+                coordinator.schedule(wait, args=(0.001,))
+
+        for ask in (coordinator.join, schedule, finish(coordinator)):
+            failed = coordinator.schedule(fail, args=("the first",))
+            with pytest.raises(
+                ZeroDivisionError, match=r"'test: fail' failed on rank \d: ZeroDivisionError: the first"
+            ):
+                ask()
+            with pytest.raises(ZeroDivisionError, match="the first"):
+                failed.fetch()
+            coordinator.join()
+            assert coordinator.fetch(coordinator.schedule(wait, args=(0.0,))) == 0.0
+
+    coordinate(comm, work)
+
+
+def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
+    """Return what asks until all functions are done."""
+
+    def ask() -> None:
+        while not coordinator.done():
+            time.sleep(0.001)
+
+    return ask
+
+
+@pytest.mark.ranks(min=3)
+def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        first = [coordinator.schedule(wait, args=(0.05,)) for _ in range(comm.size - 3)]
+        coordinator.schedule(fail, args=("the first", 0.1))
+        values = [coordinator.schedule(add, args=(1.0, 0.02)) for _ in range(30)]
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+        assert coordinator.fetch(first) == [0.05] * len(first)
+        cancelled = [value for value in values if "CancelledError" in repr(value)]
+        num_cancelled = len(cancelled)
+        assert num_cancelled > 0
+        for value in cancelled:
+            with pytest.raises(CancelledError, match="'test: add' was not called: another function had failed"):
+                value.fetch()
+        assert HERE["variable"].numpy().tolist() == [30.0 - num_cancelled] * 2
+
+    coordinate(comm, work)
+
+
+def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        value = coordinator.schedule(echo)
+        for kind, text, fn, args in (
+            (TypeError, "registered on all ranks, got .*lambda.*register", lambda: 1, ()),
+            (TypeError, "registered on all ranks, got 'nobody'", "nobody", ()),
+            (ValueError, "RemoteValue", echo, ([value],)),
+            (TypeError, "a set, and needs arrays", echo, ({1},)),
+            (TypeError, "a function, and needs", echo, (len_of,)),
+            (TypeError, "a ServerVariable, and needs", echo, (HERE["variable"],)),
+            (TypeError, "dtype object", echo, (np.array([None]),)),
+            (TypeError, "args must be a list or tuple, got ndarray", echo, np.ones(1)),
+        ):
+            with pytest.raises(kind, match=text):
+                coordinator.schedule(fn, args)  # type: ignore[arg-type]
+        assert HERE["dataset"] is not None
+        for name, text in (
+            ("test: return an object", "the result of 'test: return an object' has a object, and needs"),
+            ("test: push too much", "no such gradient"),
+        ):
+            coordinator.schedule(name)
+            with pytest.raises((TypeError, RuntimeError, ValueError), match=text):
+                coordinator.join()
+        with pytest.raises(RuntimeError, match="on the chief: it is for the other workers"):
+            coordinator.serve()
+
+    coordinate(comm, work)
+
+
+def len_of(item: Any) -> int:
+    return len(item)
+
+
+def test_each_worker_has_a_data_set_of_its_own(comm: Intracomm) -> None:
+    """Case T211."""
+
+    def work(coordinator: ClusterCoordinator) -> list[Any]:
+        with pytest.raises(NotImplementedError, match="in functions that are scheduled"):
+            next(iter(HERE["dataset"]))
+        first, second = iter(HERE["dataset"]), iter(HERE["dataset"])
+        found = [coordinator.schedule(take, args=(iterator,)) for _ in range(10) for iterator in (first, second)]
+        values = coordinator.fetch(found)
+        coordinator.schedule(echo, args=([HERE["dataset"]],))
+        with pytest.raises((TypeError, ValueError)):
+            coordinator.schedule(echo, args=(iter([1]),))
+        coordinator.join()
+        return [values[0::2], values[1::2]]
+
+    for iterator in coordinate(comm, work):
+        for rank in {rank for rank, _ in iterator}:
+            numbers = [number for of, number in iterator if of == rank]
+            assert numbers == list(range(100 * max(0, rank - 1), 100 * max(0, rank - 1) + len(numbers)))
+
+
+def test_the_end_of_a_data_set_is_an_error(comm: Intracomm) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        iterator = iter(HERE["dataset"])
+        with pytest.raises(StopIteration, match="'test: take' failed on rank"):
+            take_all(coordinator, iterator)
+
+    coordinate(comm, work)
+
+
+def take_all(coordinator: ClusterCoordinator, iterator: Any) -> None:
+    for _ in range(1000):
+        coordinator.schedule(take, args=(iterator,))
+    coordinator.join()
+
+
+def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        assert ClusterCoordinator(coordinator.strategy) is coordinator
+        assert coordinator.strategy is HERE["strategy"]
+        coordinator.schedule(add, args=(1.0,))
+        coordinator.close()
+        assert HERE["variable"].numpy().tolist() == [1, 1]
+        coordinator.close()
+        with pytest.raises(RuntimeError, match="closed coordinator"):
+            coordinator.schedule(add, args=(1.0,))
+
+    coordinate(comm, work)
+
+
+def test_other_strategies_are_refused(comm: Intracomm) -> None:
+    """Each rank by itself, before it waits for others."""
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as mirrored:
+        with pytest.raises(ValueError, match="needs a ParameterServerStrategy, got MultiWorkerMirroredStrategy"):
+            ClusterCoordinator(mirrored)
+        with pytest.raises(TypeError, match="takes a strategy, got str"):
+            ClusterCoordinator("strategy")  # type: ignore[arg-type]
+    with ParameterServerStrategy(comm=comm, staleness=2) as strategy:
+        text = "on a parameter server" if strategy.is_ps else "needs staleness=None, got 2"
+        if comm.size > 1:
+            with pytest.raises((ValueError, RuntimeError), match=text):
+                ClusterCoordinator(strategy)
+
+
+@pytest.mark.core
+def test_workers_go_on_after_the_coordinator(comm: Intracomm) -> None:
+    """All of them make calls together again."""
+
+    def work(strategy: ParameterServerStrategy) -> float:
+        with strategy.scope():
+            HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            for _ in range(5):
+                coordinator.schedule(add, args=(1.0,))
+            coordinator.close()
+        else:
+            with pytest.raises(RuntimeError, match="not the chief"):
+                coordinator.schedule(add, args=(1.0,))
+            coordinator.serve()
+        strategy.barrier()
+        with strategy.scope():
+            other = Variable(1.0)
+        other.assign_add(1.0)
+        strategy.barrier()
+        return float(HERE["variable"]) + float(other)
+
+    found = on_workers(comm, work)
+    assert found == [6.0 + len(found)] * len(found)
+
+
+@pytest.mark.core
+def test_workers_may_end_early_and_the_chief_may_close_at_any_time(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> Any:
+        with strategy.scope():
+            HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            values = [coordinator.schedule(wait, args=(0.001,)) for _ in range(40)]
+            if strategy.topology.size != 2:
+                coordinator.fetch(values[:20])
+            return values
+        if strategy.topology.rank > 1:  # the others close at once
+            coordinator.serve()
+        return None
+
+    def on_all(strategy: ParameterServerStrategy) -> Any:
+        values = work(strategy)
+        strategy.close()
+        if not values:
+            return 0
+        assert all(value.is_ready for value in values)
+        return sum("Error" not in repr(value) for value in values)
+
+    called = max(on_workers(comm, on_all))
+    workers = max(1, comm.size - 1)
+    assert called == 40 if workers == 1 else called == 0 if workers == 2 else called >= 20
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=4)
+def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: Intracomm) -> None:
+    """Cases T214 and T215, where the worker says that it leaves."""
+    calls, num_left, found = 40, 0, None
+    try:
+        with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    HERE.update(variable=Variable(np.zeros(2)), large=Variable(np.zeros(300_000)))
+                HERE.update(rank=strategy.topology.rank, strategy=strategy)
+                coordinator = ClusterCoordinator(strategy)
+                if strategy.is_chief:
+                    values = [coordinator.schedule(push_and_leave, args=(number,)) for number in range(calls)]
+                    coordinator.join()
+                    assert coordinator.fetch(values) == list(range(calls))
+                    found = HERE["variable"].numpy().tolist(), HERE["large"].numpy()
+                else:
+                    coordinator.serve()
+    except LeavesError:
+        num_left = 1
+    assert comm.allreduce(num_left) == 1
+    if found is not None:
+        assert found[0] == [111.0 * calls, sum(range(calls))]
+        assert (found[1] == 111.0 * calls).all()
+
+
+@pytest.mark.ranks(min=3)
+def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
+    try:
+        with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                coordinator = ClusterCoordinator(strategy)
+                if strategy.is_chief:
+                    value = coordinator.schedule(wait, args=(0.0,))
+                    with pytest.raises(PeerFailedError, match=r"'test: wait' cannot be called: .*rank 1 left: .*tired"):
+                        coordinator.join()
+                    with pytest.raises(CancelledError, match="'test: wait' was not called: no worker is left"):
+                        value.fetch()
+                    late = coordinator.schedule(wait, args=(0.0,))
+                    with pytest.raises(CancelledError, match="no worker is left"):
+                        late.fetch()
+                    with pytest.raises(PeerFailedError, match="no worker is left"):
+                        coordinator.join()
+                else:
+                    raise LeavesError("tired")
+    except LeavesError:
+        pass
