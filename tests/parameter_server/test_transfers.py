@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mpidist.parameter_server import rules
-from mpidist.parameter_server.changing import Changing, change_rows
 from mpidist.parameter_server.messages import (
     CHUNK_BYTES,
     LANE_BYTES,
@@ -21,8 +20,8 @@ from mpidist.parameter_server.messages import (
     Op,
     plan_messages,
 )
-from mpidist.parameter_server.reading import VariableList, send_variables
 from mpidist.parameter_server.store import Store
+from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
 
 pytestmark = pytest.mark.no_mpi
 
