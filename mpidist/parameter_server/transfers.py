@@ -1,6 +1,6 @@
 """How a server sends variables and changes them, step by step, while other workers have their turns.
 
-What a worker of the node reads, it copies from where it lies; all else goes in messages. A step ends after each message.
+What a worker of the node reads it copies from where it lies; all else goes in messages. A step ends after each message.
 """
 
 from __future__ import annotations
