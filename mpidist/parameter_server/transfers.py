@@ -5,9 +5,10 @@ What a worker of the node reads it copies from where it lies; all else goes in m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -163,8 +164,8 @@ class Changing:
 
     What fits into a message changes its variable in one step. The chunks of a larger array are added one by one, while
     the next ones arrive, and nobody else has a turn of the variable before the last one. Where the cluster goes on
-    without workers that are lost, a server first collects all chunks, and so it does for rules that need the whole
-    array.
+    without workers that are lost, a server first collects all data of a request, so that it makes all changes or none.
+    For rules that need the whole array, it collects that array.
 
     Args:
         connection: Where the data comes from.
@@ -175,61 +176,87 @@ class Changing:
 
     def __init__(self, connection: Connection, store: Store, header: Header, may_be_lost: bool) -> None:
         self._connection, self._store, self._header = connection, store, header
-        self._collects = may_be_lost
+        self._may_be_lost = may_be_lost
         self._turn: Turn | None = None
+        self._has_begun = False  # in that turn
         self._error: Exception | None = None
 
     def run(self, wanted: VariableList) -> Steps:
         """Change the variables by the data that arrives. Raises the first error, once all data was received."""
+        yield from self._run_collected(wanted) if self._may_be_lost else self._run_as_data_comes(wanted)
+        if self._error is not None:
+            raise self._error
+
+    def _run_collected(self, wanted: VariableList) -> Steps:
+        starts = [0, *itertools.accumulate(wanted.sizes)]
+        everything = self._connection.whole(wanted.total)
+        for pieces, data in self._connection.receive(wanted.sizes):
+            at = 0
+            for item, start, stop in pieces:
+                everything[starts[item] + start : starts[item] + stop] = data[at : at + stop - start]
+                at += stop - start
+            yield bool(pieces)
+        for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
+            if size:
+                yield from self._change_whole(stored, everything[start : start + size])
+
+    def _run_as_data_comes(self, wanted: VariableList) -> Steps:
         stored: Stored | None = None
         try:
             for pieces, data in self._connection.receive(wanted.sizes):
-                if not pieces:
-                    yield False
-                    continue
                 at = 0
                 for piece in pieces:
                     stored, part = wanted.variables[piece.item], data[at : at + piece.stop - piece.start]
                     at += part.size
-                    if part.size == stored.bytes.size and not stored.queue:  # most are small, and most nobody else uses
-                        self._store.begin(stored, self._header.change)
-                        self._change(stored, 0, part)
-                    else:
-                        yield from self._take_in(stored, piece, part)
-                yield True
+                    yield from self._take_in(stored, piece, part)
+                yield bool(pieces)
         finally:  # also if the worker is lost meanwhile
             if stored is not None:
                 self._leave(stored)
-        if self._error is not None:
-            raise self._error
 
-    def _take_in(self, stored: Stored, piece: Piece, part: Array) -> Steps:
+    def _take_in(self, stored: Stored, piece: Piece, part: Array) -> Iterable[bool]:
+        """Change a variable by a part of the data, or collect it."""
         size = stored.bytes.size
-        if part.size < size and (self._collects or not self._store.is_elementwise(self._header.change)):
-            whole = self._connection.whole(size)
-            whole[piece.start : piece.stop] = part
-            if piece.stop < size:
-                return
-            yield from self._enter(stored)
-            yield from self._change_whole(stored, whole)
-        else:
-            if piece.start == 0:
-                yield from self._enter(stored)
-            self._change(stored, piece.start, part)
-        if piece.stop == size:
-            self._leave(stored)
+        if part.size == size:
+            return self._change_whole(stored, part)
+        if self._store.is_elementwise(self._header.change):
+            return self._change_part(stored, piece, part)
+        whole = self._connection.whole(size)
+        whole[piece.start : piece.stop] = part
+        return self._change_whole(stored, whole) if piece.stop == size else ()
 
-    def _change_whole(self, stored: Stored, whole: Array) -> Steps:
-        """Change a variable by data that is all there, chunk by chunk, so that other workers have their turns."""
+    def _change_whole(self, stored: Stored, whole: Array) -> Iterable[bool]:
+        """Change a variable by data that is all there."""
+        if whole.size > CHUNK_BYTES or stored.queue:
+            return self._change_in_turn(stored, whole)
+        self._store.begin(
+            stored, self._header.change
+        )  # in one step, as most: they are small, and nobody else has a turn
+        self._change(stored, 0, whole)
+        return ()
+
+    def _change_in_turn(self, stored: Stored, whole: Array) -> Steps:
+        """Change a variable chunk by chunk, so that other workers have their turns at other variables."""
         step = CHUNK_BYTES if self._store.is_elementwise(self._header.change) else whole.size
         starts = iter(range(0, whole.size, step))
         try:
+            yield from self._enter(stored)
             for start in starts:
                 self._change(stored, start, whole[start : start + step])
                 yield True
-        finally:  # if the worker is lost between two chunks, too
-            for start in starts:
-                self._change(stored, start, whole[start : start + step])
+        finally:
+            if self._has_begun:  # the rest, if the worker is lost between two chunks
+                for start in starts:
+                    self._change(stored, start, whole[start : start + step])
+            self._leave(stored)
+
+    def _change_part(self, stored: Stored, piece: Piece, part: Array) -> Steps:
+        """Change a part of a variable, in a turn that lasts from the first part to the last one."""
+        if piece.start == 0:
+            yield from self._enter(stored)
+        self._change(stored, piece.start, part)
+        if piece.stop == stored.bytes.size:
+            self._leave(stored)
 
     def _change(self, stored: Stored, start: int, part: Array) -> None:
         dtype, header = stored.value.dtype, self._header
@@ -239,10 +266,12 @@ class Changing:
             self._error = self._error or error
 
     def _enter(self, stored: Stored) -> Steps:
-        turn = self._turn = stored.enter(writes=True)
+        turn, self._has_begun = stored.enter(writes=True), False
+        self._turn = turn
         while not stored.may_go(turn):
             yield False
         self._store.begin(stored, self._header.change)
+        self._has_begun = True
 
     def _leave(self, stored: Stored) -> None:
         if self._turn is not None:
