@@ -1,4 +1,4 @@
-"""Changes and reads whose worker is lost in the middle: nothing is half made, and nobody waits for the worker."""
+"""Turns at a variable, and changes and reads whose worker is lost: nothing is half made, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpidist.parameter_server.messages import (
     Op,
     plan_messages,
 )
-from mpidist.parameter_server.store import Store
+from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
 
 pytestmark = pytest.mark.no_mpi
@@ -216,3 +216,45 @@ def test_rows_that_do_not_fit_change_nothing(wrong: str) -> None:
     with pytest.raises((ValueError, KeyError)):
         run(change_rows(store, header(Change.ADD, rows=2), data[: -8 if wrong == "short" else None]))
     assert not store.variables[0].value.any()
+
+
+def test_reads_go_together_and_writes_alone() -> None:
+    stored = Stored(np.zeros(2))
+    first, second = stored.enter(False), stored.enter(False)
+    assert stored.may_go(first)
+    assert stored.may_go(second)
+    write, later = stored.enter(True), stored.enter(False)
+    assert not stored.may_go(write)
+    assert not stored.may_go(later), "a read must not overtake a write, or writes would wait for ever"
+    stored.leave(second)
+    assert not stored.may_go(write)
+    stored.leave(first)
+    assert stored.may_go(write)
+    assert not stored.may_go(later)
+    other = stored.enter(True)
+    assert not stored.may_go(other)
+    stored.leave(write)
+    assert not stored.may_go(other)
+    assert stored.may_go(later)
+    stored.leave(later)
+    assert stored.may_go(other)
+    stored.leave(other)
+    assert not stored.queue
+
+
+def test_who_leaves_the_queue_keeps_nobody_waiting() -> None:
+    stored = Stored(np.zeros(2))
+    first, lost, last = stored.enter(True), stored.enter(True), stored.enter(False)
+    stored.leave(lost)
+    assert not stored.may_go(last)
+    stored.leave(first)
+    assert stored.may_go(last)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_nobody_waits_at_a_variable_that_nobody_uses(writes: bool) -> None:
+    stored = Stored(np.zeros(()))
+    for _ in range(3):
+        turn = stored.enter(writes)
+        assert stored.may_go(turn)
+        stored.leave(turn)
