@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 _WITHOUT_MPI = ("tensorflow",)
 
 
+def _bind(contestant: Contestant) -> None:
+    """Keep this process on a core of its own, where there are enough: two may else share one for long."""
+    cores = sorted(os.sched_getaffinity(0))
+    if contestant.size + contestant.servers <= len(cores):
+        os.sched_setaffinity(0, {cores[contestant.rank]})
+
+
 def main() -> None:
     """Start the worker or server."""
     die_with_parent()
@@ -27,6 +35,8 @@ def main() -> None:
     module = importlib.import_module(f"servers.over_{kind}")
     first = (Path(folder), int(place[0])) if kind in _WITHOUT_MPI else (0,)
     contestant: Contestant = module.Servers(*first, int(workers), int(servers))
+    if kind not in _WITHOUT_MPI:
+        _bind(contestant)
     stream = connect(folder)
     hello = {"rank": contestant.rank, "versions": contestant.versions, "serves": contestant.serves}
     if contestant.serves:

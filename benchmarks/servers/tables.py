@@ -93,10 +93,14 @@ def _heads(kinds: Sequence[str]) -> list[str]:
     return [*names, *(f"{_TEXTS.get(kind, kind)} / ours" for kind in _against(kinds))]
 
 
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.1g}"
+
+
 def _cells(of: dict[str, Row], kinds: Sequence[str]) -> list[str]:
     """Return the time of each kind, and the times of the others by mpidist's."""
     ours = of.get("mpidist", {})
-    ratios = [f"{float(ours[f'by_{kind}']):.2f}" if ours.get(f"by_{kind}") else "" for kind in _against(kinds)]
+    ratios = [_ratio(float(ours[f"by_{kind}"])) if ours.get(f"by_{kind}") else "" for kind in _against(kinds)]
     return [*(text_of(float(of[kind]["us"])) if kind in of else "" for kind in kinds), *ratios]
 
 
@@ -104,7 +108,7 @@ def targets_of(rows: Sequence[Row]) -> list[str]:
     """Say what was wanted of mpidist's servers, and what they reach."""
     ours = {(row["workers"], row["servers"], row["work"], row["way"]): row for row in rows if row["kind"] == "mpidist"}
     lines = ["", "wanted, and reached with so many workers and servers"]
-    for (workers, servers, work, way), row in ours.items():
+    for (workers, servers, work, way), row in sorted(ours.items(), key=lambda item: (item[0][1], item[0][0])):
         reached: dict[str, str] = {}
         if (work, way) == ("resnet50", "push, pull"):
             for name, wanted in _RATIOS.items():

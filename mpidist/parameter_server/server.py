@@ -9,7 +9,6 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.changing import Changing, change_rows
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
     HEADER_BYTES,
@@ -26,8 +25,8 @@ from mpidist.parameter_server.messages import (
     bytes_of,
     from_json,
 )
-from mpidist.parameter_server.reading import VariableList, send_variables
 from mpidist.parameter_server.store import Store, Stored
+from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
 from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
 
 __all__ = ["ParameterServer"]

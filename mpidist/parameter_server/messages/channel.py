@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -120,7 +121,8 @@ class Channel:
         self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
         if nbytes > INLINE_BYTES:
             sizes = tuple(array.nbytes for array in data)
-            self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
+            with self._unless_interrupted(call):
+                self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
 
     def finish(self, more_seconds: float = 0.0) -> None:
         """Wait for the answer of the request that was started last, unless it was read already.
@@ -164,20 +166,8 @@ class Channel:
                 array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
                 at += array.nbytes
             return
-        sizes = tuple(array.nbytes for array in arrays)
-        for pieces in plan_messages(sizes, places if self._lane is not None else ()):
-            item, start, stop = pieces[0]
-            parts = [bytes_of(arrays[piece.item]) for piece in pieces] if len(pieces) > 1 else []
-            parts = parts or [bytes_of(arrays[item])[start:stop]]
-            if self._lane is not None:
-                is_in_place = bool(places) and is_read_in_place(stop - start, places[item])
-                self._take(self._lane, parts, places[item] if is_in_place else NO_PLACE)
-            elif len(pieces) == 1:
-                self._receive(parts[0])
-            else:
-                memory = self._buffer()[: sum(part.size for part in parts)]
-                self._receive(memory)
-                _split_bytes(memory, parts)
+        with self._unless_interrupted("a read"):
+            self._receive_data(arrays, places if self._lane is not None else ())
 
     def leave(self, why: str) -> None:
         """Tell the server that this worker makes no request any more. Local: nobody answers."""
@@ -222,6 +212,21 @@ class Channel:
         if lane is None:
             self._wait(call, partial(self._test_all, self._sends), 0.0, data)
 
+    def _receive_data(self, arrays: Sequence[Array], places: tuple[int, ...]) -> None:
+        for pieces in plan_messages(tuple(array.nbytes for array in arrays), places):
+            item, start, stop = pieces[0]
+            parts = [bytes_of(arrays[piece.item]) for piece in pieces] if len(pieces) > 1 else []
+            parts = parts or [bytes_of(arrays[item])[start:stop]]
+            if self._lane is not None:
+                is_in_place = bool(places) and is_read_in_place(stop - start, places[item])
+                self._take(self._lane, parts, places[item] if is_in_place else NO_PLACE)
+            elif len(pieces) == 1:
+                self._receive(parts[0])
+            else:
+                memory = self._buffer()[: sum(part.size for part in parts)]
+                self._receive(memory)
+                _split_bytes(memory, parts)
+
     def _take(self, lane: Lane, parts: Sequence[Array], place: int) -> None:
         """Copy what the server has sent: the next slot, or a variable where it lies."""
         if not lane.can_take():
@@ -240,6 +245,15 @@ class Channel:
     def _receive(self, memory: Array) -> None:
         request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
         self._wait("a read", request.Test, 0.0, (request, memory))
+
+    @contextmanager
+    def _unless_interrupted(self, call: str) -> Iterator[None]:
+        """Break the channel if data stops in the middle: what comes next would be taken for the rest."""
+        try:
+            yield
+        except BaseException:
+            self.broken = self.broken or UnavailableError(f"{call} at {self.name} was interrupted")
+            raise
 
     def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog

@@ -177,6 +177,7 @@ class ServiceGroup(OpenGroup):
             self.arena.free()
             self.arena = None
         if transport == "shared_memory":
+            self.free()
             raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reasons[0]}")
         if topology.rank == 0:
             logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reasons[0])

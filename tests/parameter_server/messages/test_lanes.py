@@ -13,8 +13,8 @@ import pytest
 from parameter_server.clusters import num_workers, on_workers
 
 from mpidist import IndexedSlices, Variable
-from mpidist.errors import UnavailableError
-from mpidist.experimental import ParameterServerStrategy
+from mpidist.errors import PeerFailedError, UnavailableError
+from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
 from mpidist.transport import ServiceGroup, SharedArena
 
@@ -96,6 +96,68 @@ def push_and_pull(strategy: ParameterServerStrategy) -> None:
     strategy.barrier()
     for value in [*strategy.read(variables), table.numpy()[:4000]]:
         assert (value == 2 * strategy.topology.size).all()
+
+
+@server_rules.register("fails if there are many")
+def fails_if_there_are_many(value: Any, gradient: Any, memory: Any) -> None:
+    if value.size > 1000:
+        raise ValueError(f"too many: {value.size}")
+    value += gradient
+
+
+def push_and_wait(strategy: ParameterServerStrategy, variables: list[Any], rule: Any) -> None:
+    strategy.push(variables, [1.0] * len(variables), rule)
+    strategy.flush()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("size", [500_000, 2_000_000])
+def test_a_push_that_fails_leaves_the_lane_in_order(comm: Intracomm, size: int) -> None:
+    """All of its data is taken, and the next push is made."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variables = [Variable(np.zeros(count, np.float32)) for count in (size, 10, size, 300)]
+        for _ in range(3):
+            with pytest.raises((RuntimeError, ValueError), match=f"too many: {size}"):  # a rank alone is the server
+                push_and_wait(strategy, variables, server_rules.Registered("fails if there are many"))
+        strategy.push(variables, [1.0] * 4)
+        for value in strategy.read(variables):
+            assert (value == value[0]).all()
+
+    on_workers(comm, work)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_interrupt_in_the_middle_breaks_the_channel(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    """Ctrl-C comes while a chunk is copied."""
+    really, calls = Lane.take if is_read else Lane.slot, [0]
+
+    def interrupted(lane: Lane) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return really(lane)
+
+    def program(strategy: ParameterServerStrategy) -> None:
+        if strategy.is_ps:
+            strategy.serve()
+        with strategy.scope():
+            variables = [Variable(np.zeros(1_000_000, np.float32)) for _ in range(3)]
+        strategy.barrier()
+        monkeypatch.setattr(Lane, "take" if is_read else "slot", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            strategy.read(variables) if is_read else strategy.push(variables, [1.0] * 3)
+        with pytest.raises((UnavailableError, PeerFailedError), match=r"interrupted|left"):
+            variables[0].assign_add(1.0)
+        raise KeyError("mine")
+
+    kinds = PeerFailedError if comm.rank == comm.size - 1 else (KeyError, PeerFailedError)
+    with pytest.raises(kinds), ParameterServerStrategy(comm=comm) as strategy:
+        program(strategy)
 
 
 @pytest.mark.core

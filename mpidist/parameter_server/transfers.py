@@ -1,0 +1,308 @@
+"""How a server sends variables and changes them, step by step, while other workers have their turns.
+
+What a worker of the node reads it copies from where it lies; all else goes in messages. A step ends after each message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.parameter_server.messages import (
+    CHUNK_BYTES,
+    Connection,
+    Header,
+    Lane,
+    Piece,
+    is_read_in_place,
+    plan_messages,
+)
+from mpidist.parameter_server.store import Store, Stored, Turn
+
+__all__ = ["Changing", "VariableList", "change_rows", "send_variables"]
+
+Array = np.ndarray[Any, Any]
+Steps = Generator[bool, None, None]
+
+
+@final
+class VariableList:
+    """Variables that a worker reads and changes together.
+
+    Args:
+        variables: The variables.
+        is_near: Whether the worker is one of this node, which shares memory with the server.
+
+    Attributes:
+        variables: As given.
+        is_near: As given.
+        sizes: The bytes of each.
+        total: Their sum.
+        reads: In what messages they are read.
+    """
+
+    def __init__(self, variables: Sequence[Stored], is_near: bool) -> None:
+        self.variables, self.is_near = list(variables), is_near
+        self.sizes = tuple(stored.value.nbytes for stored in variables)
+        self.total = sum(self.sizes)
+        self.reads = plan_messages(self.sizes, self.places if is_near else ())
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where each variable lies in the server's part of the node's shared memory."""
+        return tuple(stored.place for stored in self.variables)
+
+    def bytes_of(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the bytes of pieces."""
+        if len(pieces) == 1:
+            item, start, stop = pieces[0]
+            return [self.variables[item].bytes[start:stop]]
+        return [self.variables[item].bytes for item, _, _ in pieces]
+
+
+def send_variables(connection: Connection, wanted: VariableList) -> Steps:
+    """Send the values of variables, each a snapshot.
+
+    What fits into a message is copied in one step, and no change of it is half made between steps. A larger one, and
+    one that the worker reads where it lies, keeps a turn until the worker has all of it.
+    """
+    lane, turns = connection.lane, _Turns(connection.lane)
+    try:
+        for pieces in wanted.reads:
+            item, start, stop = pieces[0]
+            stored, size = wanted.variables[item], wanted.sizes[item]
+            is_in_place = wanted.is_near and is_read_in_place(size, stored.place)
+            is_in_turn = is_in_place or stop - start < size
+            if is_in_turn and start == 0:
+                yield from turns.enter(stored)
+            if is_in_place and lane is not None:
+                while not lane.can_send():
+                    yield turns.let_go()
+                turns.lend(lane.send(0))
+                yield True
+                continue
+            yield from connection.send(wanted.bytes_of(pieces))
+            if is_in_turn and stop == size:
+                turns.leave_last()
+        while turns.held:
+            yield turns.let_go()
+    finally:  # also if the worker is lost meanwhile
+        turns.leave_all()
+
+
+@final
+class _Held:
+    """A turn of a variable that is being read.
+
+    Attributes:
+        stored: The variable.
+        turn: The turn.
+        number: What the lane counts once the worker has copied the variable, if it copies from where it lies.
+    """
+
+    __slots__ = ("number", "stored", "turn")
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored, self.turn = stored, stored.enter(writes=False)
+        self.number: int | None = None
+
+
+@final
+class _Turns:
+    """The turns of one read.
+
+    Attributes:
+        held: Those that have not ended.
+    """
+
+    def __init__(self, lane: Lane | None) -> None:
+        self._lane = lane
+        self.held: deque[_Held] = deque()
+
+    def enter(self, stored: Stored) -> Steps:
+        """Wait for a turn of a variable."""
+        one = _Held(stored)
+        self.held.append(one)
+        while not stored.may_go(one.turn):
+            yield self.let_go()
+
+    def lend(self, number: int) -> None:
+        """Let the last turn end when the worker has copied the variable."""
+        self.held[-1].number = number
+
+    def let_go(self) -> bool:
+        """End the turns of what the worker has copied. Returns whether there was one."""
+        lane, before = self._lane, len(self.held)
+        while self.held and lane is not None:
+            number = self.held[0].number
+            if number is None or number > lane.num_taken():
+                break
+            self._leave(self.held.popleft())
+        return len(self.held) < before
+
+    def leave_last(self) -> None:
+        """End the last turn."""
+        self._leave(self.held.pop())
+
+    def leave_all(self) -> None:
+        """End all turns."""
+        while self.held:
+            self.leave_last()
+
+    def _leave(self, one: _Held) -> None:
+        one.stored.leave(one.turn)
+
+
+@final
+class Changing:
+    """One request that changes variables.
+
+    What fits into a message changes its variable in one step. The chunks of a larger array are added one by one, while
+    the next ones arrive, and nobody else has a turn of the variable before the last one. Where the cluster goes on
+    without workers that are lost, a server first collects all data of a request, so that it makes all changes or none.
+    For rules that need the whole array, it collects that array.
+
+    Args:
+        connection: Where the data comes from.
+        store: What the variables are in.
+        header: The request.
+        may_be_lost: Whether the cluster goes on if the worker is lost.
+    """
+
+    def __init__(self, connection: Connection, store: Store, header: Header, may_be_lost: bool) -> None:
+        self._connection, self._store, self._header = connection, store, header
+        self._may_be_lost = may_be_lost
+        self._turn: Turn | None = None
+        self._has_begun = False  # in that turn
+        self._error: Exception | None = None
+
+    def run(self, wanted: VariableList) -> Steps:
+        """Change the variables by the data that arrives. Raises the first error, once all data was received."""
+        yield from self._run_collected(wanted) if self._may_be_lost else self._run_as_data_comes(wanted)
+        if self._error is not None:
+            raise self._error
+
+    def _run_collected(self, wanted: VariableList) -> Steps:
+        starts = [0, *itertools.accumulate(wanted.sizes)]
+        everything = self._connection.whole(wanted.total)
+        for pieces, data in self._connection.receive(wanted.sizes):
+            at = 0
+            for item, start, stop in pieces:
+                everything[starts[item] + start : starts[item] + stop] = data[at : at + stop - start]
+                at += stop - start
+            yield bool(pieces)
+        for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
+            if size:
+                yield from self._change_whole(stored, everything[start : start + size])
+
+    def _run_as_data_comes(self, wanted: VariableList) -> Steps:
+        stored: Stored | None = None
+        try:
+            for pieces, data in self._connection.receive(wanted.sizes):
+                at = 0
+                for piece in pieces:
+                    stored, part = wanted.variables[piece.item], data[at : at + piece.stop - piece.start]
+                    at += part.size
+                    yield from self._take_in(stored, piece, part)
+                yield bool(pieces)
+        finally:  # also if the worker is lost meanwhile
+            if stored is not None:
+                self._leave(stored)
+
+    def _take_in(self, stored: Stored, piece: Piece, part: Array) -> Iterable[bool]:
+        """Change a variable by a part of the data, or collect it."""
+        size = stored.bytes.size
+        if part.size == size:
+            return self._change_whole(stored, part)
+        if self._store.is_elementwise(self._header.change):
+            return self._change_part(stored, piece, part)
+        whole = self._connection.whole(size)
+        whole[piece.start : piece.stop] = part
+        return self._change_whole(stored, whole) if piece.stop == size else ()
+
+    def _change_whole(self, stored: Stored, whole: Array) -> Iterable[bool]:
+        """Change a variable by data that is all there."""
+        if whole.size > CHUNK_BYTES or stored.queue:
+            return self._change_in_turn(stored, whole)
+        self._store.begin(
+            stored, self._header.change
+        )  # in one step, as most: they are small, and nobody else has a turn
+        self._change(stored, 0, whole)
+        return ()
+
+    def _change_in_turn(self, stored: Stored, whole: Array) -> Steps:
+        """Change a variable chunk by chunk, so that other workers have their turns at other variables."""
+        step = CHUNK_BYTES if self._store.is_elementwise(self._header.change) else whole.size
+        starts = iter(range(0, whole.size, step))
+        try:
+            yield from self._enter(stored)
+            for start in starts:
+                self._change(stored, start, whole[start : start + step])
+                yield True
+        finally:
+            if self._has_begun:  # the rest, if the worker is lost between two chunks
+                for start in starts:
+                    self._change(stored, start, whole[start : start + step])
+            self._leave(stored)
+
+    def _change_part(self, stored: Stored, piece: Piece, part: Array) -> Steps:
+        """Change a part of a variable, in a turn that lasts from the first part to the last one."""
+        if piece.start == 0:
+            yield from self._enter(stored)
+        self._change(stored, piece.start, part)
+        if piece.stop == stored.bytes.size:
+            self._leave(stored)
+
+    def _change(self, stored: Stored, start: int, part: Array) -> None:
+        dtype, header = stored.value.dtype, self._header
+        try:
+            self._store.change(stored, header.change, start // dtype.itemsize, part.view(dtype), header.numbers)
+        except Exception as error:  # of any kind: the rest of the data must be received nevertheless
+            self._error = self._error or error
+
+    def _enter(self, stored: Stored) -> Steps:
+        turn, self._has_begun = stored.enter(writes=True), False
+        self._turn = turn
+        while not stored.may_go(turn):
+            yield False
+        self._store.begin(stored, self._header.change)
+        self._has_begun = True
+
+    def _leave(self, stored: Stored) -> None:
+        if self._turn is not None:
+            stored.leave(self._turn)
+            self._turn = None
+
+
+def change_rows(store: Store, header: Header, data: Array) -> Steps:
+    """Change some rows of variables, each variable in one step.
+
+    Args:
+        store: What the variables are in.
+        header: The request; `rows` is the number of variables.
+        data: The keys of the variables, then how many rows of each, then the indices and the values of each.
+    """
+    at = 16 * header.rows
+    changes = []
+    for key, count in data[:at].view(np.int64).reshape(2, header.rows).T.tolist():
+        stored = store.variables[key]
+        indices = data[at : at + 8 * count].view(np.int64)
+        at += indices.nbytes
+        shape = (count, *stored.value.shape[1:])
+        nbytes = math.prod(shape) * stored.value.itemsize
+        changes.append((stored, indices, data[at : at + nbytes].view(stored.value.dtype).reshape(shape)))
+        at += nbytes
+    for stored, indices, values in changes:
+        turn = stored.enter(writes=True)
+        try:
+            while not stored.may_go(turn):
+                yield False
+            store.begin(stored, header.change)
+            store.change_rows(stored, header.change, indices, values, header.numbers)
+        finally:  # also if the worker is lost meanwhile
+            stored.leave(turn)
