@@ -27,7 +27,6 @@ _WHY: Final[Mapping[str, str]] = {
     "TPUStrategy": _NO_TPUS,
     "TerminationConfig": _CHECKPOINTS,
     "UnionClusterResolver": "its name is UnionResolver",
-    "coordinator": "its name is experimental.coordinator",
     "rpc": "ranks call collectives; mpi4py sends anything else",
 }
 

@@ -103,6 +103,7 @@ ShardedVariable experimental.ShardedVariable experimental.partitioners.FixedShar
 experimental.partitioners.MinSizePartitioner experimental.partitioners.MaxSizePartitioner
 experimental.server_rules.SGD experimental.server_rules.Momentum experimental.server_rules.Adam
 experimental.server_rules.Registered experimental.server_rules.register
+experimental.coordinator.ClusterCoordinator experimental.coordinator.RemoteValue experimental.coordinator.register
 DistributedValues PerReplica Mirrored IndexedSlices DistributedDataset InputContext InputReplicationMode InputOptions
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
@@ -168,6 +169,7 @@ HOMES = [
     mpidist,
     mpidist.cluster_resolver,
     mpidist.experimental,
+    mpidist.experimental.coordinator,
     mpidist.experimental.partitioners,
     mpidist.experimental.server_rules,
 ]
@@ -235,6 +237,12 @@ experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm
 experimental.ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
 on_worker_lost=, placement=, comm=)
 Server(cluster_or_strategy, job_name=, task_index=, protocol=, config=, start=)
+experimental.coordinator.ClusterCoordinator(strategy)
+experimental.coordinator.ClusterCoordinator.schedule(self, fn, args=, kwargs=)
+experimental.coordinator.ClusterCoordinator.join(self)
+experimental.coordinator.ClusterCoordinator.done(self)
+experimental.coordinator.ClusterCoordinator.fetch(self, val)
+experimental.coordinator.ClusterCoordinator.create_per_worker_dataset(self, dataset_fn)
 experimental.partitioners.FixedShardsPartitioner(num_shards)
 experimental.partitioners.MinSizePartitioner(min_shard_bytes=, max_shards=, bytes_per_string=)
 experimental.partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=, bytes_per_string=)

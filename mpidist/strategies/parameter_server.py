@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from mpidist.coordinator import ClusterCoordinator
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.parameter_server import (
     Change,
@@ -203,6 +204,8 @@ class ParameterServerStrategy(Strategy):
 class Server:
     """What a script of TensorFlow makes on each task of a cluster. `join` serves, on parameter servers.
 
+    With a strategy also on workers other than the chief: there it is `serve` of the `ClusterCoordinator`.
+
     Args:
         cluster_or_strategy: A `ClusterSpec`, or what makes one, or a `ParameterServerStrategy`.
         job_name: The job of this rank, with a cluster.
@@ -240,10 +243,12 @@ class Server:
         """Serve until all workers are done. Collective, if a cluster was given: the workers make their strategies.
 
         Raises:
-            RuntimeError: If this task is no parameter server.
+            RuntimeError: If this task is the chief, or, without a strategy, no parameter server.
         """
         if self._strategy is not None:
-            self._strategy.serve()
+            is_worker = not self._strategy.is_ps and not self._strategy.is_chief
+            server = ClusterCoordinator(self._strategy) if is_worker else self._strategy
+            server.serve()
         elif self._resolver is not None:
             if self._resolver.task_type != "ps":
                 raise RuntimeError(f"join() is for tasks of the job ps, and this one is {self._resolver.task_type}")

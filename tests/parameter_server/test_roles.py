@@ -12,6 +12,7 @@ import mpidist
 from mpidist.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import ParameterServerStrategy, Server
+from mpidist.experimental.coordinator import ClusterCoordinator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -225,11 +226,12 @@ def test_server_of_tensorflows_scripts_joins_until_workers_are_done(comm: Intrac
 def test_server_takes_a_strategy(comm: Intracomm) -> None:
     strategy = ParameterServerStrategy(comm=comm)
     server = Server(strategy)
-    if strategy.is_ps:
-        server.join()
-    else:
+    if strategy.is_chief:
         with pytest.raises(RuntimeError, match="on a worker"):
             server.join()
+        ClusterCoordinator(strategy).close()
+    else:
+        server.join()
     strategy.close()
 
 
