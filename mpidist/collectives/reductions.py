@@ -41,6 +41,7 @@ from mpidist.transport import (
     count_text,
     fingerprint_of,
     name_ranks,
+    on_device,
     size_text,
 )
 from mpidist.values import Contributions
@@ -174,9 +175,17 @@ class Reductions:
 
     def _open_replicas(self, call: ReductionCall) -> None:
         """Check that the replicas of this rank pass like arrays. Local."""
-        operands = [call.operands, *map(Operands, call.others)]
+        if self.replicas.gpus_here:
+            operands = [call.operands, *(self._on_own_gpu(at, its) for at, its in enumerate(call.others, 1))]
+        else:
+            operands = [call.operands, *map(Operands, call.others)]
         require_like_operands(operands, self.replicas.ids_here)
         call.components = [own.arrays for own in operands]
+
+    def _on_own_gpu(self, at: int, values: Sequence[Any]) -> Operands:
+        """Open the values of a replica of this rank, which stay on its GPU."""
+        with on_device(self.replicas.devices, at):
+            return Operands(values)
 
     def _begin(self, call: ReductionCall) -> None:
         """Begin a started call, once the calls before it are done. Local; never raises, but stores the error."""
@@ -260,7 +269,9 @@ class Reductions:
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
         arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
         wires = [arithmetic.dtypes(spec.dtype)[0] for spec in specs]
-        return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires)
+        indices = self.replicas.gpus_here if any(spec.device for spec in specs) else ()
+        gpus = self.group.devices.gpus_of_process(indices) if indices else None
+        return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires, gpus)
 
     def _name_for(self, call: ReductionCall) -> str:
         return self._algorithm.name_for(call.options) if self.replicas.tree is None else "in the order of replicas"
