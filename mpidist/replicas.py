@@ -10,7 +10,16 @@ from typing import final
 import numpy as np
 
 from mpidist.errors import TopologyError
-from mpidist.transport import Device, ReplicaTree, Topology, choose_device, count_text, name_ranks, shard_bounds
+from mpidist.transport import (
+    Device,
+    ReplicaTree,
+    Topology,
+    are_several_gpus,
+    choose_device,
+    count_text,
+    name_ranks,
+    shard_bounds,
+)
 
 __all__ = ["Replicas", "devices_on_one_node"]
 
@@ -76,6 +85,11 @@ class Replicas:
         indices = tuple(device.index for device in self.devices if device.is_gpu)
         have_one_each = len(self.devices) == len(set(indices)) > 1
         return indices if have_one_each else ()
+
+    @cached_property
+    def has_several_gpus(self) -> bool:
+        """Whether the replicas of this rank compute on different devices, of which some are GPUs."""
+        return are_several_gpus(self.devices)
 
     @property
     def num_here(self) -> int:

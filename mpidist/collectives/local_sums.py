@@ -12,9 +12,10 @@ import numpy as np
 from mpidist.collectives.arguments import Operands, Spec
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
-from mpidist.transport import Fold, GpusOfProcess, arrays
+from mpidist.replicas import Replicas
+from mpidist.transport import Fold, GpusOfProcess, arrays, on_device, wait_for_devices
 
-__all__ = ["LocalSums", "SumMemory", "require_like_operands", "require_tree_order"]
+__all__ = ["LocalSums", "SumMemory", "open_all_replicas", "require_like_operands", "require_tree_order"]
 
 _KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
 _ALIGNMENT: Final = 64
@@ -156,6 +157,27 @@ class LocalSums:
         if len(run.indices) == 1:
             return arrays.on_current_device(own[run.indices[0]]).astype(wire, copy=False).reshape(-1)
         return np.concatenate([own[index] for index in run.indices], axis=None, dtype=wire, casting="unsafe")
+
+
+def open_all_replicas(first: Operands, others: Sequence[Sequence[Any]], replicas: Replicas) -> list[Operands]:
+    """Open the values of the replicas of this rank. Local.
+
+    Arrays in device memory stay where they are, if each replica has a GPU of its own; else they come to the first GPU.
+
+    Args:
+        first: Those of the first replica, opened.
+        others: Those of each other replica.
+        replicas: Which replicas this rank carries, on which devices.
+    """
+    if not replicas.gpus_here:
+        if replicas.has_several_gpus:
+            wait_for_devices(replicas.devices)
+        return [first, *map(Operands, others)]
+    operands = [first]
+    for at, values in enumerate(others, 1):
+        with on_device(replicas.devices, at):
+            operands.append(Operands(values))
+    return operands
 
 
 def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from mpidist.collectives.arguments import (
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.local_sums import LocalSums, SumMemory, require_like_operands
+from mpidist.collectives.local_sums import LocalSums, SumMemory, open_all_replicas, require_like_operands
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
@@ -41,7 +41,6 @@ from mpidist.transport import (
     count_text,
     fingerprint_of,
     name_ranks,
-    on_device,
     size_text,
 )
 from mpidist.values import Contributions
@@ -175,17 +174,9 @@ class Reductions:
 
     def _open_replicas(self, call: ReductionCall) -> None:
         """Check that the replicas of this rank pass like arrays. Local."""
-        if self.replicas.gpus_here:
-            operands = [call.operands, *(self._on_own_gpu(at, its) for at, its in enumerate(call.others, 1))]
-        else:
-            operands = [call.operands, *map(Operands, call.others)]
+        operands = open_all_replicas(call.operands, call.others, self.replicas)
         require_like_operands(operands, self.replicas.ids_here)
         call.components = [own.arrays for own in operands]
-
-    def _on_own_gpu(self, at: int, values: Sequence[Any]) -> Operands:
-        """Open the values of a replica of this rank, which stay on its GPU."""
-        with on_device(self.replicas.devices, at):
-            return Operands(values)
 
     def _begin(self, call: ReductionCall) -> None:
         """Begin a started call, once the calls before it are done. Local; never raises, but stores the error."""

@@ -19,7 +19,7 @@ from mpidist.transport.costs import (
 )
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
-from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device
+from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
 from mpidist.transport.gpu import Launched
 from mpidist.transport.group import (
@@ -139,6 +139,7 @@ __all__ = [
     "text_of",
     "tuning_path",
     "value_text",
+    "wait_for_devices",
     "places_digest",
     "takes_device_memory",
 ]

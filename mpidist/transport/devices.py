@@ -13,7 +13,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport import arrays, cuda
 from mpidist.transport.topology import Topology
 
-__all__ = ["Device", "are_several_gpus", "choose_device", "gpu_index", "on_device"]
+__all__ = ["Device", "are_several_gpus", "choose_device", "gpu_index", "on_device", "wait_for_devices"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -97,6 +97,13 @@ def choose_device(topology: Topology) -> Device:
 def are_several_gpus(devices: Sequence[Device]) -> bool:
     """Whether devices differ, and some are GPUs: then one of them has to be made current before it is used."""
     return any(device != devices[0] for device in devices) and any(device.is_gpu for device in devices)
+
+
+def wait_for_devices(devices: Sequence[Device]) -> None:
+    """Wait for the work on the current streams of several GPUs, whose arrays are then copied to the first one."""
+    for at in range(1, len(devices)):
+        with on_device(devices, at):
+            pass  # which waits at its end
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist import context_stack
 from mpidist.options import ReduceOp
-from mpidist.transport import are_several_gpus, arrays
+from mpidist.transport import arrays
 from mpidist.values import Contributions, require_contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.casting import is_python_number
@@ -43,7 +43,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
     def _place(self, value: Any) -> Any:
         self._placement = self._strategy.extended.variable_placement.for_value(value)
         stored = self._placement.store(value)
-        is_on_several = arrays.is_device(stored) and are_several_gpus(self._strategy.extended.devices_here)
+        is_on_several = arrays.is_device(stored) and self._strategy.extended.replicas.has_several_gpus
         self._gpu_copies = GpuCopies(stored) if is_on_several else None
         return stored
 

@@ -129,19 +129,27 @@ def test_without_nccl_arrays_are_copied_to_the_first_gpu(
 
 
 @pytest.mark.ranks(1, 2)
-def test_values_of_several_gpus_are_reduced_across_replicas(standin: Any, comm: Intracomm) -> None:
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 1)], ids=["a GPU each", "a shared GPU"])
+@pytest.mark.parametrize("call", ["reduce", "gather"])
+def test_values_of_several_gpus_are_combined_across_replicas(
+    standin: Any, comm: Intracomm, places: tuple[int, ...], call: str
+) -> None:
     """Outside of `run`, though no stream was waited for."""
-    with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
+    indices = [2 * at + place for at in range(comm.size) for place in places]
+    with MirroredStrategy([f"GPU:{index}" for index in indices], comm=comm) as strategy:
 
         def make(ctx: Any) -> Any:
-            standin.module.cuda.Device(ctx.replica_id_in_sync_group).use()
-            return up(np.full(5, float(ctx.replica_id_in_sync_group)))
+            standin.module.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
+            return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
         value = strategy.experimental_distribute_values_from_function(make)
         strategy.extended.device.use()
         assert isinstance(value, PerReplica)
-        result = strategy.reduce("sum", value)
-        assert down(result).tolist() == [sum(range(2 * comm.size))] * 5
+        ids = range(len(indices))
+        if call == "reduce":
+            assert down(strategy.reduce("sum", value)).tolist() == [sum(ids)] * 2
+        else:
+            assert down(strategy.gather(value, 0)).tolist() == [float(own) for own in ids for _ in range(2)]
 
 
 @pytest.mark.ranks(1, 2)
