@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import numpy as np
 
 from mpidist.errors import TopologyError
-from mpidist.transport import Device, ReplicaTree, Topology, choose_device, count_text, name_ranks, shard_bounds
+from mpidist.transport import (
+    Device,
+    ReplicaTree,
+    Topology,
+    are_several_gpus,
+    choose_device,
+    count_text,
+    name_ranks,
+    shard_bounds,
+)
 
 __all__ = ["Replicas", "devices_on_one_node"]
 
@@ -24,11 +34,13 @@ class Replicas:
         total: Number of replicas on all ranks.
         tree: The order in which values of replicas are added, if their number was chosen; `None` if each rank is one
             replica, whose value is bare.
+        devices: The device of each replica that this rank carries, once they are known.
     """
 
     ids_here: range
     total: int
     tree: ReplicaTree | None = None
+    devices: tuple[Device, ...] = ()
 
     @classmethod
     def one_per_rank(cls, topology: Topology) -> Replicas:
@@ -66,6 +78,18 @@ class Replicas:
     def has_first(self) -> bool:
         """Whether this rank carries replica 0."""
         return 0 in self.ids_here
+
+    @cached_property
+    def gpus_here(self) -> tuple[int, ...]:
+        """The GPU of each of this rank's replicas, if there are several, each with one of its own; else `()`."""
+        indices = tuple(device.index for device in self.devices if device.is_gpu)
+        have_one_each = len(self.devices) == len(set(indices)) > 1
+        return indices if have_one_each else ()
+
+    @cached_property
+    def has_several_gpus(self) -> bool:
+        """Whether the replicas of this rank compute on different devices, of which some are GPUs."""
+        return are_several_gpus(self.devices)
 
     @property
     def num_here(self) -> int:

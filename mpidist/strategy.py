@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver
+from mpidist.collectives import SymmetricSpec
 from mpidist.cross_device_ops import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
@@ -274,25 +275,30 @@ class Strategy(ABC):
     def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
         """Allocate an array that all ranks of a node can reach. Collective.
 
+        A strategy whose devices the user named as GPUs gives an array in the rank's device memory, unless `per_node`.
+
         Args:
             shape: The shape, the same on every rank.
             dtype: The dtype, the same on every rank.
             per_node: Make one array for all ranks of a node, which reductions and broadcasts write (`out=`) and all
-                ranks read, instead of one for each rank.
+                ranks read, instead of one for each rank. Always in host memory, as ranks share no other.
 
         Returns:
             An array of uninitialised numbers, which lives until `close`.
         """
-        return self._extended.symmetric_empty([(shape, dtype)], per_node)[0]
+        return self._extended.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
 
     def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
-        """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective."""
-        specs: list[tuple[Any, Any]] = []
+        """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
+
+        An array for one in device memory lies there, too, unless `per_node`.
+        """
+        specs: list[SymmetricSpec] = []
         error = None
         try:
             leaves, _ = nest.flatten(contributions(value))
             natives = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
-            specs = [(native.shape, native.dtype.newbyteorder("=")) for native in natives]
+            specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         allocated = self._extended.symmetric_empty(specs, per_node, error)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, final
 
-import numpy as np
-
 from mpidist import context_stack
-from mpidist.collectives import all_gather, reduce_scatter, symmetric_spec
+from mpidist.collectives import SymmetricSpec, all_gather, reduce_scatter, symmetric_empty
 from mpidist.context_stack import CurrentStrategy
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
@@ -31,18 +30,20 @@ class StrategyExtended:
     Args:
         group: The ranks.
         cross_device_ops: The algorithm, bound to the group.
-        local_devices: The device of each replica of this rank.
         devices: The device of every replica.
         options: The defaults of all calls.
         replicas: Which replicas this rank carries. Also an attribute.
         variable_placement: Where mirrored variables live. Also an attribute.
+
+    Attributes:
+        service: What ranks that are not in lock step have beside `group`.
+        uses_device_memory: Whether the user named GPUs as the devices of all replicas, so that new arrays lie there.
     """
 
     def __init__(
         self,
         group: SyncGroup,
         cross_device_ops: CrossDeviceOps,
-        local_devices: Sequence[Device],
         devices: Sequence[str],
         options: CommunicationOptions | None,
         *,
@@ -50,10 +51,10 @@ class StrategyExtended:
         variable_placement: VariablePlacement,
     ) -> None:
         self.service: Service | None = None
+        self.uses_device_memory = False
         self.replicas, self.variable_placement = replicas, variable_placement
         self._group = group
         self._cross_device_ops = cross_device_ops
-        self._local_devices = tuple(local_devices)
         self._devices = tuple(devices)
         self._options = options if options is not None else CommunicationOptions()
         self._strategy: CurrentStrategy | None = None
@@ -81,7 +82,8 @@ class StrategyExtended:
             cross_device_ops: The algorithm.
             devices: The device of each replica of this rank; the first one becomes the current one.
             options: The defaults of all calls.
-            variable_placement: Where mirrored variables live; by default on each rank.
+            variable_placement: Where mirrored variables live; by default on each rank, and in device memory if the user
+                named GPUs as the devices of all replicas.
             error: What the caller found wrong with this rank's arguments; raised on all ranks.
             replicas: Which replicas this rank carries; by default one.
             service: What ranks that are not in lock step have beside `group`.
@@ -94,6 +96,7 @@ class StrategyExtended:
         bound = cross_device_ops
         placement = OnEachRank() if variable_placement is None else variable_placement
         carried = Replicas.one_per_rank(group.topology) if replicas is None else replicas
+        carried = replace(carried, devices=tuple(devices))
         fields = {"strategy": name, "variable placement": str(placement), "replicas": str(carried)}
         try:
             if not isinstance(cross_device_ops, CrossDeviceOps):
@@ -109,10 +112,14 @@ class StrategyExtended:
         except Exception:  # on all ranks
             group.close()
             raise
-        names = group.agreement.all_gather_object([f"/rank:{group.topology.rank}{device}" for device in devices])
-        everyone = [name for of_rank in names for name in of_rank]
-        own = cls(group, bound, devices, everyone, options, replicas=carried, variable_placement=placement)
-        own.service = service
+        own_devices = [(f"/rank:{group.topology.rank}{one}", one.is_gpu and one.is_named) for one in devices]
+        everyone = [one for of_rank in group.agreement.all_gather_object(own_devices) for one in of_rank]
+        uses_device_memory = all(is_named_gpu for _, is_named_gpu in everyone)
+        if variable_placement is None and uses_device_memory:
+            placement = OnEachRank(devices[0])
+        names = [name for name, _ in everyone]
+        own = cls(group, bound, names, options, replicas=carried, variable_placement=placement)
+        own.service, own.uses_device_memory = service, uses_device_memory
         return own
 
     def attach_to(self, strategy: CurrentStrategy) -> None:
@@ -144,17 +151,17 @@ class StrategyExtended:
     @property
     def device(self) -> Device:
         """This rank's device: that of its first replica."""
-        return self._local_devices[0]
+        return self.replicas.devices[0]
 
     @property
     def devices_here(self) -> tuple[Device, ...]:
         """The devices of this rank's replicas, which `local_devices` names."""
-        return self._local_devices
+        return self.replicas.devices
 
     @property
     def local_devices(self) -> tuple[str, ...]:
         """The devices of this rank's replicas."""
-        return tuple(f"/rank:{self.topology.rank}{device}" for device in self._local_devices)
+        return tuple(f"/rank:{self.topology.rank}{device}" for device in self.devices_here)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -245,8 +252,7 @@ class StrategyExtended:
         """Call a function in replica context, as `Strategy.run` does. Local."""
         self.require_cross_replica("run")
         if self.replicas.tree is not None:
-            where = self.strategy, self._cross_device_ops, self.replicas, self._local_devices
-            return call_for_replicas(*where, fn, args, kwargs or {})
+            return call_for_replicas(self.strategy, self._cross_device_ops, self.replicas, fn, args, kwargs or {})
         context = ReplicaContext(self.strategy, self.replicas.ids_here[0], self._cross_device_ops)
         entry = context_stack.Entry(self.strategy, context)
         given = local_components(list(args)) if args else ()
@@ -290,17 +296,12 @@ class StrategyExtended:
         return number
 
     def symmetric_empty(
-        self, specs: Sequence[tuple[Any, Any]], per_node: bool, error: Exception | None = None
+        self, specs: Sequence[SymmetricSpec], per_node: bool, error: Exception | None = None
     ) -> list[Any]:
-        """Allocate arrays of these shapes and dtypes in one window: `Strategy.symmetric_empty`. Collective."""
-        native: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-        try:
-            native = [symmetric_spec(shape, dtype) for shape, dtype in specs]
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = error or problem
-        fields = {f"array {index}": f"{dtype.str}{list(shape)}" for index, (shape, dtype) in enumerate(native)}
-        self.agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
-        return list(self._group.shared.empty(native, per_node))
+        """Allocate a list of arrays, those in host memory in one window: `Strategy.symmetric_empty`. Collective."""
+        if self.uses_device_memory:
+            specs = [spec._replace(device=True) for spec in specs]
+        return symmetric_empty(self._group, specs, per_node, self.agree, error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""

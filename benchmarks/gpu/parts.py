@@ -23,6 +23,14 @@ ONE_GPU: Mapping[str, str] = {
     "NCCL_PROTO": "Simple",
     "NCCL_DEBUG": "WARN",
 }
+# Several communicators of one process on one GPU, which NCCL allows from 2.30.3 on.
+ONE_PROCESS: Mapping[str, str] = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_DEBUG": "WARN",
+}
 STAGED: Mapping[str, str] = {"MPIDIST_NCCL": "0"}
 TWO_NODES: Mapping[str, str] = {"MPIDIST_PRETEND_NODES": "0,0,1,1"}
 
@@ -52,8 +60,10 @@ class Part:
     alone: bool = True
 
 
-def _tests(name: str, ranks: str, words: str, limit: float, settings: Mapping[str, str], alone: bool = False) -> Part:
-    command, question = ("gpu.programs", "tests", ranks, words), f"tests that need a GPU, {words}"
+def _tests(
+    name: str, ranks: str, words: str, limit: float, settings: Mapping[str, str], alone: bool = False, *files: str
+) -> Part:
+    command, question = ("gpu.programs", "tests", ranks, words, *files), f"tests that need a GPU, {words}"
     return Part(name, command, question, limit, 0, True, settings, alone)
 
 
@@ -70,6 +80,15 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", ("gpu.overlap",), "reductions that hide behind the backward pass", 45, ranks=2),
     _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, STAGED),
     _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, ONE_GPU),
+    _tests(
+        "right-one-process",
+        "1",
+        "several communicators of one process on one GPU, real NCCL",
+        60,
+        ONE_PROCESS,
+        False,
+        "tests/transport/nccl/test_gpus_of_process.py",
+    ),
     Part("digits", ("gpu.programs", "digits"), "digits on the GPU", 80, needs_mpi=True, alone=False),
     _sanitizer("memcheck"),
     _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, {**STAGED, **TWO_NODES}),

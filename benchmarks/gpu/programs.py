@@ -1,6 +1,6 @@
 """What is checked by running other programs: the tests that need a GPU, the example, the kernels under a sanitizer.
 
-python -m gpu.programs tests RANKS NAME --out file.json
+python -m gpu.programs tests RANKS NAME [FILE...] --out file.json
 python -m gpu.programs digits
 python -m gpu.programs sanitizer TOOL
 """
@@ -156,8 +156,8 @@ def main() -> int:
         float(os.environ.get("GPU_CHECK_LIMIT", "120")),
     )  # of the part, which is ended then
     if given.what == "tests":
-        ranks, name = given.words
-        run_tests(report, name, ranks, files_with_gpu_tests(), max(1.0, limit - 12))
+        ranks, name, *files = given.words
+        run_tests(report, name, ranks, files or files_with_gpu_tests(), max(1.0, limit - 12))
     elif given.what == "sanitizer":
         check_sanitizer(report, given.words[0], limit - 10)
     else:

@@ -14,7 +14,6 @@ from mpidist.collectives.arguments import (
     replica_components,
     require_usable,
     require_values,
-    symmetric_spec,
 )
 from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.collectives.broadcast import broadcast
@@ -24,6 +23,7 @@ from mpidist.collectives.open_call import open_all_reduce, open_batch_reduce
 from mpidist.collectives.plan import require_num_packs
 from mpidist.collectives.reduce_scatter import reduce_scatter
 from mpidist.collectives.reductions import PendingResult, Reductions
+from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 
 __all__ = [
     "Algorithm",
@@ -33,6 +33,7 @@ __all__ = [
     "Reduce",
     "ReductionCall",
     "Reductions",
+    "SymmetricSpec",
     "all_gather",
     "axes_of",
     "axes_text",
@@ -50,6 +51,6 @@ __all__ = [
     "require_usable",
     "require_values",
     "axes_tuple",
-    "symmetric_spec",
+    "symmetric_empty",
     "wire_and_result_dtypes",
 ]

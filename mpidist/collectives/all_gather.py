@@ -21,7 +21,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, arrays
+from mpidist.transport import SyncGroup, arrays, wait_for_devices
 from mpidist.values import Contributions, contributions
 
 __all__ = ["all_gather"]
@@ -38,6 +38,8 @@ class _AllGather(Arguments):
             require_values(part, self.value)
         self.operands = Operands.of(parts[0], group.devices, call)
         if len(parts) > 1:
+            if replicas.has_several_gpus:
+                wait_for_devices(replicas.devices)
             everyone = [self.operands, *(Operands(part) for part in parts[1:])]
             joined = [_joined(arrays, axis) for arrays in zip(*(own.arrays for own in everyone), strict=True)]
             self.operands = self.operands.with_arrays(joined)

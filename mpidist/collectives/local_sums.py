@@ -12,9 +12,10 @@ import numpy as np
 from mpidist.collectives.arguments import Operands, Spec
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationImplementation, CommunicationOptions, Compression
-from mpidist.transport import Fold, arrays
+from mpidist.replicas import Replicas
+from mpidist.transport import Fold, GpusOfProcess, arrays, on_device, wait_for_devices
 
-__all__ = ["LocalSums", "SumMemory", "require_like_operands", "require_tree_order"]
+__all__ = ["LocalSums", "SumMemory", "open_all_replicas", "require_like_operands", "require_tree_order"]
 
 _KEPT_BYTES: Final = 128 << 10  # memory for fewer bytes is no new pages of the system, and is quickly there
 _ALIGNMENT: Final = 64
@@ -62,10 +63,18 @@ class LocalSums:
         ufunc: The elementwise operation.
         specs: The arrays of one replica.
         wires: The dtype in which each array is added.
+        gpus: Adds arrays of device memory, where each replica has a GPU of its own. `None` adds on the current GPU.
     """
 
-    def __init__(self, fold: Fold, ufunc: np.ufunc, specs: Sequence[Spec], wires: Sequence[np.dtype[Any]]) -> None:
-        self._fold, self._ufunc = fold, ufunc
+    def __init__(
+        self,
+        fold: Fold,
+        ufunc: np.ufunc,
+        specs: Sequence[Spec],
+        wires: Sequence[np.dtype[Any]],
+        gpus: GpusOfProcess | None = None,
+    ) -> None:
+        self._fold, self._ufunc, self._gpus = fold, ufunc, gpus
         self._specs, self._wires = specs, wires
         self._runs = lru_cache(16)(self._find_runs)
 
@@ -97,7 +106,7 @@ class LocalSums:
             totals = memory.take([run.num_elements for run in runs], wires)
         sums: list[Any] = []
         for run, total in zip(runs, totals, strict=True):
-            self._fold.combine(self._ufunc, [self._flat(own, run) for own in components], [total])
+            self._combine(components, run, [total])
             at = 0
             for index in run.indices:
                 end = at + self._specs[index].num_elements
@@ -115,17 +124,26 @@ class LocalSums:
         """
         at = 0
         for run in self._runs(indices):
-            parts, end = [self._flat(own, run) for own in components], at + run.num_elements
-            self._fold.combine(self._ufunc, parts, [row[at:end] for row in rows])
+            end = at + run.num_elements
+            self._combine(components, run, [row[at:end] for row in rows])
             at = end
 
+    def _combine(self, components: Sequence[Sequence[Any]], run: _Run, rows: Sequence[Any]) -> None:
+        """Add the arrays of one run to flat rows."""
+        if self._gpus is not None and self._specs[run.indices[0]].device:
+            parts = [[own[index] for index in run.indices] for own in components]
+            self._gpus.add(self._fold, self._ufunc, parts, rows)
+        else:
+            self._fold.combine(self._ufunc, [self._flat(own, run) for own in components], rows)
+
     def _find_runs(self, indices: tuple[int, ...]) -> list[_Run]:
-        """Join small arrays that follow each other, so that they are added at once."""
+        """Join small arrays that follow each other, and any on GPUs that NCCL joins, so that they are added at once."""
         runs: list[_Run] = []
         kinds: list[Any] = []
         for index in indices:
             spec = self._specs[index]
-            kind = None if spec.device or spec.num_elements >= _SMALL else self._wires[index]
+            is_joined = self._gpus is not None if spec.device else spec.num_elements < _SMALL
+            kind = (self._wires[index], spec.device) if is_joined else None
             if kind is not None and kinds and kinds[-1] == kind:
                 runs[-1] = _Run((*runs[-1].indices, index), runs[-1].num_elements + spec.num_elements)
             else:
@@ -137,8 +155,29 @@ class LocalSums:
         """Return arrays of one replica, one after the other."""
         wire = self._wires[run.indices[0]]
         if len(run.indices) == 1:
-            return own[run.indices[0]].astype(wire, copy=False).reshape(-1)
+            return arrays.on_current_device(own[run.indices[0]]).astype(wire, copy=False).reshape(-1)
         return np.concatenate([own[index] for index in run.indices], axis=None, dtype=wire, casting="unsafe")
+
+
+def open_all_replicas(first: Operands, others: Sequence[Sequence[Any]], replicas: Replicas) -> list[Operands]:
+    """Open the values of the replicas of this rank. Local.
+
+    Arrays in device memory stay where they are, if each replica has a GPU of its own; else they come to the first GPU.
+
+    Args:
+        first: Those of the first replica, opened.
+        others: Those of each other replica.
+        replicas: Which replicas this rank carries, on which devices.
+    """
+    if not replicas.gpus_here:
+        if replicas.has_several_gpus:
+            wait_for_devices(replicas.devices)
+        return [first, *map(Operands, others)]
+    operands = [first]
+    for at, values in enumerate(others, 1):
+        with on_device(replicas.devices, at):
+            operands.append(Operands(values))
+    return operands
 
 
 def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from mpidist.collectives.arguments import (
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.local_sums import LocalSums, SumMemory, require_like_operands
+from mpidist.collectives.local_sums import LocalSums, SumMemory, open_all_replicas, require_like_operands
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
@@ -174,7 +174,7 @@ class Reductions:
 
     def _open_replicas(self, call: ReductionCall) -> None:
         """Check that the replicas of this rank pass like arrays. Local."""
-        operands = [call.operands, *map(Operands, call.others)]
+        operands = open_all_replicas(call.operands, call.others, self.replicas)
         require_like_operands(operands, self.replicas.ids_here)
         call.components = [own.arrays for own in operands]
 
@@ -260,7 +260,9 @@ class Reductions:
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
         arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
         wires = [arithmetic.dtypes(spec.dtype)[0] for spec in specs]
-        return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires)
+        indices = self.replicas.gpus_here if any(spec.device for spec in specs) else ()
+        gpus = self.group.devices.gpus_of_process(indices) if indices else None
+        return LocalSums(tree.local, arithmetic.reduction(np.dtype(np.float32))[0].ufunc, specs, wires, gpus)
 
     def _name_for(self, call: ReductionCall) -> str:
         return self._algorithm.name_for(call.options) if self.replicas.tree is None else "in the order of replicas"

@@ -14,9 +14,10 @@ from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 from mpidist.replica_context.pending_writes import PendingWrites
+from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, shard_bounds
+from mpidist.transport import arrays, on_device, shard_bounds
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
 __all__ = ["JointCalls", "SharedResult"]
@@ -171,20 +172,25 @@ class JointCalls:
         All outs are written here, before a replica goes on, and may change its own.
         """
         if outs is None:
-            return [
-                self._own(nest.map_structure(arrays.make_read_only, result), at)
-                for at in range(self._replicas.num_here)
-            ]
-        if self.turns.has_several_gpus:
-            arrays.wait_for_stream()
+            return self._own_copies(nest.map_structure(arrays.make_read_only, result))
         first, *others = (nest.flatten(out)[0] for out in outs.nests)
+        if broadcast_to_gpus(self._strategy.extended.group.devices, self._replicas, first, others):
+            return list(outs.nests)
         for at, other in enumerate(others, 1):
-            self.turns.use_device(at)
-            for source, target in zip(first, other, strict=True):
-                if target is not source:
-                    target[...] = arrays.on_current_device(source)
-        self.turns.use_device(0)
+            with on_device(self._replicas.devices, at):
+                for source, target in zip(first, other, strict=True):
+                    if target is not source:
+                        target[...] = arrays.on_current_device(source)
         return list(outs.nests)
+
+    def _own_copies(self, result: Any) -> list[Any]:
+        """Return a result for each replica of the rank: one that all share, or a copy where replicas could write it."""
+        if self._replicas.gpus_here:
+            leaves, _ = nest.flatten(result)
+            copies = copies_on_gpus(self._strategy.extended.group.devices, self._replicas, leaves)
+            if copies is not None:
+                return [result, *(nest.rebuild(result, own) for own in copies)]
+        return [self._own(result, at) for at in range(self._replicas.num_here)]
 
     def _own(self, result: Any, at: int) -> Any:
         """Copy for a replica what all replicas would share, and could write."""
@@ -192,9 +198,8 @@ class JointCalls:
         shared = [not isinstance(leaf, DistributedValues) and arrays.stays_writable(leaf) for leaf in leaves]
         if at == 0 or not any(shared):
             return result
-        self.turns.use_device(at)
-        copies = [arrays.copied(leaf) if is_shared else leaf for leaf, is_shared in zip(leaves, shared, strict=True)]
-        self.turns.use_device(0)
+        with on_device(self._replicas.devices, at):
+            copies = [arrays.copied(leaf) if must else leaf for leaf, must in zip(leaves, shared, strict=True)]
         return nest.rebuild(result, copies)
 
 

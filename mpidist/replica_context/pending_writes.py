@@ -7,6 +7,8 @@ from typing import Any, final
 
 import numpy as np
 
+from mpidist.transport import arrays
+
 __all__ = ["PendingWrites"]
 
 
@@ -30,7 +32,9 @@ class PendingWrites:
         written = self._written.get(id(shared))
         return shared if written is None else written.seen_by(replica_id)
 
-    def change(self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None]) -> None:
+    def change(
+        self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None], tell: Callable[[], None]
+    ) -> None:
         """Change a shared array as one replica sees it. Local.
 
         Args:
@@ -38,8 +42,9 @@ class PendingWrites:
             name: The name of the variable, for errors.
             shared: The shared array.
             change: Writes the array that it is called with.
+            tell: Called when the shared array is written.
         """
-        written = self._written.get(id(shared)) or _WrittenArray(name, shared)
+        written = self._written.get(id(shared)) or _WrittenArray(name, shared, tell)
         written.change(replica_id, change)
         self._written[id(shared)] = written
 
@@ -67,10 +72,10 @@ class PendingWrites:
 class _WrittenArray:
     """A shared array, and what replicas wrote to it."""
 
-    def __init__(self, name: str, shared: Any) -> None:
-        self._name, self._shared = name, shared
+    def __init__(self, name: str, shared: Any, tell: Callable[[], None]) -> None:
+        self._name, self._shared, self._tell = name, shared, tell
         self._first_writer = -1
-        self._copies: dict[int, Any] = {}  # by replica; equal ones are one array, which the first writer made
+        self._copies: dict[int, Any] = {}  # by replica, on its device; equal ones there are the first writer's
 
     def seen_by(self, replica_id: int) -> Any:
         return self._copies.get(replica_id, self._shared)
@@ -81,9 +86,10 @@ class _WrittenArray:
         is_first, first = replica_id == self._first_writer, self._copies.get(self._first_writer)
         own = self._copies.get(replica_id)
         if own is None or (own is first and not is_first):
-            own = self.seen_by(replica_id).copy()
+            own = arrays.copied_here(self.seen_by(replica_id))
         change(own)
-        self._copies[replica_id] = own if is_first or not _same_bits(own, first) else first
+        is_like_first = not is_first and arrays.are_on_one_device(own, first) and _same_bits(own, first)
+        self._copies[replica_id] = first if is_like_first else own
 
     def require_equal(self, replica_ids: Sequence[int]) -> None:
         first = self._copies[self._first_writer]
@@ -100,10 +106,12 @@ class _WrittenArray:
             )
 
     def keep(self) -> None:
-        self._shared[...] = self._copies[self._first_writer]
+        self._shared[...] = arrays.on_current_device(self._copies[self._first_writer])
+        self._tell()
 
 
 def _same_bits(one: Any, other: Any) -> bool:
+    one, other = map(arrays.on_current_device, (one, other))
     if one.dtype.char in "gG":  # of 16 bytes, 6 are padding
         return bool(((one == other) | ((one != one) & (other != other))).all())
     size = min(one.dtype.itemsize, 8)

@@ -14,7 +14,6 @@ from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import Device
 from mpidist.values import join_components, local_components
 
 __all__ = ["call_for_replicas"]
@@ -24,7 +23,6 @@ def call_for_replicas(
     strategy: CurrentStrategy,
     cross_device_ops: CrossDeviceOps,
     replicas: Replicas,
-    devices: Sequence[Device],
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -34,8 +32,7 @@ def call_for_replicas(
     Args:
         strategy: The strategy.
         cross_device_ops: The algorithm, bound to the strategy's ranks.
-        replicas: Which replicas this rank carries.
-        devices: The device of each of these replicas.
+        replicas: Which replicas this rank carries, on which devices.
         fn: The function.
         args: The function's arguments. Each replica gets its component of every distributed value.
         kwargs: The function's keyword arguments, likewise.
@@ -45,12 +42,12 @@ def call_for_replicas(
     """
     strategy.extended.group.agreement.run += 1  # a replica that left a call out is found in the next call of its rank
     pending = PendingWrites(replicas.ids_here)
-    turns = Turns(replicas.ids_here, devices, pending.settle)
+    turns = Turns(replicas.ids_here, replicas.devices, pending.settle)
     joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):
         given = local_components(list(args), at, replicas.num_here) if args else ()
         named = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
-        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, devices[at])
+        context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, replicas.devices[at])
         bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *given, **named))
     return join_components(turns.run(bodies))

@@ -15,7 +15,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from mpidist import context_stack
 from mpidist.errors import InvalidArgumentError
-from mpidist.transport import Device, arrays
+from mpidist.transport import Device, are_several_gpus, arrays
 
 __all__ = ["CarryOut", "Turns"]
 
@@ -94,6 +94,8 @@ class _Replica:
                 self._stack.switch()
         finally:
             self._contexts = context_stack.exchange_entries(outer)
+            if self._device is not None:  # what the replica wrote is read on other devices
+                arrays.wait_for_stream()
 
     def describe(self) -> str:
         """Say what the replica did, for errors."""
@@ -130,7 +132,7 @@ class Turns:
         self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
     ) -> None:
         self._ids, self._devices, self._settle = replica_ids, devices, settle
-        self.has_several_gpus = devices.count(devices[0]) < len(devices) and any(device.is_gpu for device in devices)
+        self.has_several_gpus = are_several_gpus(devices)
         self._home = getcurrent()
         self._running: _Replica | None = None
         self._is_over = False
@@ -159,6 +161,8 @@ class Turns:
             return [bodies[0]()]
         devices = self._devices if self.has_several_gpus else [None] * len(bodies)
         replicas = [_Replica(*made) for made in zip(self._ids, bodies, devices, strict=True)]
+        if self.has_several_gpus:  # replicas read what was written on the first device
+            arrays.wait_for_stream()
         try:
             while not self._take_turns(replicas):
                 self._meet(replicas)
@@ -188,8 +192,6 @@ class Turns:
                 self._home.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = _Meeting(call, carry_out, argument)
-        if self.has_several_gpus:  # the call reads this replica's arrays on another device
-            arrays.wait_for_stream()
         return self._home.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
@@ -201,6 +203,7 @@ class Turns:
                     raise replica.error  # such as KeyboardInterrupt
         if not all(replica.has_ended for replica in replicas):
             return False
+        self.use_device(0)
         unsettled = self._settle()  # also if replicas raised: what all of them wrote before stays written
         _raise_first(replicas)
         if unsettled is not None:

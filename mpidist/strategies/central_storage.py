@@ -10,7 +10,7 @@ from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup
-from mpidist.variables import OncePerNode, OnEachRank
+from mpidist.variables import OncePerNode, OnEachRank, VariablePlacement
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -28,7 +28,7 @@ class CentralStorageStrategy(Strategy):
             this rank. By default there is one replica on each rank, which takes the GPU of its local rank, or the CPU
             where there is none. With more devices than ranks, ranks carry several replicas, as in `MirroredStrategy`.
         parameter_device: The device that holds the variables: `"CPU:0"`, the default, is the host memory of the node.
-            Also the device of the only replica, if there is one alone.
+            Also the device of the only replica, if there is one alone, which is then the default if it was named.
         comm: An intra-communicator of mpi4py whose ranks share a node; by default `MPI.COMM_WORLD`.
 
     Raises:
@@ -54,8 +54,11 @@ class CentralStorageStrategy(Strategy):
             _require_readable(parameter_device, chosen, group.topology.size)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
-        is_alone = group.topology.size == 1 and len(chosen) == 1
-        placement = OnEachRank() if is_alone else OncePerNode(group, None, "/rank:0/cpu:0")
+        placement: VariablePlacement | None = None
+        if group.topology.size > 1 or len(chosen) > 1:
+            placement = OncePerNode(group, None, "/rank:0/cpu:0")
+        elif parameter_device is not None and error is None:
+            placement = OnEachRank(Device.parse(parameter_device))
         ops = CollectiveAllReduce()
         super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))
 

@@ -10,7 +10,7 @@ from mpidist.replicas import devices_on_one_node
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup
-from mpidist.variables import OncePerNode, OnEachRank
+from mpidist.variables import OncePerNode
 
 __all__ = ["MirroredStrategy"]
 
@@ -25,7 +25,8 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: The device of every replica, in order, or one device string for this rank. By default each rank takes
-            the GPU of its local rank, or the CPU where there is none.
+            the GPU of its local rank, or the CPU where there is none. If all devices are named as GPUs, variables and
+            symmetric arrays lie in device memory; a GPU that was taken by default holds what was given there.
         cross_device_ops: The algorithm that combines values; by default `CollectiveAllReduce()`.
         replicas: Number of replicas, at least the number of ranks, which lie over the ranks in blocks. Sums are then
             the same bits on any number of ranks.
@@ -58,5 +59,5 @@ class MirroredStrategy(Strategy):
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         ops = cross_device_ops if cross_device_ops is not None else CollectiveAllReduce()
-        placement = OncePerNode(group, None) if per_node_variables else OnEachRank()
+        placement = OncePerNode(group, None) if per_node_variables else None
         super().__init__(StrategyExtended.assemble(name, group, ops, chosen, None, placement, error, carried))

@@ -13,7 +13,7 @@ from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Device, Intracomm, SyncGroup, choose_device, load_mpi, mark_shared, name_ranks
-from mpidist.variables import OncePerNode, OnEachRank
+from mpidist.variables import OncePerNode
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -22,7 +22,8 @@ __all__ = ["MultiWorkerMirroredStrategy"]
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all ranks, each with its own device and a copy of every variable.
 
-    Making one is collective over `comm`. One rank is one replica, unless `replicas` is given.
+    Making one is collective over `comm`. One rank is one replica, unless `replicas` is given. Each rank takes the GPU
+    of its local rank, or the CPU where there is none; a variable lies in the memory where its initial value lies.
 
     Args:
         cluster_resolver: The tasks of the cluster, which are compared with the ranks of MPI. By default a
@@ -67,7 +68,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         default = CollectiveAllReduce() if group.topology.num_nodes == 1 else HierarchicalCopyAllReduce()
         ops = cross_device_ops if cross_device_ops is not None else default
         timeout_seconds = getattr(communication_options, "timeout_seconds", None)  # options may be of a wrong type
-        placement = OncePerNode(group, timeout_seconds) if per_node_variables else OnEachRank()
+        placement = OncePerNode(group, timeout_seconds) if per_node_variables else None
         name = type(self).__name__
         devices = [device] * (1 if carried is None else carried.num_here)
         extended = StrategyExtended.assemble(

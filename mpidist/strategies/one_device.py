@@ -17,7 +17,8 @@ class OneDeviceStrategy(Strategy):
     """Compute on one device, without communication and without MPI. Under a launcher each process computes alone.
 
     Args:
-        device: `"/cpu:0"`, `"/gpu:1"` and the like. By default the first GPU, or the CPU where there is none.
+        device: `"/cpu:0"`, `"/gpu:1"` and the like. By default the first GPU, or the CPU where there is none. If a GPU
+            is named, variables and symmetric arrays lie in its memory; else a variable lies where its initial value is.
 
     Raises:
         ValueError: If `device` is not understood.

@@ -19,7 +19,7 @@ from mpidist.transport.costs import (
 )
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
-from mpidist.transport.devices import Device, choose_device
+from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
 from mpidist.transport.gpu import Launched
 from mpidist.transport.group import (
@@ -41,7 +41,7 @@ from mpidist.transport.group import (
 )
 from mpidist.transport.half import bfloat16
 from mpidist.transport.mpi import Intracomm, load_mpi, ring_all_reduce
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, read_boot_id, reason_against_nccl
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared
 from mpidist.transport.shared_memory import (
@@ -72,6 +72,7 @@ __all__ = [
     "Device",
     "DeviceLevels",
     "DeviceQueue",
+    "GpusOfProcess",
     "ErrorReport",
     "FILE_VERSION",
     "Fold",
@@ -106,7 +107,9 @@ __all__ = [
     "all_reduce_rows",
     "arrays",
     "bfloat16",
+    "are_several_gpus",
     "choose_device",
+    "on_device",
     "complete",
     "narrow",
     "count_text",
@@ -140,6 +143,7 @@ __all__ = [
     "text_of",
     "tuning_path",
     "value_text",
+    "wait_for_devices",
     "places_digest",
     "takes_device_memory",
 ]

@@ -24,9 +24,13 @@ __all__ = [
     "NumPyArrays",
     "NumPyScalars",
     "PythonNumbers",
+    "are_on_one_device",
     "copied",
+    "copied_here",
+    "current_gpu",
     "empty",
     "is_aligned",
+    "is_cupy",
     "is_device",
     "library_of",
     "make_read_only",
@@ -218,6 +222,11 @@ def is_device(array: NativeArray) -> bool:
     return not isinstance(array, np.ndarray)
 
 
+def is_cupy(value: Any) -> bool:
+    """Whether a value is an array of CuPy."""
+    return hasattr(value, "__cuda_array_interface__") and isinstance(value, _cupy().ndarray)
+
+
 def is_aligned(array: NativeArray) -> bool:
     """Whether an array's address is a multiple of its item size. True for all host arrays, which need not be."""
     return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
@@ -236,9 +245,20 @@ def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
 
 def on_current_device(value: Any) -> Any:
     """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged."""
-    if not hasattr(value, "__cuda_array_interface__") or not isinstance(value, _cupy().ndarray):
-        return value
-    return _cupy().asarray(value)
+    return _cupy().asarray(value) if is_cupy(value) else value
+
+
+def copied_here(array: NativeArray) -> NativeArray:
+    """Copy an array: of NumPy in host memory, of CuPy, from whichever device, to the current device."""
+    here = on_current_device(array)
+    return array.copy() if here is array else here
+
+
+def are_on_one_device(one: NativeArray, other: NativeArray) -> bool:
+    """Whether two arrays lie in one memory: both on one GPU, or both in host memory."""
+    if not (is_device(one) and is_device(other)):
+        return is_device(one) == is_device(other)
+    return bool(one.device.id == other.device.id)
 
 
 def make_read_only(value: Any) -> Any:
@@ -299,6 +319,11 @@ def share_memory(one: NativeArray, other: NativeArray) -> bool:
 def num_visible_gpus() -> int:
     """Return the number of GPUs that this process may use: 0 without CuPy, driver or GPUs. Cached."""
     return cuda.current().support.num_devices
+
+
+def current_gpu() -> int:
+    """Return the index of the current device of this thread."""
+    return int(_cupy().cuda.runtime.getDevice())
 
 
 def use_gpu(index: int) -> None:

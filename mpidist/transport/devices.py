@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport import arrays, cuda
 from mpidist.transport.topology import Topology
 
-__all__ = ["Device", "choose_device", "gpu_index"]
+__all__ = ["Device", "are_several_gpus", "choose_device", "gpu_index", "on_device", "wait_for_devices"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -27,10 +29,12 @@ class Device:
     Args:
         kind: `"cpu"` or `"gpu"`.
         index: Which of those that the process may use.
+        is_named: Whether the user named it; else a strategy found it. Of no matter when devices are compared.
     """
 
     kind: str
     index: int = 0
+    is_named: bool = field(default=False, compare=False)
 
     @classmethod
     def parse(cls, text: str) -> Device:
@@ -42,7 +46,7 @@ class Device:
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if not match:
             raise ValueError(f'a device is a string such as "/cpu:0" or "/gpu:1", got {text!r}')
-        return cls(match[1].lower(), int(match[2] or 0))
+        return cls(match[1].lower(), int(match[2] or 0), is_named=True)
 
     @property
     def is_gpu(self) -> bool:
@@ -88,6 +92,36 @@ def choose_device(topology: Topology) -> Device:
             topology.hostnames[topology.rank],
         )  # fmt: skip
     return Device("gpu", gpu_index(topology.local_rank, visible))
+
+
+def are_several_gpus(devices: Sequence[Device]) -> bool:
+    """Whether devices differ, and some are GPUs: then one of them has to be made current before it is used."""
+    return any(device != devices[0] for device in devices) and any(device.is_gpu for device in devices)
+
+
+def wait_for_devices(devices: Sequence[Device]) -> None:
+    """Wait for the work on the current streams of several GPUs, whose arrays are then copied to the first one."""
+    for at in range(1, len(devices)):
+        with on_device(devices, at):
+            pass  # which waits at its end
+
+
+@contextmanager
+def on_device(devices: Sequence[Device], at: int) -> Iterator[None]:
+    """Make one of several GPUs current for the body, and then the first one again. Else of no effect.
+
+    The device begins when the work on the first one is done, and its own work is done at the end.
+    """
+    if at == 0 or not are_several_gpus(devices):
+        yield
+        return
+    arrays.wait_for_stream()
+    devices[at].use()
+    try:
+        yield
+        arrays.wait_for_stream()
+    finally:
+        devices[0].use()
 
 
 def _because(reason: str) -> str:

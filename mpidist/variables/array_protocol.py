@@ -2,6 +2,9 @@
 
 They read the variable's value in the current context, where possible without a copy. Their results never share memory
 with the variable: writing a result does not change the variable, nor the other way round.
+
+A variable in device memory is an operand of CuPy. Beside an array of NumPy, and where NumPy reduces it, a copy in host
+memory takes its place, and the result is NumPy's.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -22,11 +25,32 @@ Operator = Callable[[Any, Any], Any]
 
 
 def _forward(operate: Operator) -> Operator:
-    return lambda self, other: operate(self._read_view(), other)
+    def apply(self: ReadsAsArray, other: Any) -> Any:
+        view = self._read_view()
+        if type(view) is not np.ndarray:
+            view, other = _together(view, other)
+        return operate(view, other)
+
+    return apply
 
 
 def _reflected(operate: Operator) -> Operator:
-    return lambda self, other: operate(other, self._read_view())
+    def apply(self: ReadsAsArray, other: Any) -> Any:
+        view = self._read_view()
+        if type(view) is not np.ndarray:
+            view, other = _together(view, other)
+        return operate(other, view)
+
+    return apply
+
+
+def _together(view: Any, other: Any) -> tuple[Any, Any]:
+    """Return a variable's value and the other operand such that one library takes both: CuPy takes none of NumPy's."""
+    if isinstance(other, ReadsAsArray):
+        other = other._read_view()
+    if isinstance(other, (np.ndarray, list, tuple)) and arrays.is_device(view):
+        return arrays.to_host(view), other
+    return view, other
 
 
 def _refuse_in_place(symbol: str) -> Operator:
@@ -51,6 +75,13 @@ def _refuse_attribute(name: str) -> property:
 
 def _operators(operate: Operator, symbol: str) -> tuple[Operator, Operator, Operator]:
     return _forward(operate), _reflected(operate), _refuse_in_place(symbol)
+
+
+_power: Final = _forward(operator.pow)
+
+
+def _has_numpy(values: list[Any]) -> bool:
+    return any(isinstance(value, np.ndarray) for value in values)
 
 
 class ReadsAsArray(ABC):
@@ -118,9 +149,17 @@ class ReadsAsArray(ABC):
                     f"NumPy cannot write variable {item.name!r}, as it ignores other replicas: use assign, assign_add, "
                     "scatter_add, ..."
                 )
-        values = [item._read_view() if isinstance(item, ReadsAsArray) else item for item in inputs]
+        values, on_device = list(inputs), []
+        for at, item in enumerate(inputs):
+            if isinstance(item, ReadsAsArray):
+                values[at] = item._read_view()
+                if arrays.is_device(values[at]):
+                    on_device.append(at)
         if isinstance(kwargs.get("where"), ReadsAsArray):
-            kwargs["where"] = kwargs["where"]._read_view()
+            kwargs["where"] = kwargs["where"].numpy()
+        if on_device and (method != "__call__" or _has_numpy([*values, *kwargs.values(), *(kwargs.get("out") or ())])):
+            for at in on_device:
+                values[at] = arrays.to_host(values[at])
         return getattr(ufunc, method)(*values, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
@@ -150,7 +189,8 @@ class ReadsAsArray(ABC):
         return int(self._read_view())
 
     def __index__(self) -> int:
-        return operator.index(self._read_view())
+        view = self._read_view()
+        return operator.index(arrays.to_host(view) if arrays.is_device(view) else view)
 
     def __float__(self) -> float:
         return float(self._read_view())
@@ -159,7 +199,8 @@ class ReadsAsArray(ABC):
         return complex(self._read_view())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(self._read_view()[()], ndigits)  # arrays with dimensions are refused, as by NumPy
+        number: Any = self.numpy()[()]
+        return round(number, ndigits)  # arrays with dimensions are refused, as by NumPy
 
     def __format__(self, spec: str) -> str:
         return format(self.numpy(), spec) if spec else str(self)
@@ -167,7 +208,7 @@ class ReadsAsArray(ABC):
     def __pow__(self, other: Any, modulus: Any = None) -> Any:
         if modulus is not None:
             raise TypeError(f"pow() with a modulus takes integers, got variable {self.name!r}: pass int(variable)")
-        return self._read_view() ** other
+        return _power(self, other)
 
     def __neg__(self) -> Any:
         return -self._read_view()

@@ -10,9 +10,11 @@ import numpy as np
 
 from mpidist import context_stack
 from mpidist.options import ReduceOp
+from mpidist.transport import arrays
 from mpidist.values import Contributions, require_contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.casting import is_python_number
+from mpidist.variables.gpu_copies import GpuCopies
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
 from mpidist.variables.sparse_updates import AGGREGATED_CALLS, change_rows, checked_rows
 from mpidist.variables.variable import Variable
@@ -40,13 +42,17 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
 
     def _place(self, value: Any) -> Any:
         self._placement = self._strategy.extended.variable_placement.for_value(value)
-        return self._placement.store(value)
+        stored = self._placement.store(value)
+        is_on_several = arrays.is_device(stored) and self._strategy.extended.replicas.has_several_gpus
+        self._gpu_copies = GpuCopies(stored) if is_on_several else None
+        return stored
 
     def _here(self) -> Any:
         context = self._sharing_context()
         if context is None:
             return self._value
-        return context.joint_calls.pending.read(context.replica_id_in_sync_group, self._value)
+        seen = context.joint_calls.pending.read(context.replica_id_in_sync_group, self._value)
+        return seen if seen is not self._value or self._gpu_copies is None else self._gpu_copies.here()
 
     def _read_view(self) -> Any:
         return self._local_view if self._replicas is None else self.local_value()
@@ -102,7 +108,12 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             change(self._value)
         else:
             replica_id = context.replica_id_in_sync_group
-            context.joint_calls.pending.change(replica_id, self._name, self._value, change)
+            context.joint_calls.pending.change(replica_id, self._name, self._value, change, self._forget_copies)
+
+    def _forget_copies(self) -> None:
+        """Forget the copies on other GPUs, because this rank's copy is written."""
+        if self._gpu_copies is not None:
+            self._gpu_copies.forget()
 
     def _meet(self, call: str, carry_out: Any, argument: Any, error: Exception | None) -> None:
         """Let the replicas of this rank make a call together: see `JointCalls.write_together`."""
@@ -114,6 +125,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         self._write(value, ufunc)
 
     def _write(self, value: Any, ufunc: np.ufunc | None) -> None:
+        self._forget_copies()
         if not self._placement.is_shared:
             store(self._value, self._cast(value), ufunc)
             return
@@ -160,6 +172,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             error = problem
         if context is None or not aggregates:
             if context is None or self._replicas is None or error is not None:
+                self._forget_copies()
                 self._placement.write(self._name, partial(change_rows, call, self._value, *rows), error)
             else:
                 self._change_here(partial(change_rows, call, indices=rows[0], values=rows[1]))
@@ -182,6 +195,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         indices, values = extended.all_gather(what, rows, 0, None, error)
         if self._aggregation is VariableAggregation.MEAN:
             values = (values / self._strategy.num_replicas_in_sync).astype(self.dtype, copy=False)
+        self._forget_copies()
         self._placement.write(self._name, partial(change_rows, call, self._value, indices, values))
 
     def _write_rows_together(self, call: str, what: str, given: Sequence[Any], error: Exception | None) -> None:

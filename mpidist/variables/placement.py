@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from mpidist.context_stack import CurrentStrategy
-from mpidist.transport import Call, SyncGroup, arrays
+from mpidist.transport import Call, Device, SyncGroup, arrays
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
 
@@ -35,6 +35,10 @@ class VariablePlacement(ABC):
         """Put variables that are made in the `with` body beside another one. By default of no effect. Local."""
         return nullcontext()
 
+    def moved(self, value: Any) -> Any:
+        """Return an initial value in the memory where variables of all kinds begin: by default where it lies. Local."""
+        return value
+
     @abstractmethod
     def for_value(self, value: Any) -> VariablePlacement:
         """Return the placement of a variable with this initial value: this placement, or one that suits it. Local."""
@@ -60,9 +64,21 @@ class VariablePlacement(ABC):
 
 @final
 class OnEachRank(VariablePlacement):
-    """Each rank holds and writes an array of its own."""
+    """Each rank holds and writes an array of its own.
+
+    Args:
+        device: In whose memory the arrays lie; `None` leaves each initial value in the memory where it lies.
+    """
 
     is_shared = False
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._memory = device
+
+    def moved(self, value: Any) -> Any:
+        if self._memory is None or self._memory.is_gpu == arrays.is_device(value):
+            return value
+        return arrays.to_device(value) if self._memory.is_gpu else arrays.to_host(value)
 
     def for_value(self, value: Any) -> VariablePlacement:
         return self

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from mpidist.transport import arrays
 from mpidist.values import IndexedSlices
 from mpidist.variables.casting import cast_for
 
@@ -112,7 +113,10 @@ def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, An
         raise TypeError(
             f"rows of {what} are changed by an IndexedSlices(values, indices), not by {type(delta).__name__}"
         )
-    indices = np.asarray(delta.indices)
+    given = delta.indices
+    if hasattr(given, "__cuda_array_interface__"):
+        given = arrays.to_host(arrays.library_of(given).to_native(given))
+    indices = np.asarray(given)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"the indices of rows of {what} must be integers, got dtype {indices.dtype.name}")
     values = cast_for(target, delta.values, what)
@@ -130,10 +134,37 @@ def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, An
 
 def change_rows(call: str, target: Any, indices: np.ndarray[Any, Any], values: Any) -> None:
     """Change rows of an array in the order of `indices`. Local."""
-    if call == "scatter_update":
-        target[indices] = values
-        return
-    ufunc = _UFUNCS[call]
+    ufunc = None if call == "scatter_update" else _UFUNCS[call]
     if call == "scatter_div" and target.dtype.kind in "iu":
         ufunc = np.floor_divide
-    ufunc.at(target, indices, values)
+    if arrays.is_device(target):
+        for part in _without_repeats(indices):
+            _change_once(ufunc, target, arrays.to_device(indices[part]), values[arrays.to_device(part)])
+    elif ufunc is None:
+        target[indices] = values
+    else:
+        ufunc.at(target, indices, values)
+
+
+def _change_once(ufunc: np.ufunc | None, target: Any, indices: Any, values: Any) -> None:
+    """Change rows of device memory, each once."""
+    target[indices] = values if ufunc is None else ufunc(target[indices], values)
+
+
+def _without_repeats(indices: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Cut rows into parts in each of which no row is changed twice, the first changes of all rows first.
+
+    A GPU changes the rows of one part at once, in any order: so each row's changes are made in theirs, and the numbers
+    are those of the host, on every rank.
+
+    Returns:
+        For each part the places in `indices`.
+    """
+    order = np.argsort(indices, kind="stable")
+    ordered = indices[order]
+    is_first = np.ones(indices.size, bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    places = np.arange(indices.size)
+    repeats = places - np.maximum.accumulate(np.where(is_first, places, 0))  # the changes of the row before this one
+    by_repeats = np.argsort(repeats, kind="stable")
+    return [order[part] for part in np.split(by_repeats, np.cumsum(np.bincount(repeats))[:-1]) if part.size]

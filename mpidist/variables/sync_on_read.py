@@ -8,6 +8,7 @@ import numpy as np
 
 from mpidist import context_stack
 from mpidist.options import ReduceOp
+from mpidist.transport import arrays, on_device
 from mpidist.values import Contributions
 from mpidist.variables.assigning import store
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
@@ -23,7 +24,7 @@ __all__ = ["SyncOnReadVariable"]
 class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_READ):
     """A variable whose copies may differ. Reading it in cross-replica context aggregates them: a metric, say.
 
-    There is a copy for each replica, also where a rank carries several.
+    There is a copy for each replica, on the replica's device, also where a rank carries several.
     """
 
     _is_trainable_by_default = False
@@ -33,9 +34,17 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
         return False
 
     def _place(self, value: Any) -> Any:
-        num_others = 0 if self._replicas is None else self._replicas.num_here - 1
-        self._copies = (value, *(value.copy() for _ in range(num_others)))
+        copies, devices = [value], self._strategy.extended.devices_here
+        for at in range(1, 1 if self._replicas is None else self._replicas.num_here):
+            with on_device(devices, at):
+                copies.append(arrays.copied_here(value))
+        self._copies = tuple(copies)
         return value
+
+    def _store(self, at: int, array: Any, ufunc: np.ufunc | None) -> None:
+        """Write the copy of a replica of this rank, on the replica's device."""
+        with on_device(self._strategy.extended.devices_here, at):
+            store(self._copies[at], arrays.on_current_device(array), ufunc)
 
     def _here(self) -> Any:
         entry = context_stack.innermost()
@@ -81,8 +90,8 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
                 self._store_shares(self._cast(value))
                 return
         array = self._cast(value)
-        for copy in self._copies:
-            store(copy, array, ufunc)
+        for at in range(len(self._copies)):
+            self._store(at, array, ufunc)
 
     def _store_shares(self, total: Any) -> None:
         """Store each replica's part of a sum: equal parts, of integers with the remainder in replica 0's part."""
@@ -94,8 +103,9 @@ class SyncOnReadVariable(Variable, synchronization=VariableSynchronization.ON_RE
             rest = np.fmod(wide, wide.dtype.type(count))
             share = (wide - rest) // wide.dtype.type(count)
             first = share + rest
-        for at, copy in enumerate(self._copies):
-            store(copy, first if at == 0 and self._strategy.extended.replicas.has_first else share, None)
+        has_first = self._strategy.extended.replicas.has_first
+        for at in range(len(self._copies)):
+            self._store(at, first if at == 0 and has_first else share, None)
 
     def _scatter(self, call: str, delta: Any) -> None:
         raise NotImplementedError(

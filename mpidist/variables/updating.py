@@ -7,7 +7,7 @@ from typing import Any
 
 from mpidist import context_stack, nest
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup
+from mpidist.transport import SyncGroup, on_device
 from mpidist.values import PerReplica, join_components, local_components
 from mpidist.variables.variable import Variable
 
@@ -50,5 +50,6 @@ def update_copies(
     for at in range(num_copies):
         entry = context_stack.Entry(var.strategy, is_update=True, copy_number=at)
         own_args, own_kwargs = local_components(given, at, num_copies)
-        results.append(context_stack.call(entry, fn, var, *own_args, **own_kwargs))
+        with on_device(replicas.devices, at):
+            results.append(context_stack.call(entry, fn, var, *own_args, **own_kwargs))
     return results[0] if is_mirrored else join_components(results)

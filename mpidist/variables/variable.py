@@ -34,6 +34,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
 
     Args:
         initial_value: An array, a number, or a function that returns one. Every rank starts with the value of rank 0.
+            The variable lies in the memory where this value lies; a strategy whose devices the user named as GPUs moves
+            a value of host memory to the rank's GPU.
         trainable: Whether an optimizer should change the variable. By default yes, unless it is `ON_READ`.
         name: The name, equal on all ranks.
         dtype: The dtype that the initial value is cast to; by default its own.
@@ -88,9 +90,8 @@ class Variable(DistributedValues, ReadsAsArray, Assignable, SparseUpdates, ABC):
         try:
             self._synchronization = _synchronization(synchronization)
             self._aggregation = VariableAggregation(aggregation)
-            array = _native(
-                initial_value() if callable(initial_value) else initial_value, dtype, f"variable {self._name!r}"
-            )
+            value = initial_value() if callable(initial_value) else initial_value
+            array = strategy.extended.variable_placement.moved(_native(value, dtype, f"variable {self._name!r}"))
             if self._aggregation is VariableAggregation.MEAN and array.dtype.kind in "iub":
                 raise ValueError(f"a variable of dtype {array.dtype.name} cannot have aggregation MEAN")
             fields = {

@@ -34,7 +34,7 @@ NOT_RUN = {
     "for any program": 4,
     "installs packages": 4,
     "measures the machine": 1,
-    "needs a GPU": 2,
+    "needs a GPU": 3,
     "needs a running job": 3,
     "needs Slurm": 3,
     "needs TensorFlow": 1,

@@ -32,7 +32,7 @@ def looked_after(world: World, comm: Intracomm) -> Iterator[World]:
         problems = comm.allgather(world.problems)
         left = comm.allgather(nccl_handles.num_open())
     world.close()
-    assert problems == [[]] * comm.size
+    assert problems == [[]] * comm.size, problems
     assert left == [0] * comm.size
 
 

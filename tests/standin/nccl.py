@@ -68,6 +68,7 @@ class Stream:
         self.world = world
         self.non_blocking = non_blocking
         self.ptr = next(world.numbers)
+        self.device = world.device
         self.clock = 0
         self.knows: dict[int, int] = {}
         self.queue: deque[Launch] = deque()
@@ -152,14 +153,16 @@ class Launch:
             self.is_done = not self.calls
 
 
-class FakeArray:
+class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What mpidist uses of `cupy.ndarray`. All work waits for, and comes after, what the current stream holds."""
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = None, **_: Any) -> Any:
-        if method != "__call__" or any(isinstance(its, np.ndarray) for its in (*inputs, *(out or ()))):
+        taken = (FakeArray, int, float, complex, np.generic)
+        if method != "__call__" or not all(isinstance(its, taken) for its in (*inputs, *(out or ()))):
             return NotImplemented  # CuPy's arrays and NumPy's do not mix
-        made = self._world.empty(self.shape, self.dtype) if out is None else out[0]
-        return self._world.ufunc(function)(*inputs, out=made)
+        if out is None:
+            return self._world.computed(function, inputs)
+        return self._world.ufunc(function)(*inputs, out=out[0])
 
     def __init__(self, world: StandIn, numbers: Any, allocation: Allocation) -> None:
         self._world = world
@@ -182,9 +185,17 @@ class FakeArray:
         return len(self._numbers)
 
     def __getitem__(self, at: Any) -> FakeArray:
+        if isinstance(at, FakeArray):
+            return self._world.asarray(self._world.read(self)[self._world.read(at)])
         return self._view(self._numbers[at])
 
     def __setitem__(self, at: Any, value: Any) -> None:
+        if isinstance(at, FakeArray):
+            self._world.touch(self._world.current, self, is_write=True)
+            where = self._world.read(at)
+            assert len(np.unique(where)) == where.size, "a GPU writes a row once or in any order"
+            self._numbers[where] = self._world.read(value)
+            return
         part = self._view(self._numbers[at])
         part._write(self._world.read(value))
 
@@ -219,8 +230,16 @@ class FakeArray:
     def all(self) -> FakeArray:
         return self._world.asarray(self._world.read(self).all())
 
+    T = property(lambda self: self._view(self._numbers.T))
+
     def __bool__(self) -> bool:
         return bool(self._world.asnumpy(self))
+
+    def __int__(self) -> int:
+        return int(self._world.asnumpy(self))
+
+    def __float__(self) -> float:
+        return float(self._world.asnumpy(self))
 
     def __truediv__(self, divisor: Any) -> FakeArray:
         return self._world.asarray(self._world.read(self) / divisor)
@@ -271,8 +290,10 @@ class StandIn:
         self.host_knows: dict[int, int] = {}
         self.accesses: dict[int, list[tuple[int, int, int, int, bool]]] = defaultdict(list)
         self.allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
-        self.current = Stream(self)
+        self.current_streams: dict[int, Stream] = {}  # by device
         self.communicators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.in_process: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        self.moved: list[tuple[str, int]] = []  # the calls of NCCL that move bytes: each with what it sends or receives
         self.sent: list[Any] = []
         self.folders: list[str] = []
         self.captured: set[int] = set()  # addresses of streams that go into a CUDA graph
@@ -283,11 +304,24 @@ class StandIn:
         self.staging = add_staging(self)
         self.cuda = cuda.Cuda({"cupy": self.module, "cupy.cuda.nccl": self.nccl}.__getitem__, lambda name: True)
 
+    @property
+    def current(self) -> Stream:
+        """The current stream of the current device."""
+        if self.device not in self.current_streams:
+            self.current_streams[self.device] = Stream(self)
+        return self.current_streams[self.device]
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self.current_streams[stream.device] = stream
+
     # Arrays.
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> FakeArray:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = np.dtype(dtype)
+        if dtype.char in "gG":
+            raise TypeError(f"a GPU has no {dtype}")
         nbytes = math.prod(shape) * dtype.itemsize
         allocation = Allocation(nbytes, self.device)
         self.allocations[allocation.address] = allocation
@@ -299,18 +333,21 @@ class StandIn:
             if value.device.id == self.device:
                 return value
             copied = self.empty(value.shape, value.dtype)
-            np.copyto(copied._numbers, value._numbers)  # from device to device, once both streams are idle
+            self.current.issue()
+            low, high = arrays.memory_bounds(value._numbers)
+            self.note(self.current, value._allocation, low, high, False)  # no stream waits for those of other devices
+            np.copyto(copied._numbers, value._numbers)
             return copied
         value = np.asarray(value)
-        if value.dtype.char in "gG":
-            raise TypeError(f"a GPU has no {value.dtype}")
         array = self.empty(value.shape, value.dtype)
         array._write(value)
         return array
 
     def asnumpy(self, array: FakeArray) -> Any:
+        before, self.device = self.device, array.device.id
         numbers = self.read(array).copy()
         self.current.synchronize()
+        self.device = before
         return numbers
 
     def read(self, value: Any) -> Any:
@@ -319,6 +356,11 @@ class StandIn:
             return value._numbers
         assert np.ndim(value) == 0, "CuPy takes no NumPy array here"
         return value
+
+    def computed(self, function: Any, inputs: Any) -> FakeArray:
+        """Compute a new array."""
+        with np.errstate(all="ignore"):
+            return self.asarray(function(*map(self.read, inputs)))
 
     def ufunc(self, function: Any) -> Callable[..., FakeArray]:
         def apply(one: FakeArray, other: Any, out: FakeArray) -> FakeArray:
@@ -383,7 +425,10 @@ class StandIn:
         """Run a kernel on the current stream, and note the memory that it reads and writes."""
         self.current.issue()
         for low, high, is_write in ranges:
-            self.note(self.current, self.find(low, high - low), low, high, is_write)
+            allocation = self.find(low, high - low)
+            if allocation.device != self.device:
+                self.problems.append(f"a kernel on GPU {self.device} with memory of GPU {allocation.device}")
+            self.note(self.current, allocation, low, high, is_write)
         work(args)
 
     def query(self, ptr: int) -> int:
@@ -476,15 +521,18 @@ def _nccl_module(world: StandIn, version: int) -> Any:
     def group_start() -> None:
         world.local.depth = getattr(world.local, "depth", 0) + 1
         if world.local.depth == 1:
-            world.local.calls, world.local.aborts = [], []
+            world.local.calls, world.local.aborts, world.local.made, world.local.destroyed = [], [], [], []
 
     def group_end() -> None:
         world.local.depth -= 1
         if world.local.depth == 0:
             calls, world.local.calls = world.local.calls, []
             aborts, world.local.aborts = world.local.aborts, []
+            for communicator in world.local.made:
+                communicator.meet()
             _launch(world, calls)
             _end(world, "abort", aborts)
+            _end(world, "destroy", world.local.destroyed)
 
     names = ["INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16"]
     codes = {f"NCCL_{name}": code for code, name in enumerate(names)}
@@ -544,19 +592,29 @@ class Communicator:
         number, _, folder = comm_id.rstrip(b"\0").decode().partition(":")
         (Path(folder) / f"new{rank}").write_text(str(world.comm.rank))
         (Path(folder) / f"new{rank}").rename(Path(folder) / str(rank))
-        places = [Path(folder) / str(at) for at in range(ndev)]
-        while not all(place.exists() for place in places):
-            if world.is_over:
-                raise NcclError(6)
-            time.sleep(0.001)
-        self.members = [int(place.read_text()) for place in places]
+        self.folder, self.size, self.device = folder, ndev, world.device
+        self.members: list[int] = []
         self.rank, self.tag, self.status = rank, int(number), 0
         self.sequence = 0
         self.aborted = Path(folder) / "aborted"
         self.inbox: dict[tuple[int, Any], Any] = {}
         self.p2p: dict[tuple[int, bool], int] = defaultdict(int)
+        if getattr(world.local, "depth", 0):
+            world.local.made.append(self)
+        else:
+            self.meet()
+
+    def meet(self) -> None:
+        """Wait until all ranks have come."""
+        places = [Path(self.folder) / str(at) for at in range(self.size)]
+        while not all(place.exists() for place in places):
+            if self.world.is_over:
+                raise NcclError(6)
+            time.sleep(0.001)
+        self.members = [int(place.read_text()) for place in places]
         self.has_ended = False
-        world.communicators.add(self)
+        self.world.communicators.add(self)
+        self.world.in_process[self.folder, self.rank] = self
 
     def __del__(self) -> None:
         if not self.has_ended:
@@ -577,7 +635,11 @@ class Communicator:
             _end(self.world, "abort", [self])
 
     def destroy(self) -> None:
-        if not self.has_ended:
+        if self.has_ended:
+            return
+        if getattr(self.world.local, "depth", 0):
+            self.world.local.destroyed.append(self)
+        else:
             _end(self.world, "destroy", [self])
 
     # Calls: pointers, counts, codes and streams are plain ints.
@@ -614,10 +676,12 @@ class Communicator:
         def finish(parts: list[Any], result: Any) -> None:
             result[...] = parts[root]
 
+        self.world.moved.append(("bcast", count * CODES[code].itemsize))
         self._collective(("bcast", count, code, root), at, count, at, count, code, stream, finish)
 
     def send(self, at: int, count: int, code: int, peer: int, stream: int) -> None:
         self._check(at, count, code, peer, stream)
+        self.world.moved.append(("send", count * CODES[code].itemsize))
         key = ("p2p", self._next(peer, True))
         data, holds = self._memory(stream, at, count, code, False)
 
@@ -693,6 +757,10 @@ class Communicator:
         if not nbytes:
             return np.empty(0, CODES[code]), []
         allocation, queue = self.world.find(at, nbytes), self.world.streams[stream]
+        if not allocation.device == queue.device == self.device:
+            self.world.problems.append(
+                f"NCCL of GPU {self.device} with memory of GPU {allocation.device} on a stream of GPU {queue.device}"
+            )
         queue.issue()
         self.world.note(queue, allocation, at, at + nbytes, is_write)
         start = at - allocation.address
@@ -709,13 +777,16 @@ class Communicator:
         return self.p2p[peer, is_send]
 
     def _post(self, peer: int, key: Any, head: Any, numbers: bytes) -> None:
-        if peer == self.rank:
-            self.inbox[peer, key] = head, numbers
+        here = self.world.in_process.get((self.folder, peer))
+        if here is not None:  # of this process
+            here.inbox[self.rank, key] = head, numbers
             return
         request = self.world.comm.isend((key, head, numbers), self.members[peer], self.tag)
         self.world.sent = [its for its in self.world.sent if not its.Test()] + [request]
 
     def _has(self, peer: int, key: Any) -> bool:
+        if (self.folder, peer) in self.world.in_process:
+            return (peer, key) in self.inbox
         while (message := self.world.comm.improbe(self.members[peer], self.tag)) is not None:
             its_key, head, numbers = message.recv()
             self.inbox[peer, its_key] = head, numbers

@@ -35,6 +35,9 @@ def test_device_strings_are_read(text: str, kind: str, index: int) -> None:
     assert (device.kind, device.index) == (kind, index)
     assert device.is_gpu == (kind == "gpu")
     assert Device.parse(str(device)) == device
+    assert device.is_named
+    assert device == Device(kind, index), "which a strategy found"
+    assert not Device(kind, index).is_named
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,14 @@ from mpidist.transport.device_over_mpi import (
 )
 from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, NcclCommunicator, read_boot_id, reason_against_nccl
+from mpidist.transport.nccl import (
+    DeviceQueue,
+    GpuFacts,
+    GpusOfProcess,
+    NcclCommunicator,
+    read_boot_id,
+    reason_against_nccl,
+)
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
@@ -87,7 +94,8 @@ class DeviceLevels:
         sizes = StagingSizes(settings.staging_bytes, speed)
         self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_stream)
         self._levels: dict[bool, Levels] = {}
-        self._own: list[NcclCommunicator] = []
+        self._own: list[NcclCommunicator | GpusOfProcess] = []
+        self._gpus_of_process: dict[tuple[int, ...], GpusOfProcess | None] = {}
         self._device: int | None = None
         self._is_compiled = False
         self._queue: DeviceQueue | None = None
@@ -134,6 +142,26 @@ class DeviceLevels:
         """Return the levels if a call has made them, which is so on all ranks or on none. Local."""
         return self._levels.get(everywhere)
 
+    def gpus_of_process(self, indices: tuple[int, ...]) -> GpusOfProcess | None:
+        """Return GPUs of this process, joined by NCCL; `None` where there is no NCCL. Local; starts it at first use.
+
+        Args:
+            indices: The GPUs, each once, the current device first.
+
+        Raises:
+            UnavailableError: If NCCL cannot be started.
+        """
+        if indices not in self._gpus_of_process:
+            reason = self._cuda.support.reason if self._settings.nccl else "MPIDIST_NCCL=0 asks to do without NCCL"
+            made = None
+            if reason:
+                logger.warning("replicas on several GPUs of one rank are added on the first one of them: %s", reason)
+            else:
+                made = GpusOfProcess(self._cuda, indices)
+                self._own.append(made)
+            self._gpus_of_process[indices] = made
+        return self._gpus_of_process[indices]
+
     @cached_property
     def staged(self) -> Levels:
         """The levels through the host. Local."""
@@ -162,6 +190,7 @@ class DeviceLevels:
         while self._own:
             self._own.pop().free()
         self._levels.clear()
+        self._gpus_of_process.clear()
         self._queue = None
         self._staging.free()
 
@@ -175,6 +204,7 @@ class DeviceLevels:
         self._queue = None
         self._own.clear()
         self._levels.clear()
+        self._gpus_of_process.clear()
 
     def _wait_for_stream(self, what: str) -> None:
         if self._queue is not None:

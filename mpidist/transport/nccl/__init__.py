@@ -3,11 +3,13 @@
 from mpidist.transport.nccl import handles
 from mpidist.transport.nccl.availability import GpuFacts, read_boot_id, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 __all__ = [
     "DeviceQueue",
     "GpuFacts",
+    "GpusOfProcess",
     "NcclCommunicator",
     "handles",
     "read_boot_id",

@@ -13,7 +13,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
@@ -21,7 +21,16 @@ from mpidist.transport.cuda import Cuda
 from mpidist.transport.gpu import Background
 from mpidist.transport.waiting import never_free
 
-__all__ = ["LIMIT_SECONDS", "Handle", "abort_all", "destroy", "num_open", "start_init", "wait_for_endings"]
+__all__ = [
+    "LIMIT_SECONDS",
+    "Handle",
+    "abort_all",
+    "destroy",
+    "num_open",
+    "start_init",
+    "start_init_in_one_process",
+    "wait_for_endings",
+]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -161,9 +170,12 @@ def _abort(handles: list[Handle]) -> None:
 
 
 def _destroy(handles: list[Handle]) -> None:
+    nccl = handles[0].cuda.nccl
+    nccl.groupStart()  # GPUs of one process wait for each other
     for handle in handles:
         handle.cuda.cupy.cuda.Device(handle.device).use()
         handle.comm.destroy()
+    nccl.groupEnd()
 
 
 def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> Background[Handle]:
@@ -184,6 +196,43 @@ def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) 
             raise UnavailableError(f"NCCL's status {status}") from status
 
     return Background(cuda, "mpidist NCCL", make, _discard)
+
+
+def start_init_in_one_process(cuda: Cuda, devices: Sequence[int]) -> Background[list[Handle]]:
+    """Start to make the communicators of several GPUs of this process, all in one group, in a daemon thread.
+
+    Args:
+        cuda: What makes them.
+        devices: The indices of the GPUs. The first one is the current device.
+    """
+
+    def make() -> list[Handle]:
+        comms: list[Any] = []
+        unique_id = bytes(cuda.nccl.get_unique_id())
+        try:
+            cuda.nccl.groupStart()
+            try:
+                for rank, device in enumerate(devices):
+                    cuda.cupy.cuda.Device(device).use()
+                    comms.append(cuda.nccl.NcclCommunicator(len(devices), unique_id, rank))
+            finally:
+                cuda.cupy.cuda.Device(devices[0]).use()
+                cuda.nccl.groupEnd()
+        except BaseException as error:
+            never_free(tuple(comms))
+            if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones
+                raise UnavailableError(f"NCCL's status {error}") from error
+            raise
+        return [Handle(cuda, comm, device) for comm, device in zip(comms, devices, strict=True)]
+
+    return Background(cuda, "mpidist NCCL", make, _discard_all)
+
+
+def _discard_all(handles: list[Handle]) -> None:
+    """Abort communicators of one process that came too late, if `abort_all` has not."""
+    taken = _take(handles, "they came too late")
+    if taken:
+        _Ending("the abort of communicators", lambda: _abort(taken), taken).join(_PROMPT_SECONDS)
 
 
 def _discard(handle: Handle) -> None:

@@ -1,0 +1,62 @@
+"""Symmetric and per-node arrays: allocated by all ranks together, in shared memory of the node or in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from mpidist.collectives.arguments import symmetric_spec
+from mpidist.transport import SyncGroup, arrays
+
+__all__ = ["SymmetricSpec", "symmetric_empty"]
+
+Agree = Callable[[str, Mapping[str, str], "Exception | None"], Any]
+
+
+@final
+class SymmetricSpec(NamedTuple):
+    """An array to be allocated, as the caller asks for it.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        device: Whether the array shall lie in device memory.
+    """
+
+    shape: Any
+    dtype: Any
+    device: bool = False
+
+
+def symmetric_empty(
+    group: SyncGroup, specs: Sequence[SymmetricSpec], per_node: bool, agree: Agree, error: Exception | None = None
+) -> list[Any]:
+    """Allocate arrays: `Strategy.symmetric_empty`. Collective.
+
+    Args:
+        group: The ranks.
+        specs: The arrays, the same on every rank.
+        per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
+        agree: Compares a call and its fields on all ranks, and raises an error of one rank on all of them.
+        error: An error that the caller found on this rank, which all ranks raise; `None` for none.
+
+    Returns:
+        The arrays, uninitialised.
+    """
+    fields, on_host, made = {}, [], []
+    try:
+        for index, (shape, dtype, device) in enumerate(specs):
+            native = symmetric_spec(shape, dtype)
+            on_gpu = device and not per_node
+            fields[f"array {index}"] = f"{native[1].str}{list(native[0])}{' on a GPU' * on_gpu}"
+            if on_gpu:  # before the ranks agree: what one rank has no memory for, all ranks shall learn of
+                group.devices.require_usable("symmetric_empty")
+                made.append(arrays.empty(*native, device=True))
+            else:
+                on_host.append(native)
+                made.append(None)
+    except Exception as problem:  # of any kind: the other ranks must learn of it
+        error = error or problem
+    agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
+    shared = iter(group.shared.empty(on_host, per_node) if on_host else ())
+    return [next(shared) if array is None else array for array in made]

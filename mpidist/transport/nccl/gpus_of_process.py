@@ -1,0 +1,257 @@
+"""The GPUs that one process drives: each with an NCCL communicator, so that they add and copy without the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.communicator import Array, shard_bounds
+from mpidist.transport.cuda import Cuda
+from mpidist.transport.gpu import DeviceKernels, is_complete, on_stream
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.errors import translated
+from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.text import first_line
+from mpidist.transport.tree import Fold
+from mpidist.transport.waiting import never_free, poll
+
+__all__ = ["GpusOfProcess"]
+
+_START_SECONDS: Final = 120.0
+_NAP_SECONDS: Final = 0.001
+
+
+@final
+class _Gpu(NamedTuple):
+    """One of the GPUs.
+
+    Attributes:
+        device: CuPy's device.
+        handle: The GPU's communicator.
+        stream: NCCL's stream on this GPU, which also carries the kernels around NCCL's work.
+        ready: Marks what a caller's stream holds.
+        done: Marks the end of the work.
+        kernels: Packs arrays.
+    """
+
+    device: Any
+    handle: Handle
+    stream: Any
+    ready: Any
+    done: Any
+    kernels: DeviceKernels
+
+
+@final
+class GpusOfProcess:
+    """The GPUs of one process, with an NCCL communicator for each. No other process takes part in anything here.
+
+    NCCL moves bytes, and adds nothing: each GPU receives all parts of its shard, and a kernel adds them in the order of
+    a tree. Work comes after what the current streams of the GPUs hold, and the host waits for its end.
+
+    To add arrays of S bytes of k GPUs moves (k - 1) S bytes to the shards, and (k - 1) / k S bytes for each row to the
+    first GPU. To broadcast them moves (k - 1) S bytes.
+
+    Args:
+        cuda: CuPy and NCCL.
+        indices: The GPUs, each once. The first one is the current device, before and after each call.
+
+    Raises:
+        UnavailableError: If NCCL cannot start.
+    """
+
+    def __init__(self, cuda: Cuda, indices: Sequence[int]) -> None:
+        self._cuda, self._nccl, self._byte = cuda, cuda.nccl, int(cuda.nccl.NCCL_UINT8)
+        self._first = cuda.cupy.cuda.Device(indices[0])
+        self._gpus: list[_Gpu] = []
+        made = cuda.cupy.cuda
+        for handle in self._connect(indices):
+            device = made.Device(handle.device)
+            device.use()
+            ready, done = (made.Event(disable_timing=True) for _ in range(2))
+            self._gpus.append(_Gpu(device, handle, made.Stream(non_blocking=True), ready, done, DeviceKernels(cuda)))
+            handle.keeps = self
+        self._first.use()
+
+    @property
+    def size(self) -> int:
+        """Number of GPUs."""
+        return len(self._gpus)
+
+    def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
+        """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
+
+        Args:
+            fold: From the GPUs' arrays to the rows.
+            ufunc: The elementwise operation.
+            parts: [GPUs][arrays], of equal shapes on all GPUs.
+            rows: [rows], flat arrays on the first GPU, of the dtype in which the arrays are added.
+        """
+        count, dtype = rows[0].size, rows[0].dtype
+        if not count:
+            return
+        with self._launches("a sum", (parts, rows)) as memory:
+            bounds = shard_bounds(count, self.size)
+            buffers = [self._flat(at, own, dtype) for at, own in enumerate(parts)]
+            memory.append(buffers)
+            received = self._scatter(buffers, bounds)
+            memory.append(received)
+            shards = []
+            for at, (start, stop) in enumerate(pairwise(bounds)):
+                with self._on(at):
+                    own = self._empty(fold.num_rows, stop - start, dtype) if at else [row[:stop] for row in rows]
+                    if stop > start:
+                        fold.combine(ufunc, received[at], own)
+                shards.append(own)
+            memory.append(shards)
+            self._collect(shards, rows, bounds)
+
+    def broadcast(self, sources: Sequence[Array], targets: Sequence[Sequence[Array]]) -> None:
+        """Copy arrays of the first GPU to the others.
+
+        Args:
+            sources: [arrays], contiguous.
+            targets: [other GPUs][arrays], contiguous, of the same sizes and dtypes.
+        """
+        everywhere = [sources, *targets]
+        with self._launches("a broadcast", everywhere), self._group():
+            for at, source in enumerate(sources):
+                for gpu, arrays in zip(self._gpus, everywhere, strict=True):
+                    if source.size:
+                        gpu.handle.comm.bcast(_address(arrays[at]), source.nbytes, self._byte, 0, gpu.stream.ptr)
+
+    def free(self) -> None:
+        """Destroy the communicators."""
+        nccl_handles.destroy([gpu.handle for gpu in self._gpus])
+
+    def _connect(self, indices: Sequence[int]) -> list[Handle]:
+        """Make the communicators, all in one group, in a daemon thread, as NCCL may block for ever."""
+        init = nccl_handles.start_init_in_one_process(self._cuda, indices)
+        until = time.monotonic() + _START_SECONDS
+        while True:
+            is_over, error = init.outcome()
+            if not is_over and time.monotonic() > until:
+                error = f"it did not start within {_START_SECONDS:g} s"
+            if error:
+                init.cancel()
+                raise UnavailableError(
+                    f"NCCL could not be started on GPUs {', '.join(map(str, indices))} of one process: {error}. "
+                    "NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL"
+                )
+            if is_over:
+                return init.take()
+            time.sleep(_NAP_SECONDS)
+
+    def _scatter(self, buffers: Sequence[Array], bounds: Sequence[int]) -> list[list[Array]]:
+        """Send each GPU its shard of each buffer: [GPUs][parts of its shard]."""
+        width, received = buffers[0].itemsize, []
+        for at, (start, stop) in enumerate(pairwise(bounds)):
+            with self._on(at):
+                parts = self._empty(self.size, stop - start, buffers[at].dtype)
+            parts[at] = buffers[at][start:stop]
+            received.append(parts)
+        with self._group():
+            for at, gpu in enumerate(self._gpus):
+                for peer, (start, stop) in enumerate(pairwise(bounds)):
+                    if peer != at:
+                        self._send(gpu, _address(buffers[at]) + start * width, (stop - start) * width, peer)
+                        self._receive(gpu, received[at][peer], peer)
+        return received
+
+    def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
+        """Send the shards of the rows to the first GPU."""
+        with self._group():
+            for at, (start, stop) in enumerate(pairwise(bounds)):
+                for shard, row in zip(shards[at] if at else (), rows, strict=bool(at)):
+                    self._send(self._gpus[at], _address(shard), shard.nbytes, 0)
+                    self._receive(self._gpus[0], row[start:stop], at)
+
+    def _send(self, gpu: _Gpu, address: int, nbytes: int, peer: int) -> None:
+        if nbytes:
+            gpu.handle.comm.send(address, nbytes, self._byte, peer, gpu.stream.ptr)
+
+    def _receive(self, gpu: _Gpu, array: Array, peer: int) -> None:
+        if array.nbytes:
+            gpu.handle.comm.recv(_address(array), array.nbytes, self._byte, peer, gpu.stream.ptr)
+
+    def _flat(self, at: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+        """Return arrays of a GPU one after the other: a single one without a copy where possible."""
+        if len(arrays) == 1 and arrays[0].dtype == dtype and arrays[0].flags.c_contiguous:
+            return arrays[0].reshape(-1)
+        with self._on(at):
+            buffer = self._cuda.cupy.empty(sum(array.size for array in arrays), dtype)
+            self._gpus[at].kernels.pack(arrays, buffer)
+        return buffer
+
+    def _empty(self, number: int, count: int, dtype: np.dtype[Any]) -> list[Array]:
+        return [self._cuda.cupy.empty(count, dtype) for _ in range(number)]
+
+    @contextmanager
+    def _on(self, at: int) -> Iterator[None]:
+        """Make a GPU and its stream current for the body, and then the first GPU."""
+        self._gpus[at].device.use()
+        try:
+            with on_stream(self._cuda.cupy, self._gpus[at].stream):
+                yield
+        finally:
+            self._first.use()
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
+
+    @contextmanager
+    def _launches(self, what: str, memory: Any) -> Iterator[list[Any]]:
+        """Launch what the body launches after the current streams, and wait for it. Keeps `memory`, if it fails."""
+        held, names = [memory], ", ".join(str(gpu.handle.device) for gpu in self._gpus)
+        text = f"{what} over GPUs {names} of one process"
+        self._require_usable(text)
+        try:
+            with translated(self._nccl, text):
+                for gpu in self._gpus:
+                    gpu.device.use()
+                    gpu.ready.record(self._cuda.cupy.cuda.get_current_stream())
+                    gpu.stream.wait_event(gpu.ready)
+                self._first.use()
+                yield held
+                self._wait(text)
+        except BaseException as error:
+            self._first.use()
+            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
+            never_free((self, held))
+            raise
+
+    def _wait(self, what: str) -> None:
+        for gpu in self._gpus:
+            gpu.device.use()
+            gpu.done.record(gpu.stream)
+        self._first.use()
+        cupy = self._cuda.cupy
+        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), self._check)
+        self._require_usable(what)  # an abort ends work, too
+
+    def _check(self) -> None:
+        for gpu in self._gpus:
+            gpu.handle.comm.check_async_error()
+
+    def _require_usable(self, what: str) -> None:
+        ended = next((gpu.handle.ended for gpu in self._gpus if gpu.handle.ended), "")
+        if ended:
+            raise RuntimeError(
+                f"{what}: NCCL's communicators cannot be used any more, because {ended}; call strategy.reset() on all "
+                "ranks"
+            )
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr)

@@ -1,0 +1,215 @@
+"""Replicas of one rank on a GPU each: NCCL moves their arrays, kernels add them in the order of the tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from standin.gpus import down, gpus, standin, up
+
+from mpidist import MirroredStrategy, get_replica_context
+from mpidist.errors import UnavailableError
+from mpidist.transport import shard_bounds
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.values import PerReplica
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus", "standin"]
+
+DTYPES = [np.dtype(code) for code in ("f4", "f8", "f2", "i4", "u1", "c8")] + [np.dtype(ml_dtypes.bfloat16)]
+SIZES = (0, 1, 2, 5, 31, 4099)
+MOVES = ("send", "bcast")
+
+
+def context() -> Any:
+    return get_replica_context()
+
+
+def numbers(own: int, count: int, dtype: np.dtype[Any]) -> Any:
+    """Numbers whose sum depends on the order."""
+    rng = np.random.default_rng([own, count])
+    made = rng.normal(size=count) * 10.0 ** rng.integers(-3, 3, count)
+    return (made * 10 if dtype.kind in "iu" else made).astype(np.int64 if dtype.kind in "iu" else "f8").astype(dtype)
+
+
+def devices(comm: Intracomm, count: int, gpus: Any = None) -> list[str]:
+    """`count` GPUs for each rank."""
+    total = count * comm.size
+    if gpus is not None and gpus.support.num_devices < total:
+        pytest.skip(f"needs a GPU: {total} of them")
+    return [f"GPU:{at}" for at in range(total)]
+
+
+def bytes_of(results: Sequence[Any]) -> list[bytes]:
+    return [(result if isinstance(result, np.ndarray) else down(result)).tobytes() for result in results]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
+def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: int, op: str) -> None:
+    """On the GPU of every replica, also where ranks have several rows, into `out=` as well."""
+    if count * comm.size > 8:
+        pytest.skip("needs 8 GPUs at most")
+    kinds = [dtype for dtype in DTYPES if dtype.kind != "c" or op not in ("max", "prod")]
+
+    def step(place: Any) -> Any:
+        own = context().replica_id_in_sync_group
+        values = [place(numbers(own, size, dtype)) for dtype in kinds for size in SIZES]
+        results = context().all_reduce(op, values)
+        outs = context().all_reduce(op, values, out=[place(np.empty(its.shape, its.dtype)) for its in results])
+        started = context().start_all_reduce(op, values).wait()
+        if place is up:
+            assert {its.device.id for its in (*results, *outs, *started)} == {own}
+        return [bytes_of(its) for its in (results, outs, started)]
+
+    with MirroredStrategy(devices(comm, count, gpus), comm=comm) as strategy:
+        on_gpus = strategy.run(step, args=(up,))
+    with MirroredStrategy(replicas=count * comm.size, comm=comm) as strategy:
+        on_host = strategy.run(step, args=(np.asarray,))
+    for on_gpu, expected in zip(on_gpus, on_host, strict=True):
+        for at, (got, want) in enumerate(zip(on_gpu, expected, strict=True)):
+            assert got.values == want.values, (kinds[at // len(SIZES)], SIZES[at % len(SIZES)])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_and_bytes_of_nccl(standin: Any, comm: Intracomm, count: int, size: int) -> None:
+    """Two groups for a sum, one for the broadcast of the results, whatever the number of arrays."""
+    with MirroredStrategy(devices(comm, count), comm=comm) as strategy:
+
+        def step() -> None:
+            own = context().replica_id_in_sync_group
+            context().all_reduce("sum", [up(numbers(own, size, np.dtype("f4"))) for _ in range(3)])
+
+        strategy.run(step)
+        standin.moved.clear()
+        strategy.run(step)
+    nbytes = 3 * size * 4
+    lengths = np.diff(shard_bounds(3 * size, count))
+    counted = Counter(name for name, _ in standin.moved)
+    assert counted == {"send": sum((count - 1) * (its > 0) + (at > 0 and its > 0) for at, its in enumerate(lengths)),
+                       "bcast": 3 * count}  # fmt: skip
+    sent = sum(its for name, its in standin.moved if name == "send")
+    assert sent == (count - 1) * nbytes + nbytes - 4 * lengths[0]
+    assert sum(its for name, its in standin.moved if name == "bcast") == count * nbytes
+
+
+@pytest.mark.parametrize("way", ["no NCCL", "a shared GPU"])
+def test_without_nccl_arrays_are_copied_to_the_first_gpu(
+    standin: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = devices(comm, 2)
+    if way == "no NCCL":
+        monkeypatch.setenv("MPIDIST_NCCL", "0")
+    else:
+        named = [f"GPU:{2 * at + place}" for at in range(comm.size) for place in (0, 0, 1)]
+    with MirroredStrategy(named, comm=comm) as strategy:
+        ids = strategy.extended.replicas.ids_here
+
+        def step() -> Any:
+            own = float(context().replica_id_in_sync_group)
+            summed = context().all_reduce("sum", [up(np.full(3, own)), up(np.full(2, own))])
+            assert f"GPU:{summed[0].device.id}" == named[int(own)]
+            return [down(its).tolist() for its in summed]
+
+        total = sum(range(strategy.num_replicas_in_sync))
+        results: list[Any] = []
+        strategy.run(lambda: results.append(step()))
+        assert results == [[[total] * 3, [total] * 2]] * len(ids)
+    assert not standin.moved or comm.size > 1  # by NCCL between ranks, perhaps
+    warned = [its.message for its in caplog.records if "are added on the first one of them" in its.message]
+    assert len(warned) == (way == "no NCCL")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 1)], ids=["a GPU each", "a shared GPU"])
+@pytest.mark.parametrize("call", ["reduce", "gather"])
+def test_values_of_several_gpus_are_combined_across_replicas(
+    standin: Any, comm: Intracomm, places: tuple[int, ...], call: str
+) -> None:
+    """Outside of `run`, though no stream was waited for."""
+    indices = [2 * at + place for at in range(comm.size) for place in places]
+    with MirroredStrategy([f"GPU:{index}" for index in indices], comm=comm) as strategy:
+
+        def make(ctx: Any) -> Any:
+            standin.module.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
+            return up(np.full(2, float(ctx.replica_id_in_sync_group)))
+
+        value = strategy.experimental_distribute_values_from_function(make)
+        strategy.extended.device.use()
+        assert isinstance(value, PerReplica)
+        ids = range(len(indices))
+        if call == "reduce":
+            assert down(strategy.reduce("sum", value)).tolist() == [sum(ids)] * 2
+        else:
+            assert down(strategy.gather(value, 0)).tolist() == [float(own) for own in ids for _ in range(2)]
+
+
+@pytest.mark.ranks(1, 2)
+def test_replica_that_raises_leaves_nothing_behind(standin: Any, comm: Intracomm) -> None:
+    with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
+
+        def step(fails: bool) -> Any:
+            own = context().replica_id_in_sync_group
+            if fails and own == 1:
+                raise ValueError("of replica 1")
+            return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
+
+        with pytest.raises(Exception, match="of replica 1"):
+            strategy.run(step, args=(True,))
+        assert standin.device == strategy.extended.device.index
+        results = strategy.run(step, args=(False,))
+        assert [its.values for its in results] == [(2.0 * comm.size,) * 2] * 3
+
+
+@pytest.mark.ranks(1)
+def test_error_of_nccl_is_raised_and_reset_starts_it_again(standin: Any, comm: Intracomm) -> None:
+    with MirroredStrategy(devices(comm, 3), comm=comm) as strategy:
+
+        def step() -> Any:
+            return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
+
+        strategy.run(step)
+        nccl_handles.abort_all("a test")
+        with pytest.raises(RuntimeError, match=r"cannot be used any more, because a test; call strategy\.reset"):
+            strategy.run(step)
+        strategy.reset()
+        assert [its.values for its in strategy.run(step)] == [(3.0,) * 3] * 3
+        assert nccl_handles.num_open() == 3
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("fault", ["constructor", "unique_id"])
+def test_nccl_that_cannot_start_is_an_error(standin: Any, comm: Intracomm, fault: str) -> None:
+    with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
+        standin.fails.add(fault)
+        with pytest.raises(UnavailableError, match="NCCL could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
+            strategy.run(lambda: context().all_reduce("sum", up(np.ones(3))))
+        standin.fails.clear()
+        results: list[Any] = []
+        strategy.run(lambda: results.append(down(context().all_reduce("sum", up(np.ones(3)))).tolist()))
+        assert results == [[2.0] * 3] * 2
+
+
+@pytest.mark.ranks(1)
+def test_two_strategies_have_communicators_of_their_own_and_free_them(standin: Any, comm: Intracomm) -> None:
+    def step() -> Any:
+        return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
+
+    with MirroredStrategy(devices(comm, 2), comm=comm) as one, MirroredStrategy(devices(comm, 4), comm=comm) as other:
+        for strategy in (one, other, one):
+            total = float(strategy.num_replicas_in_sync)
+            assert [its.values for its in strategy.run(step)] == [(total,) * int(total)] * 3
+        assert nccl_handles.num_open() == 6
+        other.close()
+        assert nccl_handles.num_open() == 2
+        assert [its.values for its in one.run(step)] == [(2.0,) * 2] * 3
+    assert nccl_handles.num_open() == 0
+    assert standin.log == [("destroy", 4), ("destroy", 2)]

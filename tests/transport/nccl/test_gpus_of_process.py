@@ -1,0 +1,120 @@
+"""The GPUs of one process: added in the order of a tree, and copied to each other, by NCCL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from standin.gpus import down, gpus, standin, up
+
+from mpidist.errors import UnavailableError
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
+from mpidist.transport.tree import Fold
+
+__all__ = ["gpus", "standin"]
+
+pytestmark = pytest.mark.ranks(1)
+
+SHARES_GPUS = 23003  # the first NCCL with several communicators of one process on one GPU, if it is told so
+FOLDS = [
+    Fold(2, [[0], [1]]),
+    Fold(3, [[0], [1], [2]]),
+    Fold(4, [[0], [1], [2], [3]]),
+    Fold(8, [[1], [2], [3]]),  # two rows: 1, and 2 + 3
+    Fold(7, [[3], [4], [5], [6]]),  # two rows: 3, and the rest
+]
+
+
+@pytest.fixture(params=["a GPU each", "one GPU"])
+def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
+    """Makes the GPUs of a process, so many, and frees them."""
+    made: list[GpusOfProcess] = []
+    is_real = isinstance(gpus.cupy, ModuleType)
+    shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpus.support.nccl_version >= SHARES_GPUS
+    if request.param == "one GPU" and is_real and not shares:
+        pytest.skip("needs a GPU with NCCL 2.30.3 or later, and NCCL_MULTI_RANK_GPU_ENABLE=1")
+
+    def several(count: int) -> tuple[GpusOfProcess, list[int]]:
+        if request.param == "a GPU each" and gpus.support.num_devices < count:
+            pytest.skip(f"needs a GPU: {count} of them")
+        indices = list(range(count)) if request.param == "a GPU each" else [0] * count
+        gpus.cupy.cuda.Device(0).use()
+        made.append(GpusOfProcess(gpus, indices))
+        return made[-1], indices
+
+    yield several
+    for one in made:
+        one.free()
+
+
+def put(gpus: Any, index: int, numbers: Any) -> Any:
+    """Copy numbers to a GPU, and do not wait for that."""
+    gpus.cupy.cuda.Device(index).use()
+    array = up(numbers)
+    gpus.cupy.cuda.Device(0).use()
+    return array
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=lambda its: f"{its.num_parts} to {its.num_rows}")
+@pytest.mark.parametrize("code", ["f4", "f8", "f2", "i2", "bfloat16"])
+def test_arrays_are_added_in_the_order_of_the_tree(make: Any, gpus: Any, fold: Fold, code: str) -> None:
+    count = fold.num_parts
+    its, indices = make(count)
+    dtype = np.dtype(ml_dtypes.bfloat16 if code == "bfloat16" else code)
+    wire = np.dtype("f4") if dtype.itemsize == 2 and dtype.kind != "i" else dtype
+    rng = np.random.default_rng(count)
+    for sizes in ([1], [7], [3, 0, 2], [1000, 17], [0]):
+        whole = [[(rng.normal(size=size) * 1000).astype(dtype) for size in sizes] for _ in range(count)]
+        flat = [np.concatenate(own).astype(wire) for own in whole]
+        expected = [np.empty(sum(sizes), wire) for _ in range(fold.num_rows)]
+        fold.combine(np.add, flat, expected)
+        parts = [[put(gpus, index, array) for array in own] for index, own in zip(indices, whole, strict=True)]
+        rows = [put(gpus, 0, np.zeros(sum(sizes), wire)) for _ in range(fold.num_rows)]
+        its.add(fold, np.add, parts, rows)
+        for row, want in zip(rows, expected, strict=True):
+            assert down(row).tobytes() == want.tobytes(), sizes
+        assert [[down(array).tobytes() for array in own] for own in parts] == [
+            [array.tobytes() for array in own] for own in whole
+        ], "only read"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
+    its, indices = make(count)
+    numbers = [np.arange(5.0), np.arange(6, dtype="i2").reshape(2, 3), np.zeros(0), np.array(7.0)]
+    sources = [put(gpus, 0, array) for array in numbers]
+    targets = [[put(gpus, index, np.zeros_like(array)) for array in numbers] for index in indices[1:]]
+    its.broadcast(sources, targets)
+    for own in targets:
+        for got, want in zip(own, numbers, strict=True):
+            assert np.array_equal(down(got), want)
+
+
+def test_error_of_nccl_ends_the_communicators(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = GpusOfProcess(standin.cuda, [0, 1, 2])
+    fold = FOLDS[1]
+
+    def fail(*_: Any) -> None:
+        raise standin.nccl.NcclError(1)
+
+    def add() -> None:
+        parts = [[put(standin.cuda, index, np.ones(9))] for index in range(3)]
+        its.add(fold, np.add, parts, [put(standin.cuda, 0, np.zeros(9))])
+
+    add()
+    with monkeypatch.context() as patch:
+        patch.setattr(next(comm for comm in standin.communicators if comm.rank == 2), "send", fail)
+        with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
+            add()
+    assert standin.device == 0
+    assert standin.current is standin.current_streams[0]
+    with pytest.raises(RuntimeError, match="cannot be used any more, because an earlier call failed"):
+        add()
+    nccl_handles.wait_for_endings()
+    assert standin.log == [("abort", 3)]

@@ -1,0 +1,292 @@
+"""Variables and symmetric arrays in device memory: where they lie, and how they are read and written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from standin.gpus import down, gpus, standin, up
+from support.everywhere import raises_everywhere
+
+from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
+from mpidist import get_replica_context as context
+from mpidist.errors import InvalidArgumentError
+from mpidist.experimental import CentralStorageStrategy
+from mpidist.transport import arrays
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["gpus", "standin"]
+
+NAMED: dict[str, Callable[[Any], Any]] = {
+    "one device": lambda comm: OneDeviceStrategy("GPU:0"),
+    "a device of this rank": lambda comm: MirroredStrategy("GPU:0", comm=comm),
+    "a device of each rank": lambda comm: MirroredStrategy(["GPU:0"] * comm.size, comm=comm),
+    "several replicas": lambda comm: MirroredStrategy(["GPU:0"] * 2 * comm.size, comm=comm),
+}
+SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_max", "scatter_min", "scatter_update")
+
+
+@pytest.fixture(params=NAMED)
+def strategy(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
+    with NAMED[request.param](comm) as made:
+        yield made
+
+
+def make(strategy: Any, value: Any, **how: Any) -> Any:
+    with strategy.scope():
+        return Variable(value, **how)
+
+
+def is_on_gpu(variable: Any) -> bool:
+    return arrays.is_device(variable.local_value())
+
+
+def test_named_gpus_hold_variables_and_symmetric_arrays(strategy: Any) -> None:
+    for value in (np.arange(3.0), up(np.arange(3.0)), lambda: np.arange(3.0), [0.0, 1.0, 2.0]):
+        for synchronization in ("ON_WRITE", "ON_READ"):
+            variable = make(strategy, value, synchronization=synchronization, aggregation="MEAN")
+            assert is_on_gpu(variable)
+            assert variable.numpy().tolist() == [0.0, 1.0, 2.0]
+    assert is_on_gpu(make(strategy, 1, dtype=np.float32))
+    array = strategy.symmetric_empty((2, 3), np.float32)
+    assert arrays.is_device(array)
+    assert (array.shape, array.dtype) == ((2, 3), np.float32)
+    likes = strategy.symmetric_empty_like({"host": np.zeros(2), "GPU": up(np.zeros(3, "i4"))})
+    assert all(map(arrays.is_device, likes.values()))
+    assert [(its.shape, its.dtype.str) for its in likes.values()] == [((2,), "<f8"), ((3,), "<i4")]
+    assert not arrays.is_device(strategy.symmetric_empty(4, np.float32, per_node=True))
+
+
+@pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
+def test_gpus_that_were_found_hold_what_was_given_there(kind: Any, gpus: Any, comm: Intracomm) -> None:
+    with kind(comm=comm) as strategy:
+        assert strategy.extended.device.is_gpu
+        assert not is_on_gpu(make(strategy, np.arange(3.0)))
+        assert is_on_gpu(make(strategy, lambda: up(np.arange(3.0))))
+        assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
+        host, device = strategy.symmetric_empty_like([np.zeros(2), up(np.zeros(2))])
+        assert not arrays.is_device(host)
+        assert arrays.is_device(device)
+
+
+def test_one_device_that_is_no_gpu_keeps_variables_in_host_memory(gpus: Any, comm: Intracomm) -> None:
+    devices = ["GPU:0"] * comm.size + ["CPU:0"]
+    with MirroredStrategy(devices, comm=comm) as strategy:
+        assert not is_on_gpu(make(strategy, np.arange(3.0)))
+        assert not arrays.is_device(strategy.symmetric_empty(4, np.float32))
+
+
+@pytest.mark.ranks(1)
+def test_central_storage_of_one_replica_follows_the_parameter_device(gpus: Any, comm: Intracomm) -> None:
+    for compute, parameter, expected in (
+        ("GPU:0", None, True),
+        (None, "GPU:0", True),
+        ("GPU:0", "CPU:0", False),
+        (None, None, False),
+    ):
+        with CentralStorageStrategy(compute, parameter, comm=comm) as strategy:
+            assert is_on_gpu(make(strategy, np.arange(3.0))) is expected, (compute, parameter)
+
+
+def test_per_node_variables_stay_in_host_memory(gpus: Any, comm: Intracomm) -> None:
+    with MirroredStrategy("GPU:0", comm=comm, per_node_variables=True) as strategy:
+        variable = make(strategy, np.arange(3.0))
+        assert not is_on_gpu(variable)
+        variable.assign(up(np.ones(3)))
+        assert variable.numpy().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_values_that_no_gpu_holds_are_everyones_error(gpus: Any, comm: Intracomm) -> None:
+    with MirroredStrategy("GPU:0", comm=comm) as strategy:
+        value = np.zeros(2, np.longdouble if comm.rank == comm.size - 1 else np.float64)
+        with raises_everywhere(comm, (TypeError, InvalidArgumentError, ValueError, KeyError), "float128|'g'"):
+            make(strategy, value)
+        with raises_everywhere(comm, (TypeError, InvalidArgumentError, ValueError, KeyError), "."):
+            strategy.symmetric_empty(2, value.dtype)
+        assert is_on_gpu(make(strategy, np.zeros(2)))
+
+
+def test_numpy_and_cupy_values_are_assigned(strategy: Any) -> None:
+    weights = make(strategy, np.zeros((2, 2), np.float32))
+    weights.assign(np.ones((2, 2), np.float32))
+    weights.assign_add(up(np.full((2, 2), 2.0, np.float32)))
+    weights.assign_sub(0.5)
+    weights.assign_add(np.float32(0.5))
+    weights.assign_add([[1, 2], [3, 4]])
+    strategy.run(lambda: weights.assign_add(np.full((2, 2), 10.0, np.float32)))
+    assert is_on_gpu(weights)
+    assert weights.numpy().tolist() == [[14.0, 15.0], [16.0, 17.0]]
+    with pytest.raises(ValueError, match="another kind of number"):
+        weights.assign(np.zeros((2, 2), complex))
+    other = make(strategy, np.zeros((2, 2), np.float32))
+    other.assign(weights)
+    assert other.numpy().tolist() == weights.numpy().tolist()
+
+
+def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> None:
+    """The result is NumPy's beside NumPy's arrays, and CuPy's else."""
+    numbers = np.array([1.0, 2.0, 4.0])
+    v, scalar = make(strategy, numbers), make(strategy, 2.75)
+    on_host = [
+        v + numbers, numbers + v, numbers * v, v - [1.0, 1.0, 1.0], numbers @ v, v @ numbers, v == numbers, v**numbers,
+        np.add(v, numbers), np.add(numbers, v), np.sum(v), np.add.reduce(v), np.asarray(v), v.numpy(), np.mean(v),
+        np.concatenate([v, numbers]), np.where(numbers > 1, v, 0.0),
+    ]  # fmt: skip
+    n = numbers
+    expected = [
+        n + n, n + n, n * n, n - 1, n @ n, n @ n, n == n, n**n, n + n, n + n, n.sum(), n.sum(), n, n, n.mean(),
+        np.concatenate([n, n]), np.where(n > 1, n, 0.0),
+    ]  # fmt: skip
+    for got, want in zip(on_host, expected, strict=True):
+        assert isinstance(got, (np.ndarray, np.generic))
+        assert np.array_equal(got, want)
+    on_gpu = [v + 1, 1 - v, v * up(numbers), up(numbers) * v, v + v, v * scalar, -v, v[1:], v.T, np.add(v, 1.0)]
+    expected = [n + 1, 1 - n, n * n, n * n, n + n, n * 2.75, -n, n[1:], n, n + 1]
+    for got, want in zip(on_gpu, expected, strict=True):
+        assert arrays.is_device(got)
+        assert np.array_equal(down(got), want)
+    out = np.zeros(3)
+    assert np.add(v, 1.0, out=out) is out
+    assert out.tolist() == [2.0, 3.0, 5.0]
+    assert (float(scalar), int(scalar), round(scalar, 1), f"{scalar:.1f}") == (2.75, 2, 2.8, "2.8")
+    assert list(range(make(strategy, 3))) == [0, 1, 2]
+    assert bool(scalar > 2)
+    assert v.numpy().tolist() == n.tolist(), "not written by its readers"
+
+
+@pytest.mark.parametrize("call", SCATTERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+@pytest.mark.parametrize("place", [np.asarray, up], ids=["NumPy", "CuPy"])
+def test_rows_are_changed_as_in_host_memory(gpus: Any, comm: Intracomm, call: str, dtype: Any, place: Any) -> None:
+    """Bit by bit, whatever the number of changes of one row."""
+    rng = np.random.default_rng(3)
+    start = (rng.normal(size=(6, 5)) * 100 + 200).astype(dtype)
+    indices = np.array([2, 5, 2, 0, 2, 5, 2], np.int64)
+    rows = (rng.normal(size=(7, 5)) * 3 + 10).astype(dtype)
+    numbers = []
+    for device in ("CPU:0", "GPU:0"):
+        with MirroredStrategy(device, comm=comm) as strategy:
+            variable = make(strategy, start)
+            place_here = np.asarray if device == "CPU:0" else place
+            getattr(variable, call)(IndexedSlices(place_here(rows), place_here(indices)))
+            getattr(variable, call)(IndexedSlices(rows[:0], indices[:0]))
+            assert is_on_gpu(variable) == (device == "GPU:0")
+            numbers.append(variable.numpy().tobytes())
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_rows_of_all_replicas_are_changed(strategy: Any, aggregation: str) -> None:
+    total = strategy.num_replicas_in_sync
+    embedding = make(strategy, np.zeros((4, 2)), aggregation=aggregation)
+
+    def step() -> None:
+        own = float(context().replica_id_in_sync_group + 1)
+        embedding.scatter_add(IndexedSlices(np.full((2, 2), own), [1, 3]))
+
+    strategy.run(step)
+    combined = {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
+    assert embedding.numpy().tolist() == [[0.0] * 2, [combined] * 2, [0.0] * 2, [combined] * 2]
+
+
+def test_program_trains_counts_and_is_saved(strategy: Any, tmp_path: Path) -> None:
+    total = strategy.num_replicas_in_sync
+    weights, seen = make(strategy, np.ones(3)), make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
+
+    def step(x: Any) -> Any:
+        gradient = context().all_reduce("sum", up(np.ones(3)) * context().replica_id_in_sync_group)
+        weights.assign_sub(0.5 * gradient)
+        seen.assign_add(len(x))
+        return x @ weights
+
+    for _ in range(2):
+        strategy.run(step, args=(np.ones((4, 3)),))
+    expected = [1.0 - total * (total - 1) / 2] * 3
+    assert weights.numpy().tolist() == expected
+    assert int(seen) == 8 * total
+    np.savez(tmp_path / "checkpoint.npz", weights=weights, seen=seen.numpy())
+    saved = np.load(tmp_path / "checkpoint.npz")
+    assert make(strategy, lambda: saved["weights"]).numpy().tolist() == expected
+    seen.assign(saved["seen"])
+    assert int(seen) == 8 * total
+
+
+def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
+    if strategy.extended.replicas.tree is not None:
+        pytest.skip("bare values count ranks")
+    ranks = strategy.num_replicas_in_sync
+    value, out = strategy.symmetric_empty(5, np.float32), strategy.symmetric_empty(5, np.float32)
+    value[...] = up(np.arange(5, dtype=np.float32))
+    assert strategy.run(lambda: context().all_reduce("sum", value, out=out)) is out
+    assert down(out).tolist() == [ranks * at for at in range(5)]
+
+
+@pytest.fixture(params=[2, 3])
+def several(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
+    """A strategy whose ranks drive several GPUs each."""
+    count = request.param * comm.size
+    if gpus.support.num_devices < count:
+        pytest.skip(f"needs a GPU: {count} of them")
+    with MirroredStrategy([f"GPU:{at}" for at in range(count)], comm=comm) as made:
+        yield made
+
+
+def test_replicas_on_other_gpus_read_a_copy_that_follows_the_variable(several: Any) -> None:
+    weights = make(several, np.zeros(3))
+    summed = make(several, np.zeros(3), aggregation="SUM")
+    first = several.extended.device.index
+
+    found: list[Any] = []
+
+    def read() -> None:
+        device = int(context().devices[0].rpartition(":")[2])
+        view = weights.local_value()
+        assert view.device.id == device
+        assert weights.local_value().data.ptr == view.data.ptr, "copied once"
+        found.append((down(weights + up(np.ones(3))).tolist(), down(summed * 1).tolist()))
+
+    total = several.num_replicas_in_sync
+    for turn in range(3):
+        several.run(read)
+        assert found == [([turn + 1.0] * 3, [float(turn * total)] * 3)] * len(several.extended.replicas.ids_here)
+        found.clear()
+        several.run(lambda: summed.assign_add(up(np.ones(3))))
+        if turn == 0:
+            weights.assign_add(np.ones(3))
+        elif turn == 1:
+            several.run(lambda: weights.assign_add(np.ones(3)))
+    weights.scatter_update(IndexedSlices(np.full((1,), 7.0), [1]))
+    several.run(read)
+    assert found[-1][0] == [3.0, 8.0, 3.0]
+    assert weights.local_value().device.id == first
+
+
+def test_replicas_on_other_gpus_write(several: Any) -> None:
+    weights = make(several, np.zeros(2))
+    metric = make(several, np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+
+    def step() -> None:
+        own = context().replica_id_in_sync_group
+        weights.assign(up(np.full(2, 1.0)))
+        weights.assign_add(weights)
+        metric.assign_add(up(np.full(2, float(own))))
+        assert metric.local_value().device.id == own
+        gradient = context().all_reduce("mean", up(np.full(2, 3.0)))
+        weights.assign_add(gradient)
+
+    several.run(step)
+    total = several.num_replicas_in_sync
+    assert weights.numpy().tolist() == [5.0, 5.0]
+    assert metric.numpy().tolist() == [total * (total - 1) / 2] * 2
+    metric.assign(np.full(2, 6.0 * total))
+    assert [down(copy).tolist() for copy in several.run(metric.read_value).values] == [[6.0, 6.0]] * len(
+        several.extended.replicas.ids_here
+    )
+    with pytest.raises(ValueError, match="copies would differ"):
+        several.run(lambda: weights.assign(up(np.full(2, float(context().replica_id_in_sync_group)))))
+    assert weights.numpy().tolist() == [5.0, 5.0]
