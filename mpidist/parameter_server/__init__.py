@@ -2,7 +2,7 @@
 
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
-server           the loop that answers; `meetings` knows what workers wait for each other for
+server           the loop that answers; `meetings` knows what workers wait for each other for, `attendance` who is lost
 store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards
 variable         what a program holds; `sharded_variable` of several shards

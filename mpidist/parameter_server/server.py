@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.parameter_server.attendance import Attendance
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
     HEADER_BYTES,
@@ -25,13 +27,13 @@ from mpidist.parameter_server.messages import (
     plan_messages,
 )
 from mpidist.parameter_server.store import Store, Stored
-from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
+from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, is_process_failure, poll, text_of
 
 __all__ = ["ParameterServer"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
-_TURNS_PER_CHECK: Final = 256
+_CHECK_SECONDS: Final = 0.01  # between two looks at what other ranks tell
 
 Array = np.ndarray[Any, Any]
 Steps = Generator[bool, None, None]  # what a request that takes a while does between others: whether it got on
@@ -61,6 +63,8 @@ class ParameterServer:
         self._group, self._awaited, self._workers, self._name = group, awaited, workers, name
         self._connections = [Connection(group.comm, rank, worker) for worker, rank in enumerate(workers.ranks)]
         self._num_open = len(self._connections)
+        self._last: Connection | None = None  # whose request was answered last
+        self._attendance = Attendance(group, awaited, workers, name)
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -94,40 +98,54 @@ class ParameterServer:
         """
         if self.has_ended:
             return
+        self._group.enter("serve()")
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
             raise type(watchdog.broken)(str(watchdog.broken))
         awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
         awaited.ranks = self._workers.live_ranks
         watchdog.begin()
+        next_check, recorder = 0.0, self._group.recorder
+        recorder.begin(0, "serve()", self._name)
+        recorder.agree()
         try:
             while not self.has_ended:
-                watchdog.require_no_notes()  # also where there is always something to do
-                for _ in range(_TURNS_PER_CHECK):
-                    poll(self._advance, watchdog.check_peers)
-                    if self.has_ended:
-                        break
+                poll(self._advance, self._check_peers)
+                if time.monotonic() >= next_check:  # also where there is always something to do
+                    self._check_peers()
+                    next_check = time.monotonic() + _CHECK_SECONDS
+            recorder.end()
         finally:
+            recorder.fail()
             for connection in self._connections:
                 connection.close()
             self.store.variables.clear()
 
-    def _advance(self) -> bool:
-        """Give every worker one turn. Returns whether anything got on."""
+    def _check_peers(self) -> None:
+        self._group.watchdog.check_peers()
+        self._attendance.record(self.num_requests, self._last)
+        self._num_open -= self._attendance.drop_lost(self._connections, self._advance)
+
+    def _advance(self, only: Connection | None = None) -> bool:
+        """Give every worker one turn, or one of them. Returns whether anything got on, or nothing is left to do."""
         got_on = False
-        for connection in self._connections:
-            if connection.steps is None:
-                if connection.has_ended or not connection.has_request():
-                    continue
-                got_on = True
-                self._begin(connection)
-            else:
-                try:
-                    got_on |= next(connection.steps)
-                except StopIteration:
+        for connection in self._connections if only is None else (only,):
+            try:
+                if connection.steps is None:
+                    if connection.has_ended or not connection.has_request():
+                        continue
                     got_on = True
-                    self._finish(connection)
-        return got_on
+                    self._begin(connection)
+                else:
+                    got_on |= next(connection.steps)
+            except StopIteration:
+                got_on = True
+                self._finish(connection)
+            except Exception as error:
+                if not is_process_failure(error):
+                    raise
+                self._num_open -= self._attendance.lose(connection)
+        return got_on or not self._num_open
 
     def _begin(self, connection: Connection) -> None:
         message = connection.message
@@ -165,6 +183,7 @@ class ParameterServer:
 
     def _finish(self, connection: Connection) -> None:
         self.num_requests += 1
+        self._last = connection
         connection.steps = None
         if connection.has_ended:
             self._num_open -= 1
@@ -214,7 +233,11 @@ class ParameterServer:
                 continue
             if piece.start == 0:
                 yield from _idle(stored.turn(False))
-            yield from connection.send(bytes_of(stored.value)[piece.start : piece.stop])
+            try:
+                yield from connection.send(bytes_of(stored.value)[piece.start : piece.stop])
+            except BaseException:  # the worker is lost
+                stored.leave(False)
+                raise
             if piece.stop == stored.value.nbytes:
                 stored.leave(False)
 
@@ -234,23 +257,30 @@ class ParameterServer:
         sizes = tuple(stored.value.nbytes for stored in variables)
         error: Exception | None = None
         whole: Array | None = None
-        for pieces, data in connection.receive(sizes):
-            if not pieces:
-                yield False
-                continue
-            at = 0
-            for piece in pieces:
-                stored, part = variables[piece.item], data[at : at + piece.stop - piece.start]
-                at += part.size
-                if piece.start == 0:
-                    yield from _idle(stored.turn(True))
-                    self.store.begin(stored, header.change)
-                try:
-                    whole = self._change_part(stored, header, piece, part, whole)
-                except Exception as problem:  # the rest of the data must be received nevertheless
-                    error = error or problem
-                if piece.stop == sizes[piece.item]:
-                    stored.leave(True)
+        held: Stored | None = None
+        try:
+            for pieces, data in connection.receive(sizes):
+                if not pieces:
+                    yield False
+                    continue
+                at = 0
+                for piece in pieces:
+                    stored, part = variables[piece.item], data[at : at + piece.stop - piece.start]
+                    at += part.size
+                    if piece.start == 0:
+                        yield from _idle(stored.turn(True))
+                        held = stored
+                        self.store.begin(stored, header.change)
+                    try:
+                        whole = self._change_part(stored, header, piece, part, whole)
+                    except Exception as problem:  # the rest of the data must be received nevertheless
+                        error = error or problem
+                    if piece.stop == sizes[piece.item]:
+                        held = None
+                        stored.leave(True)
+        finally:
+            if held is not None:  # the worker is lost
+                held.leave(True)
         if error is not None:
             connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
         else:

@@ -58,6 +58,11 @@ class Servers(ABC):
 
     num_servers: int
 
+    @property
+    def broken(self) -> Exception | None:
+        """Why a server cannot be asked any more, or `None`."""
+        return None
+
     @abstractmethod
     def allocate(self, location: Location, value: Array) -> None:
         """Put an array on its server."""
@@ -249,11 +254,15 @@ class RemoteServers(Servers):
         for channel in self._channels:
             channel.finish()
 
+    @property
+    def broken(self) -> Exception | None:
+        return next((channel.broken for channel in self._channels if channel.broken is not None), None)
+
     def close(self, error: BaseException | None) -> None:
         is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self._group.ranks)
         if not self._group.is_open:
             return
-        lost = next((channel.broken for channel in self._channels if channel.broken is not None), None)
+        lost = self.broken
         if is_own or lost is not None:
             self._leave(error if is_own else lost, is_own)
             return
@@ -282,8 +291,9 @@ class RemoteServers(Servers):
         if is_own and not self._goes_on:
             self._group.watchdog.tell_leaving(text)  # ends the wait of every rank
         else:
-            for channel in self._channels:
-                channel.leave(text)
+            told = [channel.leave(text) for channel in self._channels]
+            if is_own and not all(told):
+                self._group.watchdog.tell_leaving(text)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

@@ -53,8 +53,12 @@ class Stored:
         """Queue, and yield as long as this request has to wait. `leave` ends the turn."""
         turn = _Turn(writes)
         self.queue.append(turn)
-        while not self._may_go(turn):
-            yield
+        try:
+            while not self._may_go(turn):
+                yield
+        except GeneratorExit:  # the worker is lost
+            self.queue.remove(turn)
+            raise
 
     def leave(self, writes: bool) -> None:
         """End the turn of the first request in the queue of this kind."""

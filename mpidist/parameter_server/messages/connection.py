@@ -38,6 +38,7 @@ class Connection:
         worker: The worker's number.
 
     Attributes:
+        rank: As given.
         worker: As given.
         message: The last request.
         sequence: The number of the last request.
@@ -53,7 +54,7 @@ class Connection:
         self.lists: dict[int, list[int]] = {}
         self.steps: Generator[bool, None, None] | None = None
         self.has_ended = False
-        self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
+        self._comm, self.rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
         self.message = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply_memory = self._reply.data
@@ -61,7 +62,7 @@ class Connection:
         self._received = 0  # bytes of the data of this request
         self._sent: Any = None
         self._incoming = comm.Recv_init([self.message, mpi.BYTE], rank, REQUEST)
-        self._is_listening = False
+        self._is_listening = self._is_abandoned = False
         self.listen()
 
     def listen(self) -> None:
@@ -93,7 +94,7 @@ class Connection:
             size = nbytes = data.size
             self._reply[HEADER_BYTES : HEADER_BYTES + size] = data
         WHOLE_NUMBERS.pack_into(self._reply_memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
-        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self._rank, ANSWER)
+        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self.rank, ANSWER)
 
     def answer_text(self, outcome: int, text: str) -> None:
         """Answer with a text, which is cut where it is too long."""
@@ -110,7 +111,7 @@ class Connection:
 
     def send(self, data: Array) -> Generator[bool, None, None]:
         """Send one message of data, and yield until the memory can be used again."""
-        request = self._comm.Isend([data, self._byte], self._rank, DATA)
+        request = self._comm.Isend([data, self._byte], self.rank, DATA)
         while not request.Test():
             yield False
         yield True
@@ -172,8 +173,18 @@ class Connection:
                 yield False
             self._received += self._status.Get_count(self._byte)
 
+    def abandon(self) -> None:
+        """Give up a worker that is lost: drop its request, and leave to MPI what is under way. Local."""
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
+        never_free((self.message, self._reply, self._buffers, self._incoming, self._sent))
+        self.has_ended = self._is_abandoned = True
+
     def close(self) -> None:
         """Give back what MPI holds for this connection."""
+        if self._is_abandoned:
+            return
         if self._is_listening:
             self._incoming.Cancel()
             self._incoming.Wait()
@@ -183,4 +194,4 @@ class Connection:
             never_free((self._sent, self._reply))
 
     def _receive_into(self, memory: Array) -> Any:
-        return self._comm.Irecv([memory, self._byte], self._rank, DATA)
+        return self._comm.Irecv([memory, self._byte], self.rank, DATA)

@@ -20,6 +20,8 @@ class AwaitedPeers(Awaited):
     Attributes:
         what: Name of the wait, for people.
         ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
+        dispensable: The ranks that the group goes on without, when they are lost.
+        lost: Why each of these ranks is lost that this rank has learnt of. The owner adds to it as well.
         is_ended_by_program: Whether what ended the wait is that a program ended, not that a rank was lost.
     """
 
@@ -28,6 +30,8 @@ class AwaitedPeers(Awaited):
     def __init__(self) -> None:
         self.what = ""
         self.ends_if_any_leaves = True
+        self.dispensable: Collection[int] = ()
+        self.lost: dict[int, str] = {}
         self.is_ended_by_program = False
 
     @property
@@ -40,7 +44,17 @@ class AwaitedPeers(Awaited):
     def is_shared_with(self, status: Status) -> bool:
         return False  # whether another rank waits as well, its status does not say: each one speaks for itself
 
+    def goes_on_without(self, ranks: Collection[int]) -> bool:
+        if not set(ranks).issubset(self.dispensable):
+            return False
+        self.lost |= {rank: "its process is gone" for rank in ranks if rank not in self.lost}
+        self.ranks = [rank for rank in self.ranks if rank not in self.lost]
+        return True
+
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        if note.tag in (ENDED, LEFT) and rank in self.dispensable:
+            self.lost.setdefault(rank, note.text)
+            return False
         if note.tag in (ENDED, LEFT):
             ends = note.tag == ENDED or self.ends_if_any_leaves or rank in self.ranks
             self.is_ended_by_program |= ends

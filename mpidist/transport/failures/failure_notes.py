@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
@@ -67,13 +67,17 @@ class FailureNotes:
 
     def has_unread(self) -> bool:
         """Whether there is a note to read. Local."""
-        return self._probe(*self._anybody)
+        try:
+            return self._probe(*self._anybody)
+        except load_mpi().Exception as error:
+            self._accept(error)
+            return False
 
     def read(self) -> list[tuple[int, FailureNote]]:
         """Return the notes that have arrived, each with the rank that wrote it. Local."""
         mpi, found = load_mpi(), []
         status = mpi.Status()
-        while (message := self._comm.Improbe(*self._anybody, status)) is not None:
+        while (message := self._next(status)) is not None:
             text = np.empty(status.Get_count(mpi.BYTE), np.uint8)
             message.Recv([text, mpi.BYTE])
             self._received[status.Get_source()] += 1
@@ -103,9 +107,26 @@ class FailureNotes:
         """Send a note to other ranks. Local: no rank waits until the note is read."""
         text = np.frombuffer(pickle.dumps(note), np.uint8)
         for rank in ranks:
-            if rank != self._comm.rank:
+            if rank == self._comm.rank:
+                continue
+            try:
                 self._under_way.append((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
                 self.sent[rank] += 1
+            except load_mpi().Exception as error:  # a failed process reads no note
+                self._accept(error)
+
+    def _next(self, status: Any) -> Any:
+        try:
+            return self._comm.Improbe(*self._anybody, status)
+        except load_mpi().Exception as error:
+            self._accept(error)
+            return None
+
+    def _accept(self, error: Exception) -> None:
+        """Go on without processes that have failed: until then MPI refuses to look for a message of any rank."""
+        if not is_process_failure(error):
+            raise error
+        self._comm.Ack_failed()
 
 
 def _keep(under_way: list[tuple[Any, Any]]) -> None:

@@ -118,6 +118,10 @@ class Awaited(ABC):
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         """Whether what another rank has noted ends this wait."""
 
+    def goes_on_without(self, ranks: Collection[int]) -> bool:
+        """Whether this rank waits on, and not for these ranks any more, whose processes are gone."""
+        return False
+
     @abstractmethod
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

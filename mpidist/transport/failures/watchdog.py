@@ -212,6 +212,7 @@ class Watchdog:
         gone = self._gone_and_awaited()
         is_gone = bool(gone) and gone == self._gone  # seen twice, and what this rank waits for was tested between
         self._gone = gone
+        is_gone = is_gone and not self._awaited.goes_on_without(gone)
         if is_gone or (timeout and waited >= timeout):
             self.require_no_notes(PROBES, is_waiting=True)  # before this rank tells what another rank has told
             self._fail_by_own_finding()

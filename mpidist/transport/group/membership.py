@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -16,6 +17,7 @@ from mpidist.transport.failures import (
     RESET,
     Awaited,
     CallWatchdog,
+    FlightRecorder,
     GroupFlight,
     StatusBoard,
     Stragglers,
@@ -24,6 +26,7 @@ from mpidist.transport.failures import (
     job_abort,
     open_groups,
 )
+from mpidist.transport.group.last_round import LastRound
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
@@ -62,6 +65,15 @@ class Membership:
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         self._reset_watch = self._make_watch(comm, "End the job, and start it again")
+
+    @property
+    def recorder(self) -> FlightRecorder:
+        """This rank's flight recorder."""
+        return self._board.recorder
+
+    def status_lines(self, ranks: Iterable[int]) -> list[str]:
+        """Say of ranks of this node what each of them does. Local."""
+        return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
 
     def make_watch(self, comm: Intracomm) -> CallWatchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
@@ -139,6 +151,10 @@ class Membership:
         except (PeerFailedError, DeadlineExceededError) as error:
             return str(error)
         return None
+
+    def wait_for_live_peers_at_exit(self) -> str | None:
+        """See `OpenGroup.wait_for_peers_at_exit`: wait for ever, but for no rank that is lost."""
+        return LastRound(self._exit_comm, self._board.gone).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""
