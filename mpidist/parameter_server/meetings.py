@@ -33,7 +33,11 @@ class Workers:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], staleness: int | None, timeout: float | None, status_lines: StatusLines
+        self,
+        ranks: tuple[int, ...],
+        staleness: int | None,
+        timeout: float | None,
+        status_lines: StatusLines = lambda ranks: [],
     ) -> None:
         self.ranks = ranks
         self.live = set(range(len(ranks)))

@@ -44,12 +44,12 @@ class AwaitedPeers(Awaited):
     def is_shared_with(self, status: Status) -> bool:
         return False  # whether another rank waits as well, its status does not say: each one speaks for itself
 
-    def goes_on_without(self, ranks: Collection[int]) -> bool:
-        if not set(ranks).issubset(self.dispensable):
-            return False
-        self.lost |= {rank: "its process is gone" for rank in ranks if rank not in self.lost}
-        self.ranks = [rank for rank in self.ranks if rank not in self.lost]
-        return True
+    def go_on_without(self, gone: Collection[int]) -> list[int]:
+        news = [rank for rank in gone if rank in self.dispensable and rank not in self.lost]
+        if news:
+            self.lost |= dict.fromkeys(news, "its process is gone")
+            self.ranks = [rank for rank in self.ranks if rank not in self.lost]
+        return news
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         if note.tag in (ENDED, LEFT) and rank in self.dispensable:

@@ -13,7 +13,18 @@ from mpidist.transport.failures.status_board import Status
 from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
+__all__ = [
+    "BROKE_OFF",
+    "ENDED",
+    "FOLLOWS",
+    "GAVE_UP",
+    "LEFT",
+    "LOST",
+    "RESETS",
+    "STALLED",
+    "FailureNote",
+    "FailureNotes",
+]
 
 GAVE_UP: Final = 1  # tags, of what the writer does: it waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
@@ -21,6 +32,7 @@ ENDED: Final = 3  # its program has failed
 FOLLOWS: Final = 4  # it waits no more, because other ranks have given up
 STALLED: Final = 5  # still waiting: asks other nodes what their ranks are doing, or answers
 LEFT: Final = 7  # it left: an exception of its own left the `with` statement, or was under way in `close()`
+LOST: Final = 8  # it has found that processes are gone, and goes on without them
 RESETS: Final = 6  # it makes no call any more before the next reset
 
 
@@ -29,7 +41,7 @@ class FailureNote(NamedTuple):
     """What a rank tells the other ranks.
 
     Attributes:
-        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `FOLLOWS`, `STALLED` or `RESETS`.
+        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED` or `RESETS`.
         sequence: The number of the call that the writer was in.
         text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.

@@ -118,9 +118,13 @@ class Awaited(ABC):
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         """Whether what another rank has noted ends this wait."""
 
-    def goes_on_without(self, ranks: Collection[int]) -> bool:
-        """Whether this rank waits on, and not for these ranks any more, whose processes are gone."""
-        return False
+    def go_on_without(self, gone: Collection[int]) -> list[int]:
+        """Stop to wait for ranks whose processes are gone, where the group goes on without them.
+
+        Returns:
+            Those of these ranks that were not known to be lost.
+        """
+        return []
 
     @abstractmethod
     def stragglers(

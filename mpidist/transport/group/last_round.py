@@ -49,8 +49,8 @@ class LastRound:
         lost = sorted(self._awaited)
         if not lost or min(set(range(self._comm.size)) - set(lost)) < self._comm.rank:
             return None
-        what = "process" if len(lost) == 1 else "processes"
-        return f"without the {what} of {name_ranks(lost)} of {self._comm.size} ranks, lost before; all others are done"
+        what, was = ("process", "was") if len(lost) == 1 else ("processes", "were")
+        return f"the {what} of {name_ranks(lost)} of {self._comm.size} ranks {was} lost before; all others are done"
 
     def _exchange(self, rank: int, own: Any) -> None:
         byte, memory = load_mpi().BYTE, np.zeros_like(own)
