@@ -59,8 +59,9 @@ class ParameterServerStrategy(Strategy):
         ps_ranks: These ranks are servers.
         staleness: How many steps a worker may be ahead of the slowest one when it reads a variable; a step ends with
             `step_done()`. 0 keeps workers in step; `None` lets them run freely.
-        on_worker_lost: What becomes of the others when an exception leaves a worker's strategy: `"abort"` ends the
-            job, `"ignore"` goes on without the worker.
+        on_worker_lost: What becomes of the others when a worker's program fails, or its process is killed: `"abort"`
+            ends the job; `"ignore"` goes on without the worker, and the job's exit status tells of it at the end. Most
+            launchers end a job of which a process is killed; Open MPI's does not with `mpirun --with-ft ulfm`.
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
         communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
             other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.

@@ -152,8 +152,12 @@ def test_it_shows_tasks_of_a_cluster(
     assert f"rank {comm.size - 1}: ps 0 of 1 ps task, {workers}, says TF_CONFIG" in text
 
 
-@pytest.mark.no_mpi
-def test_it_knows_heterogeneous_jobs() -> None:
-    assert doctor._cluster({}) == ""
-    assert "with 2 components; SlurmClusterResolver(component_jobs=" in doctor._cluster({"SLURM_HET_SIZE": "2"})
-    assert doctor._cluster({"TF_CONFIG": "{"}).startswith("refused: TF_CONFIG is not JSON")
+def test_it_shows_what_is_odd_about_a_cluster(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cluster:" not in said(capfd, comm)
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    text = said(capfd, comm)
+    assert "a heterogeneous job of Slurm with 2 components; SlurmClusterResolver(component_jobs=" in text
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert "cluster:            refused: TF_CONFIG is not JSON" in said(capfd, comm)

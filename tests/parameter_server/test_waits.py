@@ -13,6 +13,7 @@ from support.everywhere import raises_everywhere
 from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy
+from mpidist.parameter_server import Role
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -91,15 +92,16 @@ def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             variable = Variable(0.0)
-        group, server = strategy._role.group, comm.size - 1
-        assert group is not None
+        role, server = strategy.extended.service, comm.size - 1
+        assert isinstance(role, Role)
+        assert role.group is not None
         until = time.monotonic() + 5
         text = ""
         while " requests, the last one of worker 0, rank 0)" not in text and time.monotonic() < until:
             if strategy.is_chief:
                 variable.numpy()
             time.sleep(0.01)
-            (text,) = group.status_lines([server])
+            (text,) = role.group.status_lines([server])
         start = f"rank {server}: is in the middle of serve() (parameter server 0 (rank {server}): "
         assert text.startswith(start)
         assert " requests, the last one of worker 0, rank 0)" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -121,12 +120,8 @@ class Membership:
         self._board.recorder.end()
         return [(first, second) for first, second in gathered.tolist()]
 
-    def wait_for_peers_at_exit(self, limit_seconds: float = _EXIT_SECONDS) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`.
-
-        Args:
-            limit_seconds: How long to wait for ranks whose processes run.
-        """
+    def wait_for_peers_at_exit(self) -> str | None:
+        """See `OpenGroup.wait_for_peers_at_exit`."""
         request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:
@@ -137,13 +132,13 @@ class Membership:
             lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
-            if waited > limit_seconds:
+            if waited > _EXIT_SECONDS:
                 what = "other ranks did not come to their end"
-                raise DeadlineExceededError(f"a call failed before, and {what} within {limit_seconds:g} s")
-            if not has_told and limit_seconds < math.inf:
+                raise DeadlineExceededError(f"a call failed before, and {what} within {_EXIT_SECONDS:g} s")
+            if not has_told:
                 has_told = True
                 job_abort.write_line(
-                    f"waits up to {limit_seconds:g} s for other ranks to end, because a call failed before"
+                    f"waits up to {_EXIT_SECONDS:g} s for other ranks to end, because a call failed before"
                 )
 
         try:
