@@ -9,7 +9,7 @@ from typing import Final, final
 
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import Connection
-from mpidist.transport import AwaitedPeers, ServiceGroup
+from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi
 
 __all__ = ["Attendance"]
 
@@ -53,6 +53,12 @@ class Attendance:
                 elif time.monotonic() > until:
                     num_dropped += self._drop(connection, lost[connection.rank])
         return num_dropped
+
+    def is_lost(self, connection: Connection, error: Exception) -> bool:
+        """Whether an error comes of a worker whose process has failed: MPI says so, or the process is gone."""
+        if is_process_failure(error):
+            return True
+        return isinstance(error, load_mpi().Exception) and self._group.is_gone(connection.rank)
 
     def lose(self, connection: Connection) -> int:
         """Drop a worker whose process has failed, as MPI says. Returns how many were dropped.

@@ -27,7 +27,7 @@ from mpidist.parameter_server.messages import (
     plan_messages,
 )
 from mpidist.parameter_server.store import Store, Stored
-from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, is_process_failure, poll, text_of
+from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
 
 __all__ = ["ParameterServer"]
 
@@ -124,7 +124,8 @@ class ParameterServer:
     def _check_peers(self) -> None:
         self._group.watchdog.check_peers()
         self._attendance.record(self.num_requests, self._last)
-        self._num_open -= self._attendance.drop_lost(self._connections, self._advance)
+        num_dropped = self._attendance.drop_lost(self._connections, self._advance)  # which may end others
+        self._num_open -= num_dropped
 
     def _advance(self, only: Connection | None = None) -> bool:
         """Give every worker one turn, or one of them. Returns whether anything got on, or nothing is left to do."""
@@ -142,7 +143,7 @@ class ParameterServer:
                 got_on = True
                 self._finish(connection)
             except Exception as error:
-                if not is_process_failure(error):
+                if not self._attendance.is_lost(connection, error):
                     raise
                 self._num_open -= self._attendance.lose(connection)
         return got_on or not self._num_open

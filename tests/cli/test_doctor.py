@@ -148,8 +148,8 @@ def test_it_shows_tasks_of_a_cluster(
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     workers = "1 worker task" if comm.size == 2 else f"{comm.size - 1} worker tasks"
     text = said(capfd, comm)
-    assert f"rank 0: worker 0 of 1 ps task, {workers}, says TF_CONFIG" in text
-    assert f"rank {comm.size - 1}: ps 0 of 1 ps task, {workers}, says TF_CONFIG" in text
+    assert f"rank 0: worker 0 of {workers}, 1 ps task, says TF_CONFIG" in text
+    assert f"rank {comm.size - 1}: ps 0 of {workers}, 1 ps task, says TF_CONFIG" in text
 
 
 def test_it_shows_what_is_odd_about_a_cluster(

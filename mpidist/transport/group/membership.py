@@ -70,6 +70,10 @@ class Membership:
         """This rank's flight recorder."""
         return self._board.recorder
 
+    def gone(self) -> tuple[int, ...]:
+        """List the ranks of this node whose processes are gone. Local."""
+        return self._board.gone()
+
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
         """Say of ranks of this node what each of them does. Local."""
         return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
@@ -149,7 +153,7 @@ class Membership:
 
     def wait_for_live_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`: wait for ever, but for no rank that is lost."""
-        return LastRound(self._exit_comm, self._board.gone).wait()
+        return LastRound(self._exit_comm, self.gone).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""

@@ -226,6 +226,10 @@ class ServiceGroup(OpenGroup):
         """See `OpenGroup.has_lower_rank_ended`."""
         return not load_mpi().Is_finalized() and self.watchdog.has_lower_rank_ended()
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank of this node is gone. Local."""
+        return rank in self._membership.gone()
+
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
         """Say of ranks of this node what each of them does. Local."""
         return self._membership.status_lines(ranks)
