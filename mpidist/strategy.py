@@ -329,7 +329,10 @@ class Strategy(ABC):
         Raises:
             DeadlineExceededError: If not all ranks call it, within `MPIDIST_TIMEOUT_SECONDS`.
             PeerFailedError: If the process of a rank is gone. Then the job has to be started again.
+            UnavailableError: If a parameter server is lost. Then as well.
         """
+        if self._extended.service is not None:
+            self._extended.service.reset()
         self._extended.group.reset()
 
     def close(self) -> None:

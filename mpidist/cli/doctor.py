@@ -21,10 +21,12 @@ import numpy
 
 import mpidist
 from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
+from mpidist.cluster_resolver import TFConfigClusterResolver
 from mpidist.errors import TopologyError, UnavailableError
 from mpidist.transport import (
     GpuFacts,
     SyncGroup,
+    count_text,
     cuda,
     first_line,
     load_mpi,
@@ -80,6 +82,7 @@ class _Report:
 
     Attributes:
         software: Versions, by name.
+        cluster: Which task of a cluster the environment says the rank is; "" if it says nothing.
         gpus: The GPUs that the rank may use; or why there are none.
         nccl: The version of NCCL; or why NCCL cannot be used.
         device_mpi: Whether MPI takes device memory, and why; "" on ranks that are not the first of their node.
@@ -87,6 +90,7 @@ class _Report:
     """
 
     software: tuple[tuple[str, str], ...]
+    cluster: str
     gpus: str
     nccl: str
     device_mpi: str
@@ -106,7 +110,7 @@ class _Report:
         facts = GpuFacts.here(provider, os.environ, hostname, read_boot_id())
         nccl = facts.reason or nccl_version_text(support.nccl_version)
         device_mpi = _device_mpi(provider, group.settings.device_mpi) if topology.is_leader else ""
-        return cls(software, _gpus(provider), nccl, device_mpi, facts)
+        return cls(software, _cluster(os.environ), _gpus(provider), nccl, device_mpi, facts)
 
 
 def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
@@ -124,6 +128,8 @@ def _lines(group: SyncGroup, reports: Sequence[_Report]) -> list[str]:
 def _rows(group: SyncGroup, reports: Sequence[_Report], ranks: Sequence[int]) -> list[tuple[str, list[str]]]:
     chosen = [reports[rank] for rank in ranks]
     rows = [(title, [report.software[at][1] for report in chosen]) for at, (title, _) in enumerate(chosen[0].software)]
+    if any(report.cluster for report in reports):
+        rows.append(("cluster", [report.cluster or "none described" for report in chosen]))
     rows.append(("GPUs", [report.gpus for report in chosen]))
     rows.append(("NCCL", [report.nccl for report in chosen]))
     rows.append(("MPI on GPU memory", [chosen[0].device_mpi] * len(chosen)))
@@ -145,6 +151,22 @@ def _launcher(environ: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in environ:
         found.append(f"in step {environ['SLURM_STEP_ID']} of Slurm's job {environ.get('SLURM_JOB_ID', '?')}")
     return ", ".join(found) or "none: this process was started alone"
+
+
+def _cluster(environ: Mapping[str, str]) -> str:
+    if environ.get("TF_CONFIG"):
+        try:
+            resolver = TFConfigClusterResolver(environ=environ)
+            spec = resolver.cluster_spec()
+            jobs = ", ".join(count_text(spec.num_tasks(job), f"{job} task") for job in spec.jobs)
+            return f"{resolver.task_type} {resolver.task_id} of {jobs}, says TF_CONFIG"
+        except (TypeError, ValueError) as error:  # the error of a job
+            return f"refused: {error}"
+    components = environ.get("SLURM_HET_SIZE")
+    if not components:
+        return ""
+    advice = "SlurmClusterResolver(component_jobs=[...]) says what their tasks are"
+    return f"a heterogeneous job of Slurm with {components} components; {advice}"
 
 
 def _gpus(provider: cuda.Cuda) -> str:

@@ -89,13 +89,18 @@ def judge(strategy: StrategyFlight) -> Verdict:
     if difference is not None:
         sides = [f"{name_ranks(ranks)} called {_with(call, details)}" for call, details, ranks in difference[1]]
         lines.append(f"at call {difference[0]} {', '.join(some_of(sides, _MOST, 'other calls'))}")
-    lines += some_of(_behind(strategy, places), _MOST, "places with ranks behind")
-    if difference is None:
+    is_in_step = _is_in_step(strategy)
+    if is_in_step:
+        lines += some_of(_behind(strategy, places), _MOST, "places with ranks behind")
+    if difference is None and is_in_step:
         lines += _latecomers(strategy)
     failed = [rank for place in places if place.last and place.last.state == "failed" for rank in place.ranks]
     if failed and not lines and len(failed) < len(strategy.ranks):
         lines.append(f"{name_ranks(failed)} failed, the others did not")
-    return Verdict(strategy, places, difference, bool(lines), lines or [_together(strategy.size, places)])
+    rest = (
+        _together(strategy.size, places) if is_in_step else "no rank is lost: workers ask servers at times of their own"
+    )
+    return Verdict(strategy, places, difference, bool(lines), lines or [rest])
 
 
 def seconds_text(seconds: float) -> str:
@@ -113,6 +118,12 @@ def seconds_text(seconds: float) -> str:
 def some_of(texts: Sequence[str], most: int, others: str) -> list[str]:
     """Leave out the last of too many texts, and say how many these were."""
     return [*texts] if len(texts) <= most else [*texts[: most - 1], f"and {len(texts) - most + 1} {others}"]
+
+
+def _is_in_step(strategy: StrategyFlight) -> bool:
+    """Whether the ranks number their calls, as all do but workers and parameter servers."""
+    calls = [call for flight in strategy.ranks.values() for call in flight.calls]
+    return not calls or any(call.sequence for call in calls)
 
 
 def _places(strategy: StrategyFlight) -> list[Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple, final
 
 from mpidist.cluster_resolver.addresses import PORT_BASE, number_ports
@@ -11,7 +11,7 @@ from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.gpus import gpus_of_task
 from mpidist.cluster_resolver.host_list import expand_host_list, expand_tasks_per_node
 from mpidist.cluster_resolver.resolver import ClusterResolver, OwnTask
-from mpidist.cluster_resolver.slurm_layout import place_tasks
+from mpidist.cluster_resolver.slurm_layout import component_sizes, place_tasks
 from mpidist.errors import TopologyError
 
 __all__ = ["SlurmClusterResolver"]
@@ -41,6 +41,8 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: Number of tasks by job. Jobs get consecutive ranks in alphabetical order ("ps" before "worker").
             Default: all tasks are workers.
+        component_jobs: Instead of `jobs`, in a step over all components of a heterogeneous job
+            (`srun --het-group=0,1`): the job of each component, in their order: `["worker", "ps"]`.
         port_base: Port of the first task on each host; the k-th gets `port_base + k`.
         gpus_per_node: GPUs to use on each node, 0 for none. Default: those visible.
         gpus_per_task: GPUs of each task. Default: the devices that Slurm bound to the task, else an equal
@@ -53,7 +55,7 @@ class SlurmClusterResolver(ClusterResolver):
         environ: The environment to read, and for `auto_set_gpu` to write; default `os.environ`.
 
     Raises:
-        ValueError: If a number is negative.
+        ValueError: If a number is negative, or `jobs` and `component_jobs` are given.
     """
 
     def __init__(
@@ -66,11 +68,15 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
         *,
+        component_jobs: Sequence[str] | None = None,
         environ: MutableMapping[str, str] | None = None,
     ) -> None:
         super().__init__(rpc_layer=rpc_layer)
         _refuse_negative({"gpus_per_node": gpus_per_node, "gpus_per_task": gpus_per_task})
         _refuse_negative(jobs or {})
+        if jobs is not None and component_jobs is not None:
+            raise ValueError("SlurmClusterResolver got jobs and component_jobs; leave one of the two out")
+        self._component_jobs = None if component_jobs is None else list(component_jobs)
         self._jobs = None if jobs is None else dict(jobs)
         self._port_base = port_base
         self._gpus_per_node = gpus_per_node
@@ -153,7 +159,12 @@ class SlurmClusterResolver(ClusterResolver):
         num_tasks_by_host = self._count_tasks(hosts, num_tasks, environ)
         layout, is_assumed = place_tasks(hosts, num_tasks_by_host, environ)
         addresses = number_ports([hosts[node] for node in layout], self._port_base)
-        cluster, (task_type, task_id) = _deal_jobs(self._jobs or {"worker": num_tasks}, addresses, rank)
+        if self._component_jobs is None:
+            jobs = sorted((self._jobs or {"worker": num_tasks}).items())
+        else:
+            sizes = component_sizes(dict(zip(hosts, num_tasks_by_host, strict=True)), environ)
+            jobs = _name_components(self._component_jobs, sizes)
+        cluster, (task_type, task_id) = _deal_jobs(jobs, addresses, rank)
         local_rank = layout[:rank].count(layout[rank])
         gpus = gpus_of_task(environ, local_rank, max(num_tasks_by_host), self._gpus_per_node, self._gpus_per_task)
         return _Step(ClusterSpec(cluster), task_type, task_id, gpus, is_assumed)
@@ -178,20 +189,31 @@ class SlurmClusterResolver(ClusterResolver):
         return counts
 
 
-def _deal_jobs(
-    jobs: Mapping[str, int], addresses: list[str], rank: int
-) -> tuple[dict[str, list[str]], tuple[str, int]]:
-    """Deal consecutive ranks to jobs in alphabetical order; also give job and index of `rank`."""
-    if sum(jobs.values()) != len(addresses):
+def _name_components(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    if len(names) != len(sizes):
         raise TopologyError(
-            f"SlurmClusterResolver: Requested {sum(jobs.values())} tasks with jobs={dict(jobs)}, but the "
-            f"step has {len(addresses)}; start with `srun -n {sum(jobs.values())}`, or correct jobs"
+            f"SlurmClusterResolver got component_jobs={list(names)}, and the job has {len(sizes)} components; "
+            "name each of them, in their order"
+        )
+    return list(zip(names, sizes, strict=True))
+
+
+def _deal_jobs(
+    jobs: Sequence[tuple[str, int]], addresses: list[str], rank: int
+) -> tuple[dict[str, list[str]], tuple[str, int]]:
+    """Deal consecutive ranks to jobs in this order; also give job and index of `rank`."""
+    total = sum(number for _, number in jobs)
+    if total != len(addresses):
+        raise TopologyError(
+            f"SlurmClusterResolver: Requested {total} tasks with jobs={dict(jobs)}, but the "
+            f"step has {len(addresses)}; start with `srun -n {total}`, or correct jobs"
         )
     cluster: dict[str, list[str]] = {}
     tasks: list[tuple[str, int]] = []
-    for job in sorted(jobs):
-        cluster[job] = addresses[len(tasks) : len(tasks) + jobs[job]]
-        tasks += [(job, index) for index in range(jobs[job])]
+    for job, number in jobs:
+        of_job = cluster.setdefault(job, [])
+        tasks += [(job, len(of_job) + index) for index in range(number)]
+        of_job += addresses[len(tasks) - number : len(tasks)]
     return cluster, tasks[rank]
 
 

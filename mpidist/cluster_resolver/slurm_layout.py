@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from mpidist.cluster_resolver.host_list import expand_host_list
 from mpidist.errors import TopologyError
 
-__all__ = ["place_tasks"]
+__all__ = ["component_sizes", "place_tasks"]
 
 # srun -m arbitrary takes the order from a file that the environment does not show.
 ADVICE = "start the step with `srun -m block`, or leave the resolver out: MPI alone is enough"
@@ -48,6 +49,34 @@ def place_tasks(
         f"SlurmClusterResolver got variables that contradict each other in task {environ['SLURM_PROCID']}: "
         f"with {said} on {list(hosts)}, {' or '.join(dict.fromkeys(filter(None, contradictions)))}; {ADVICE}"
     )
+
+
+def component_sizes(num_tasks_by_host: Mapping[str, int], environ: Mapping[str, str]) -> list[int]:
+    """Count the tasks of each component of a heterogeneous job. Its components are on nodes of their own.
+
+    Args:
+        num_tasks_by_host: Tasks of the step on each node.
+        environ: SLURM_HET_SIZE and the SLURM_JOB_NODELIST_HET_GROUP_k.
+
+    Raises:
+        TopologyError: If the job is of one component, or the step is not over all of them.
+    """
+    count = environ.get("SLURM_HET_SIZE", "")
+    if not count.isdecimal():
+        raise TopologyError(
+            "SlurmClusterResolver got component_jobs, and no SLURM_HET_SIZE is in the environment: this job is not "
+            "heterogeneous; give jobs={'ps': 1, 'worker': 3} instead, or start the step with `srun --het-group=0,1`"
+        )
+    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{component}" for component in range(int(count))]
+    nodes = [expand_host_list(environ.get(name, "")) for name in names]
+    sizes = [sum(num_tasks_by_host.get(host, 0) for host in of_component) for of_component in nodes]
+    everyone = [host for of_component in nodes for host in of_component]
+    if 0 in sizes or len(set(everyone)) < len(everyone) or sum(sizes) != sum(num_tasks_by_host.values()):
+        raise TopologyError(
+            f"SlurmClusterResolver got components on {nodes} and tasks on {dict(num_tasks_by_host)}; it needs a step "
+            f"over all {count} components, on nodes of their own: `srun --het-group=0,1`"
+        )
+    return sizes
 
 
 def _tasks_per_turn(hosts: Sequence[str], environ: Mapping[str, str]) -> list[int]:

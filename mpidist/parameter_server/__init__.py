@@ -2,7 +2,7 @@
 
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
-server           the loop that answers; `meetings` knows what workers wait for each other for
+server           the loop that answers; `meetings` knows what workers wait for each other for, `attendance` who is lost
 transfers        how the server sends variables, and takes in their changes, in steps
 store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards
@@ -11,10 +11,10 @@ variable         what a program holds; `sharded_variable` of several shards
 
 from mpidist.parameter_server import partitioners, rules
 from mpidist.parameter_server.cluster import Role, Wanted
-from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.messages import Change, Location, RowsChange
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Location, RowsChange, Servers
+from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, read_together
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpidist import errors
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
-from mpidist.errors import InvalidArgumentError, TopologyError
+from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
+from mpidist.options import CommunicationOptions
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import Channel, lanes_to
 from mpidist.parameter_server.placement import PLACEMENTS
@@ -25,6 +26,7 @@ from mpidist.transport import (
     ServiceGroup,
     Topology,
     ends_normally,
+    first_line,
     is_shared_by,
     mark_shared,
     meet_ranks,
@@ -47,6 +49,7 @@ class Wanted(NamedTuple):
     partitioner: Callable[..., Any] | None
     num_ps: int | None
     ps_ranks: Sequence[int] | None
+    options: CommunicationOptions | None = None
 
     def check(self) -> None:
         """Raise what is wrong by itself."""
@@ -64,14 +67,19 @@ class Wanted(NamedTuple):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
         if self.partitioner is not None and not callable(self.partitioner):
             raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
+        if self.options is not None and not isinstance(self.options, CommunicationOptions):
+            kind = type(self.options).__name__
+            raise TypeError(f"communication_options must be CommunicationOptions, got {kind}")
         check_counts(self.num_ps, self.ps_ranks)
 
     def fields(self) -> dict[str, str]:
         """Return what must be equal on all ranks."""
         ranks = None if self.ps_ranks is None else list(self.ps_ranks)
-        texts = self._replace(partitioner=None, ps_ranks=ranks)._asdict()
+        texts = self._replace(partitioner=None, ps_ranks=ranks, options=None)._asdict()
         partitioner = "None" if self.partitioner is None else type(self.partitioner).__name__
-        return {name: str(value) for name, value in texts.items()} | {"partitioner": partitioner}
+        timeout = None if self.options is None else self.options.timeout_seconds
+        own = {"partitioner": partitioner, "timeout_seconds": str(timeout)}
+        return {name: str(value) for name, value in texts.items() if name != "options"} | own
 
 
 @final
@@ -152,12 +160,15 @@ class Role(Service):
         nodes, hosts = [topology.node_of_rank[at] for at in places], [topology.hostnames[at] for at in places]
         self.topology = Topology.from_labels(peers.index(rank), nodes, hosts)
         awaited.ends_if_any_leaves = not goes_on
-        group.may_miss_ranks = goes_on
-        group.end = lambda: self.close(None)
+        awaited.dispensable = workers if goes_on else ()
+        group.may_miss_ranks, group.is_needed = goes_on, rank in self.roles.servers
+        group.end = self.close
+        if fields["timeout_seconds"] != "None":
+            group.timeout_seconds = float(fields["timeout_seconds"])
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
         lanes = lanes_to(group, workers, servers)
         if rank in self.roles.servers:
-            known = Workers(workers, self.staleness, group.settings.timeout_seconds)
+            known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines)
             self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
         else:
             channels = [
@@ -178,14 +189,26 @@ class Role(Service):
         self.servers.flush()
         self.servers.meet(call, {}, error)
 
+    def reset(self) -> None:
+        """See `Strategy.reset`: an error of a deadline leaves nothing to repair, and what a server has lost is lost."""
+        broken = None if self.group is None else self.group.watchdog.broken
+        if broken is None and self.servers is not None:
+            broken = self.servers.broken
+        if broken is not None:
+            raise UnavailableError(
+                f"reset() cannot bring back what parameter servers and their workers have lost ({first_line(broken)}); "
+                "close the strategy, end the job, and start it again, from a checkpoint"
+            )
+
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
-        if self.group is not None and self.group.is_open:
-            is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self.group.ranks)
+        group, server = self.group, self.server
+        if group is not None and group.is_open:
+            group.enter("close()")
+            is_own = error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks)
             self.before_closing(text_of(error) if error is not None and is_own else None)
         if self.servers is not None:
             self.servers.close(error)
-        group, server = self.group, self.server
         if group is None or server is None or not group.is_open:
             return
         if group.watchdog.broken is not None:  # `serve` has raised it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 from mpidist.parameter_server.messages import Outcome
@@ -12,6 +12,7 @@ from mpidist.transport import name_ranks
 __all__ = ["Workers"]
 
 Answer = tuple[int, str]
+StatusLines = Callable[[Iterable[int]], list[str]]
 
 
 @final
@@ -22,6 +23,7 @@ class Workers:
         ranks: The rank of each worker.
         staleness: How many steps a worker may be ahead of the slowest one when it reads; `None` for any number.
         timeout: How long a worker waits for others, in seconds; `None` or 0 for ever.
+        status_lines: Says what ranks do, for people.
 
     Attributes:
         ranks: As given.
@@ -30,13 +32,20 @@ class Workers:
         left: Why workers have left because of an error.
     """
 
-    def __init__(self, ranks: tuple[int, ...], staleness: int | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        staleness: int | None,
+        timeout: float | None,
+        status_lines: StatusLines = lambda ranks: [],
+    ) -> None:
         self.ranks = ranks
         self.live = set(range(len(ranks)))
         self.steps = [0] * len(ranks)
         self.left: dict[int, str] = {}
         self._staleness = staleness
         self._timeout = timeout
+        self._status_lines = status_lines
         self._meeting = _Meeting()
 
     @property
@@ -64,7 +73,8 @@ class Workers:
                 slowest = min(self.steps[other] for other in self.live)
                 late = [self.ranks[other] for other in self.live if self.steps[other] == slowest]
                 text = f"{name_ranks(late)} had done {slowest} steps, and this worker {self.steps[worker]}"
-                yield Outcome.TOO_LATE, f"{text}, which is more than staleness={self._staleness} allows"
+                text += f", which is more than staleness={self._staleness} allows"
+                yield Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
                 return
             yield None
 
@@ -86,7 +96,8 @@ class Workers:
                 meeting.answer = self._compare(meeting)
             elif time.monotonic() > until:
                 late = [self.ranks[other] for other in self.live if other not in meeting.arrived]
-                meeting.answer = Outcome.TOO_LATE, f"{call}: {name_ranks(late)} did not make this call"
+                text = f"{call}: {name_ranks(late)} did not make this call"
+                meeting.answer = Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
             else:
                 yield None
                 continue

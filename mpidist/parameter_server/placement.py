@@ -10,8 +10,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server.messages import Location
 from mpidist.parameter_server.partitioners import num_shards_of
-from mpidist.parameter_server.servers import Location, Servers
+from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
 from mpidist.transport import arrays, shard_bounds

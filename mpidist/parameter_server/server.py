@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, final
 
 import numpy as np
 
+from mpidist.parameter_server.attendance import Attendance
 from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
     HEADER_BYTES,
@@ -33,7 +35,7 @@ __all__ = ["ParameterServer"]
 
 logger = logging.getLogger("mpidist.parameter_server")
 
-_TURNS_PER_CHECK: Final = 256
+_CHECK_SECONDS: Final = 0.01  # between two looks at what other ranks tell
 
 _NO_LANES: Final[Mapping[int, Lane]] = {}
 
@@ -76,6 +78,8 @@ class ParameterServer:
         ]
         self._num_open = len(self._connections)
         self._calls = Calls()
+        self._last: Connection | None = None  # whose request was answered last
+        self._attendance = Attendance(group, awaited, workers, name)
         self._answers: dict[int, Callable[[Connection, Header], Steps]] = {
             Op.READ: self._read,
             Op.CHANGE: self._change,
@@ -110,40 +114,55 @@ class ParameterServer:
         """
         if self.has_ended:
             return
+        self._group.enter("serve()")
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
             raise type(watchdog.broken)(str(watchdog.broken))
         awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
         awaited.ranks = self._workers.live_ranks
         watchdog.begin()
+        next_check, recorder = 0.0, self._group.recorder
+        recorder.begin(0, "serve()", self._name)
+        recorder.agree()
         try:
             while not self.has_ended:
-                watchdog.require_no_notes()  # also where there is always something to do
-                for _ in range(_TURNS_PER_CHECK):
-                    poll(self._advance, watchdog.check_peers)
-                    if self.has_ended:
-                        break
+                poll(self._advance, self._check_peers)
+                if time.monotonic() >= next_check:  # also where there is always something to do
+                    self._check_peers()
+                    next_check = time.monotonic() + _CHECK_SECONDS
+            recorder.end()
         finally:
+            recorder.fail()
             for connection in self._connections:
                 connection.close()
             self.store.variables.clear()
 
-    def _advance(self) -> bool:
-        """Give every worker one turn. Returns whether anything got on."""
+    def _check_peers(self) -> None:
+        self._group.watchdog.check_peers()
+        self._attendance.record(self.num_requests, self._last)
+        num_dropped = self._attendance.drop_lost(self._connections, self._advance)  # which may end others
+        self._num_open -= num_dropped
+
+    def _advance(self, only: Connection | None = None) -> bool:
+        """Give every worker one turn, or one of them. Returns whether anything got on, or nothing is left to do."""
         got_on = False
-        for connection in self._connections:
-            if connection.steps is None:
-                if connection.has_ended or not connection.has_request():
-                    continue
-                got_on = True
-                self._begin(connection)
-            else:
-                try:
-                    got_on |= next(connection.steps)
-                except StopIteration:
+        for connection in self._connections if only is None else (only,):
+            try:
+                if connection.steps is None:
+                    if connection.has_ended or not connection.has_request():
+                        continue
                     got_on = True
-                    self._finish(connection)
-        return got_on
+                    self._begin(connection)
+                else:
+                    got_on |= next(connection.steps)
+            except StopIteration:
+                got_on = True
+                self._finish(connection)
+            except Exception as error:
+                if not self._attendance.is_lost(connection, error):
+                    raise
+                self._num_open -= self._attendance.lose(connection)
+        return got_on or not self._num_open
 
     def _begin(self, connection: Connection) -> None:
         message = connection.message
@@ -182,6 +201,7 @@ class ParameterServer:
 
     def _finish(self, connection: Connection) -> None:
         self.num_requests += 1
+        self._last = connection
         connection.steps = None
         if connection.has_ended:
             self._num_open -= 1

@@ -5,73 +5,31 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Op, to_json
+from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, ends_normally, is_shared_by, mark_left, mark_shared, text_of
 
-__all__ = ["LocalServers", "Location", "RemoteServers", "RowsChange", "Servers"]
+__all__ = ["LocalServers", "RemoteServers", "Servers"]
 
 Array = np.ndarray[Any, Any]
 _MAX_LISTS = 64  # of variables, that a server remembers of a worker
-
-
-@final
-@dataclass(frozen=True)
-class Location:
-    """Where an array lives.
-
-    Attributes:
-        server: The number of the server.
-        key: The number of the array, among all arrays of all servers.
-        shape: The shape.
-        dtype: The dtype.
-        name: For people.
-    """
-
-    server: int
-    key: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    name: str
-
-    @cached_property
-    def read_call(self) -> str:
-        """What reading it is called, for people."""
-        return f"read of {self.name!r}"
-
-    @cached_property
-    def change_call(self) -> str:
-        """What changing it is called, for people."""
-        return f"change of {self.name!r}"
-
-
-@final
-class RowsChange(NamedTuple):
-    """What changes some rows of an array.
-
-    Attributes:
-        location: The array.
-        indices: [k] int64, the numbers of the rows, which exist.
-        values: [k, ...] contiguous, of the array's dtype.
-    """
-
-    location: Location
-    indices: Array
-    values: Array
 
 
 class Servers(ABC):
     """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
 
     num_servers: int
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why a server cannot be asked any more, or `None`."""
+        return None
 
     @abstractmethod
     def allocate(self, location: Location, value: Array) -> None:
@@ -303,11 +261,15 @@ class RemoteServers(Servers):
         for channel in self._channels:
             channel.finish()
 
+    @property
+    def broken(self) -> Exception | None:
+        return next((channel.broken for channel in self._channels if channel.broken is not None), None)
+
     def close(self, error: BaseException | None) -> None:
         is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self._group.ranks)
         if not self._group.is_open:
             return
-        lost = next((channel.broken for channel in self._channels if channel.broken is not None), None)
+        lost = self.broken
         if is_own or lost is not None:
             self._leave(error if is_own else lost, is_own)
             return
@@ -336,8 +298,9 @@ class RemoteServers(Servers):
         if is_own and not self._goes_on:
             self._group.watchdog.tell_leaving(text)  # ends the wait of every rank
         else:
-            for channel in self._channels:
-                channel.leave(text)
+            told = [channel.leave(text) for channel in self._channels]
+            if is_own and not all(told):
+                self._group.watchdog.tell_leaving(text)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

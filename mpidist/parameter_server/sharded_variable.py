@@ -7,8 +7,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from mpidist.parameter_server.messages import RowsChange
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import RowsChange
 from mpidist.parameter_server.variable import ServerVariable, read_together
 from mpidist.values import IndexedSlices, local_component
 from mpidist.variables import (

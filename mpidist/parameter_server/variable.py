@@ -9,9 +9,9 @@ import numpy as np
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
-from mpidist.parameter_server.messages import Change
+from mpidist.parameter_server.messages import Change, Location, RowsChange
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.servers import Location, RowsChange, Servers
+from mpidist.parameter_server.servers import Servers
 from mpidist.values import DistributedValues, IndexedSlices, local_component
 from mpidist.variables import (
     ReadsAsArray,

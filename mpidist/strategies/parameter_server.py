@@ -12,6 +12,7 @@ from mpidist import nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from mpidist.coordinator import ClusterCoordinator
 from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.options import CommunicationOptions
 from mpidist.parameter_server import (
     Change,
     Location,
@@ -60,9 +61,12 @@ class ParameterServerStrategy(Strategy):
         ps_ranks: These ranks are servers.
         staleness: How many steps a worker may be ahead of the slowest one when it reads a variable; a step ends with
             `step_done()`. 0 keeps workers in step; `None` lets them run freely.
-        on_worker_lost: What becomes of the others when an exception leaves a worker's strategy: `"abort"` ends the
-            job, `"ignore"` goes on without the worker.
+        on_worker_lost: What becomes of the others when a worker's program fails, or its process is killed: `"abort"`
+            ends the job; `"ignore"` goes on without the worker, and the job's exit status tells of it at the end. Most
+            launchers end a job of which a process is killed; Open MPI's does not with `mpirun --with-ft ulfm`.
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
+        communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
+            other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
 
     Raises:
@@ -83,12 +87,15 @@ class ParameterServerStrategy(Strategy):
         staleness: int | None = None,
         on_worker_lost: str = "abort",
         placement: str = "round_robin",
+        communication_options: CommunicationOptions | None = None,
         comm: Intracomm | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None and comm is None and num_ps is None and ps_ranks is None and os.environ.get("TF_CONFIG"):
             resolver = TFConfigClusterResolver()
-        wanted = Wanted(staleness, on_worker_lost, placement, variable_partitioner, num_ps, ps_ranks)
+        wanted = Wanted(
+            staleness, on_worker_lost, placement, variable_partitioner, num_ps, ps_ranks, communication_options
+        )
         role = Role.meet(comm, resolver, wanted)
         self._role = role
         try:
@@ -124,7 +131,7 @@ class ParameterServerStrategy(Strategy):
         """Wait until all workers call this method, and all their changes are made. On workers.
 
         Raises:
-            DeadlineExceededError: If not all workers come within `MPIDIST_TIMEOUT_SECONDS`.
+            DeadlineExceededError: If not all workers come within the strategy's `timeout_seconds`.
         """
         servers = self._servers("barrier()")
         servers.flush()

@@ -40,7 +40,7 @@ from mpidist.transport.group import (
     widen,
 )
 from mpidist.transport.half import bfloat16
-from mpidist.transport.mpi import Intracomm, load_mpi, ring_all_reduce
+from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared
@@ -119,6 +119,7 @@ __all__ = [
     "fingerprint_of",
     "first_line",
     "is_half",
+    "is_process_failure",
     "is_shared_by",
     "load_mpi",
     "load_tuned",

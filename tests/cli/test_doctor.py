@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,28 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     )
     assert done.stderr == ""
     assert done.returncode in (0, 141)
+
+
+@pytest.mark.ranks(min=2)
+def test_it_shows_tasks_of_a_cluster(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ps = comm.rank == comm.size - 1
+    cluster = {"worker": [f"a:{rank}" for rank in range(comm.size - 1)], "ps": ["b:1"]}
+    task = {"type": "ps" if is_ps else "worker", "index": 0 if is_ps else comm.rank}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    workers = "1 worker task" if comm.size == 2 else f"{comm.size - 1} worker tasks"
+    text = said(capfd, comm)
+    assert f"rank 0: worker 0 of {workers}, 1 ps task, says TF_CONFIG" in text
+    assert f"rank {comm.size - 1}: ps 0 of {workers}, 1 ps task, says TF_CONFIG" in text
+
+
+def test_it_shows_what_is_odd_about_a_cluster(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cluster:" not in said(capfd, comm)
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    text = said(capfd, comm)
+    assert "a heterogeneous job of Slurm with 2 components; SlurmClusterResolver(component_jobs=" in text
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert "cluster:            refused: TF_CONFIG is not JSON" in said(capfd, comm)

@@ -317,6 +317,24 @@ def test_ranks_that_wait_for_each_other_in_two_strategies(tmp_path: Path, capsys
     assert "rank 3 waits in call 7, reduce, for 8.0 s => ranks 0-2 are behind: rank 3 went on 8.0 s ago" in text
 
 
+def test_workers_and_servers_are_not_in_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever waits for a server, or serves, is not behind."""
+    server = "parameter server 0 (rank 2)"
+    waits, done = row(0, "read of 'w'", "waiting", 100, server), row(0, "change of 'w'", "done", 50, server)
+    serves = row(0, "serve()", "moving", 10, f"{server}: 12 requests, the last one of worker 1, rank 1")
+    for rank, calls in enumerate([[done, waits], [done], [serves]]):
+        write(tmp_path, rank, group(rank, 3, calls))
+    status, text = flight(capsys, tmp_path)
+    assert status == 0
+    assert "rank 0 waits in read of 'w' (parameter server 0 (rank 2))" in text
+    assert "rank 2 is in serve() (parameter server 0 (rank 2): 12 requests, the last one of worker 1, rank 1)" in text
+    assert "=> no rank is lost: workers ask servers at times of their own" in text
+    write(tmp_path, 2, group(2, 3, [serves], "stopped"))
+    status, text = flight(capsys, tmp_path)
+    assert status == 1
+    assert "=> rank 2 is stopped, by a signal or a debugger" in text
+
+
 def test_job_without_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0)
     status, text = flight(capsys, tmp_path)

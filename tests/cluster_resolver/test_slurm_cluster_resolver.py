@@ -118,6 +118,7 @@ ADDRESSES = {
     "1node-2tasks-array-1of2": ["n1:8888", "n1:8889"],
     "1node-2tasks-of-2node-job": ["n1:8888", "n1:8889"],
     "1node-4tasks-pmi2": [f"n1:{port}" for port in FOUR_EACH],
+    "2nodes-3tasks-het": ["n1:8888", "n2:8888", "n2:8889"],
     "2nodes-4tasks-cyclic": ["n1:8888", "n2:8888", "n1:8889", "n2:8889"],
     "2nodes-4tasks-gres-gpu-2": EVEN_2_2,
     "2nodes-4tasks-none": EVEN_2_2,
@@ -516,3 +517,46 @@ def test_gpus_on_node_that_is_no_number_is_refused() -> None:
     """X37."""
     with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE='two'"):
         visible_gpus({"SLURM_GPUS_ON_NODE": "two"})
+
+
+# Heterogeneous jobs
+
+
+def recorded_het_task(rank: int) -> dict[str, str]:
+    tasks: list[dict[str, str]] = json.loads((FIXTURES / "slurm-env" / "2nodes-3tasks-het.json").read_text())["tasks"]
+    return tasks[rank]
+
+
+def test_components_of_a_heterogeneous_job_have_jobs_of_their_own() -> None:
+    """In the order of the components, not of the alphabet."""
+    expected = [("worker", 0), ("ps", 0), ("ps", 1)]
+    for rank, task in enumerate(expected):
+        resolver = SlurmClusterResolver(component_jobs=["worker", "ps"], environ=recorded_het_task(rank))
+        assert resolver.cluster_spec() == {"worker": ["n1:8888"], "ps": ["n2:8888", "n2:8889"]}
+        assert resolver.get_task_info() == task
+
+
+def test_components_of_one_job_are_joined() -> None:
+    resolver = SlurmClusterResolver(component_jobs=["worker", "worker"], environ=recorded_het_task(2))
+    assert resolver.cluster_spec() == {"worker": ["n1:8888", "n2:8888", "n2:8889"]}
+    assert resolver.get_task_info() == ("worker", 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "text"),
+    [
+        (["ps"], {}, "the job has 2 components; name each of them"),
+        (["ps", "worker"], {"SLURM_HET_SIZE": ""}, "this job is not heterogeneous"),
+        (["ps", "worker"], {"SLURM_JOB_NODELIST_HET_GROUP_1": "n3"}, "over all 2 components"),
+        (["ps", "worker"], {"SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]"}, "on nodes of their own"),
+    ],
+)
+def test_components_that_do_not_fit_are_refused(names: list[str], changes: dict[str, str], text: str) -> None:
+    environ = {**recorded_het_task(0), **changes}
+    with pytest.raises(TopologyError, match=text):
+        SlurmClusterResolver(component_jobs=names, environ=environ).cluster_spec()
+
+
+def test_jobs_are_named_in_one_way() -> None:
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        SlurmClusterResolver({"worker": 3}, component_jobs=["worker"])

@@ -148,7 +148,7 @@ def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: st
 @again_if_slow
 def test_others_go_on_without_a_worker_that_said_why_it_left(job: Job) -> None:
     """Its traceback is shown once, and the job's exit status tells of it; the server says it, too."""
-    others = "time.sleep(2.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
+    others = "time.sleep(0.5); [variable.assign_add(1.0) for _ in range(10)]; strategy.barrier()"
     program = RAISES.format(others=others, caught="raise")
     ended = job(cluster(program, "on_worker_lost='ignore'"), THREE)
     assert ended.status == 1
@@ -177,7 +177,8 @@ else:
                 {}["mine"]
             attempt("reads", reads)
     except KeyError:
-        time.sleep(3)
+        time.sleep(2)
+time.sleep(1)  # a launcher may end the others when one has ended
 os._exit(0)
 """
 
@@ -201,6 +202,7 @@ if strategy.is_ps:
 else:
     attempt("first", reads)
     attempt("second", variable.numpy)
+    attempt("reset", strategy.reset)
     attempt("close", strategy.close)
     os._exit(0)
 """
@@ -217,6 +219,9 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
         assert first.text.startswith("parameter server 0 (rank 2) is lost, with the variables on it: ")
         soon(first.at - died, AT_ONCE_SECONDS)
         assert second.seconds < AT_ONCE_SECONDS
+        reset = ended.of("reset")[rank]
+        assert reset.kind == "UnavailableError", reset
+        assert re.match(r"reset\(\) cannot bring back .* start it again, from a checkpoint", reset.text)
         assert ended.of("close")[rank].kind == "value"
 
 

@@ -4,6 +4,7 @@ from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
+from mpidist.parameter_server.messages.locations import Location, RowsChange
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -37,11 +38,13 @@ __all__ = [
     "IN_PLACE_BYTES",
     "LANE_BYTES",
     "Lane",
+    "Location",
     "MAX_NUMBERS",
     "NO_PLACE",
     "Op",
     "Outcome",
     "Piece",
+    "RowsChange",
     "WHOLE_NUMBERS",
     "bytes_of",
     "from_json",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -34,13 +33,15 @@ from mpidist.parameter_server.messages.protocol import (
     plan_stream,
     to_json,
 )
-from mpidist.transport import AwaitedPeers, ServiceGroup, load_mpi, never_free, poll
+from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free, poll
 
 __all__ = ["GRACE_SECONDS", "Channel"]
 
 Array = np.ndarray[Any, Any]
 _NO_NUMBERS = (0.0,) * MAX_NUMBERS
 _UINT8 = np.dtype(np.uint8)
+_ANSWERED_LATER = frozenset((Op.CHANGE, Op.CHANGE_ROWS, Op.STEP))  # the worker does something else meanwhile
+_ENDED = -1  # in the place of an entry of the flight recorder
 GRACE_SECONDS = 1.0  # that an answer takes after a server has found that other workers are late
 
 
@@ -70,6 +71,8 @@ class Channel:
         mpi = load_mpi()
         self._lane = lane
         self.rank, self.name = rank, name
+        self._what = f"a request to {name}"
+        self._entry = _ENDED  # of the request under way, in the flight recorder
         self.broken: Exception | None = None
         self._group, self._awaited, self._comm, self._byte = group, awaited, group.comm, mpi.BYTE
         self._request = np.zeros(MESSAGE_BYTES, np.uint8)
@@ -105,6 +108,23 @@ class Channel:
             numbers: As in `Header`.
         """
         self.finish()
+        try:
+            self._send(call, op, variables, data, rows, change, numbers)
+        except BaseException as error:
+            self._break(call, error)
+            raise
+
+    def _send(
+        self,
+        call: str,
+        op: int,
+        variables: int,
+        data: Sequence[Array],
+        rows: int,
+        change: int,
+        numbers: tuple[float, ...],
+    ) -> None:
+        self._entry = self._group.recorder.begin(0, call, self.name)
         self._sequence += 1
         message, nbytes = self._request, sum([array.nbytes for array in data])
         WHOLE_NUMBERS.pack_into(self._request_memory, 0, op, self._sequence, variables, rows, change, nbytes)
@@ -121,8 +141,10 @@ class Channel:
         self._sends = [self._comm.Isend([message, end, self._byte], self.rank, REQUEST)]
         if nbytes > INLINE_BYTES:
             sizes = tuple(array.nbytes for array in data)
-            with self._unless_interrupted(call):
-                self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
+            self._send_data(call, data, plan_messages(sizes) if op == Op.CHANGE else plan_stream(sizes))
+        if op in _ANSWERED_LATER:
+            self._group.recorder.end(self._entry)
+            self._entry = _ENDED
 
     def finish(self, more_seconds: float = 0.0) -> None:
         """Wait for the answer of the request that was started last, unless it was read already.
@@ -137,14 +159,24 @@ class Channel:
             DeadlineExceededError: If other workers did not come in time.
             RuntimeError: If the server could not do what was asked.
         """
+        self._group.enter(self._what)
         if self.broken is not None:
             raise type(self.broken)(str(self.broken))
         call = self._pending
         if not call:
             return
-        if not self._incoming.Test():
-            self._wait(call, self._incoming.Test, more_seconds)
+        try:
+            if not self._incoming.Test():
+                if self._entry == _ENDED:
+                    self._entry = self._group.recorder.begin(0, f"the wait for the end of the {call}", self.name)
+                self._wait(call, self._incoming.Test, more_seconds)
+        except BaseException as error:
+            self._break(call, error)
+            raise
         self._pending = ""
+        if self._entry != _ENDED:
+            self._group.recorder.end(self._entry)
+            self._entry = _ENDED
         if self._outcome[0] != Outcome.OK:
             self._raise(call)
 
@@ -166,19 +198,28 @@ class Channel:
                 array.reshape(-1).view(_UINT8)[...] = self._answer[at : at + array.nbytes]
                 at += array.nbytes
             return
-        with self._unless_interrupted("a read"):
+        try:
             self._receive_data(arrays, places if self._lane is not None else ())
+        except BaseException as error:
+            self._break("a read", error)
+            raise
 
-    def leave(self, why: str) -> None:
-        """Tell the server that this worker makes no request any more. Local: nobody answers."""
-        if self.broken is None:
-            self._sequence += 1
-            data = to_json(why[:1000])
-            message = self._request = np.zeros(MESSAGE_BYTES, np.uint8)  # the last one may be under way
-            HEADER.pack_into(message.data, 0, Op.LEAVE, self._sequence, 0, 0, 0, data.size, *_NO_NUMBERS)
-            end = HEADER_BYTES + data.size
-            message[HEADER_BYTES:end] = data
-            never_free((message, self._comm.Isend([message, end, self._byte], self.rank, REQUEST)))
+    def leave(self, why: str) -> bool:
+        """Tell the server that this worker makes no request any more. Local: nobody answers.
+
+        Returns:
+            Whether the server was told: it cannot be where a request was broken off.
+        """
+        if self.broken is not None:
+            return False
+        self._sequence += 1
+        data = to_json(why[:1000])
+        message = self._request = np.zeros(MESSAGE_BYTES, np.uint8)  # the last one may be under way
+        HEADER.pack_into(message.data, 0, Op.LEAVE, self._sequence, 0, 0, 0, data.size, *_NO_NUMBERS)
+        end = HEADER_BYTES + data.size
+        message[HEADER_BYTES:end] = data
+        never_free((message, self._comm.Isend([message, end, self._byte], self.rank, REQUEST)))
+        return True
 
     def close(self) -> None:
         """Give back what MPI holds for this channel. Local."""
@@ -246,19 +287,10 @@ class Channel:
         request = self._comm.Irecv([memory, self._byte], self.rank, DATA)
         self._wait("a read", request.Test, 0.0, (request, memory))
 
-    @contextmanager
-    def _unless_interrupted(self, call: str) -> Iterator[None]:
-        """Break the channel if data stops in the middle: what comes next would be taken for the rest."""
-        try:
-            yield
-        except BaseException:
-            self.broken = self.broken or UnavailableError(f"{call} at {self.name} was interrupted")
-            raise
-
     def _wait(self, call: str, test: Callable[[], bool], more_seconds: float, memory: Sequence[Any] = ()) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self.rank,), f"{call} at {self.name}", False
-        timeout = self._group.settings.timeout_seconds
+        timeout = self._group.timeout_seconds
         awaited.timeout = timeout + more_seconds if timeout else None
         watchdog.begin()
         try:
@@ -270,10 +302,19 @@ class Channel:
                 self.broken = error
                 raise
             self._lose(error)
-        except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
-            never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
-            self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
+        except BaseException:
+            never_free((tuple(memory),))
             raise
+
+    def _break(self, call: str, error: BaseException) -> None:
+        """Note that a request was broken off: an answer to it would be taken for that of the next one."""
+        if self.broken is not None:
+            return
+        never_free((self._sends, self._request, self._answer, self._incoming))
+        self._pending = ""
+        if is_process_failure(error):
+            self._lose(PeerFailedError(f"{call}: MPI has found that the process of rank {self.rank} has failed"))
+        self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
 
     def _lose(self, error: Exception) -> NoReturn:
         lost = UnavailableError(
@@ -289,7 +330,7 @@ class Channel:
         if header.op == Outcome.REFUSED:
             raise InvalidArgumentError(text)
         if header.op == Outcome.TOO_LATE:
-            raise DeadlineExceededError(f"{call}: waited {self._group.settings.timeout_seconds:g} s, and {text}")
+            raise DeadlineExceededError(f"{call}: waited {self._group.timeout_seconds:g} s, and {text}")
         raise RuntimeError(f"{call} failed on {text}")
 
 

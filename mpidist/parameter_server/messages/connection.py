@@ -43,6 +43,7 @@ class Connection:
         lane: The memory that is shared with a worker of this node.
 
     Attributes:
+        rank: As given.
         worker: As given.
         lane: As given.
         message: The last request.
@@ -62,7 +63,7 @@ class Connection:
         self.steps: Generator[bool, None, None] | None = None
         self.has_ended = False
         self.call = self.num_changes = 0
-        self._comm, self._rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
+        self._comm, self.rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
         self.message = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply = np.zeros(MESSAGE_BYTES, np.uint8)
         self._reply_memory = self._reply.data
@@ -71,7 +72,7 @@ class Connection:
         self._received = 0  # bytes of the data of this request
         self._sent: Any = None
         self._incoming = comm.Recv_init([self.message, mpi.BYTE], rank, REQUEST)
-        self._is_listening = False
+        self._is_listening = self._is_abandoned = False
         self.listen()
 
     def listen(self) -> None:
@@ -103,7 +104,7 @@ class Connection:
             size = nbytes = data.size
             self._reply[HEADER_BYTES : HEADER_BYTES + size] = data
         WHOLE_NUMBERS.pack_into(self._reply_memory, 0, outcome, self.sequence, 0, rows, 0, nbytes)
-        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self._rank, ANSWER)
+        self._sent = self._comm.Isend([self._reply, HEADER_BYTES + size, self._byte], self.rank, ANSWER)
 
     def answer_text(self, outcome: int, text: str) -> None:
         """Answer with a text, which is cut where it is too long."""
@@ -128,7 +129,7 @@ class Connection:
             yield True
             return
         data = parts[0] if len(parts) == 1 else join_bytes(parts, self._buffer(0))
-        request = self._comm.Isend([data, self._byte], self._rank, DATA)
+        request = self._comm.Isend([data, self._byte], self.rank, DATA)
         while not request.Test():
             yield False
         yield True
@@ -189,8 +190,18 @@ class Connection:
             self._whole = np.empty(nbytes, np.uint8)
         return self._whole[:nbytes]
 
+    def abandon(self) -> None:
+        """Give up a worker that is lost: drop its request, and leave to MPI what is under way. Local."""
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
+        never_free((self.message, self._reply, self._buffers, self._incoming, self._sent))
+        self.has_ended = self._is_abandoned = True
+
     def close(self) -> None:
         """Give back what MPI holds for this connection."""
+        if self._is_abandoned:
+            return
         if self._is_listening:
             self._incoming.Cancel()
             self._incoming.Wait()
@@ -230,4 +241,4 @@ class Connection:
         return self._buffers[number]
 
     def _receive_into(self, memory: Array) -> Any:
-        return self._comm.Irecv([memory, self._byte], self._rank, DATA)
+        return self._comm.Irecv([memory, self._byte], self.rank, DATA)

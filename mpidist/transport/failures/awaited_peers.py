@@ -20,6 +20,7 @@ class AwaitedPeers(Awaited):
     Attributes:
         what: Name of the wait, for people.
         ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
+        dispensable: The ranks that the group goes on without, when they are lost.
         lost: Why each of these ranks is lost that this rank has learnt of. The owner adds to it as well.
         is_ended_by_program: Whether what ended the wait is that a program ended, not that a rank was lost.
     """
@@ -29,6 +30,7 @@ class AwaitedPeers(Awaited):
     def __init__(self) -> None:
         self.what = ""
         self.ends_if_any_leaves = True
+        self.dispensable: Collection[int] = ()
         self.lost: dict[int, str] = {}
         self.is_ended_by_program = False
 
@@ -42,7 +44,17 @@ class AwaitedPeers(Awaited):
     def is_shared_with(self, status: Status) -> bool:
         return False  # whether another rank waits as well, its status does not say: each one speaks for itself
 
+    def go_on_without(self, gone: Collection[int]) -> list[int]:
+        news = [rank for rank in gone if rank in self.dispensable and rank not in self.lost]
+        if news:
+            self.lost |= dict.fromkeys(news, "its process is gone")
+            self.ranks = [rank for rank in self.ranks if rank not in self.lost]
+        return news
+
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
+        if note.tag in (ENDED, LEFT) and rank in self.dispensable:
+            self.lost.setdefault(rank, note.text)
+            return False
         if note.tag in (ENDED, LEFT):
             ends = note.tag == ENDED or self.ends_if_any_leaves or rank in self.ranks
             self.is_ended_by_program |= ends

@@ -10,10 +10,21 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.failures.status_board import Status
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["BROKE_OFF", "ENDED", "FOLLOWS", "GAVE_UP", "LEFT", "RESETS", "STALLED", "FailureNote", "FailureNotes"]
+__all__ = [
+    "BROKE_OFF",
+    "ENDED",
+    "FOLLOWS",
+    "GAVE_UP",
+    "LEFT",
+    "LOST",
+    "RESETS",
+    "STALLED",
+    "FailureNote",
+    "FailureNotes",
+]
 
 GAVE_UP: Final = 1  # tags, of what the writer does: it waits no more
 BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
@@ -21,6 +32,7 @@ ENDED: Final = 3  # its program has failed
 FOLLOWS: Final = 4  # it waits no more, because other ranks have given up
 STALLED: Final = 5  # still waiting: asks other nodes what their ranks are doing, or answers
 LEFT: Final = 7  # it left: an exception of its own left the `with` statement, or was under way in `close()`
+LOST: Final = 8  # it has found that processes are gone, and goes on without them
 RESETS: Final = 6  # it makes no call any more before the next reset
 
 
@@ -29,7 +41,7 @@ class FailureNote(NamedTuple):
     """What a rank tells the other ranks.
 
     Attributes:
-        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `FOLLOWS`, `STALLED` or `RESETS`.
+        tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED` or `RESETS`.
         sequence: The number of the call that the writer was in.
         text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.
@@ -67,13 +79,17 @@ class FailureNotes:
 
     def has_unread(self) -> bool:
         """Whether there is a note to read. Local."""
-        return self._probe(*self._anybody)
+        try:
+            return self._probe(*self._anybody)
+        except load_mpi().Exception as error:
+            self._accept(error)
+            return False
 
     def read(self) -> list[tuple[int, FailureNote]]:
         """Return the notes that have arrived, each with the rank that wrote it. Local."""
         mpi, found = load_mpi(), []
         status = mpi.Status()
-        while (message := self._comm.Improbe(*self._anybody, status)) is not None:
+        while (message := self._next(status)) is not None:
             text = np.empty(status.Get_count(mpi.BYTE), np.uint8)
             message.Recv([text, mpi.BYTE])
             self._received[status.Get_source()] += 1
@@ -103,9 +119,26 @@ class FailureNotes:
         """Send a note to other ranks. Local: no rank waits until the note is read."""
         text = np.frombuffer(pickle.dumps(note), np.uint8)
         for rank in ranks:
-            if rank != self._comm.rank:
+            if rank == self._comm.rank:
+                continue
+            try:
                 self._under_way.append((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
                 self.sent[rank] += 1
+            except load_mpi().Exception as error:  # a failed process reads no note
+                self._accept(error)
+
+    def _next(self, status: Any) -> Any:
+        try:
+            return self._comm.Improbe(*self._anybody, status)
+        except load_mpi().Exception as error:
+            self._accept(error)
+            return None
+
+    def _accept(self, error: Exception) -> None:
+        """Go on without processes that have failed: until then MPI refuses to look for a message of any rank."""
+        if not is_process_failure(error):
+            raise error
+        self._comm.Ack_failed()
 
 
 def _keep(under_way: list[tuple[Any, Any]]) -> None:

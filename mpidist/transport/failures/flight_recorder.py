@@ -70,8 +70,8 @@ class FlightRecorder:
         self._count = 0
         self._at = _RING
 
-    def begin(self, sequence: int, call: str, details: str = "") -> None:
-        """Record that a call begins."""
+    def begin(self, sequence: int, call: str, details: str = "") -> int:
+        """Record that a call begins. Returns its place, for `end`."""
         text = self._texts.get((call, details))
         if text is None:
             text = self._keep(call, details)
@@ -79,14 +79,22 @@ class FlightRecorder:
         self._at = at = _RING + count % MAX_CALLS * _WORDS
         _pack_call(self._words, 8 * at, sequence, text, _now(), 0, 0)
         self._words[0] = self._count = count + 1
+        return at
+
+    def retell(self, details: str) -> None:
+        """Replace the details of the last call, which goes on for long."""
+        number = self._words[self._at + 1]
+        last = self.last()
+        if last is not None:
+            self._write(number, last.call, details)
 
     def agree(self) -> None:
         """Record that all ranks have joined the call."""
         self._words[self._at + 3] = _now()
 
-    def end(self) -> None:
-        """Record that the call has ended."""
-        self._words[self._at + 4] = _now()
+    def end(self, place: int | None = None) -> None:
+        """Record that a call has ended: the last one, or that of a place, if other calls have begun since."""
+        self._words[(self._at if place is None else place) + 4] = _now()
 
     def fail(self) -> None:
         """Record that the call has ended with an error, unless an end is recorded already."""
@@ -113,10 +121,13 @@ class FlightRecorder:
         if len(self._texts) >= _NUM_TEXTS:  # the oldest text is dropped, and its calls lose their names
             self._texts.pop(next(iter(self._texts)))
         self._texts[call, details] = number
+        self._write(number, call, details)
+        return number
+
+    def _write(self, number: int, call: str, details: str) -> None:
         text = f"{call}\t{details}".encode()[: _TEXT_BYTES - 8].ljust(_TEXT_BYTES - 8, b"\0")
         at = 8 * _TEXTS + number % _NUM_TEXTS * _TEXT_BYTES
         self._memory[at : at + _TEXT_BYTES] = np.frombuffer(struct.pack("=q", number) + text, np.uint8)
-        return number
 
 
 def entries_in(memory: Array) -> list[FlightEntry]:

@@ -52,6 +52,7 @@ class Job(NamedTuple):
         save_flights: Writes flight recorders to files; the argument says why.
         is_thread_of_a_group: Whether other ranks may wait for what this thread does.
         has_lower_rank_ended: Whether a lower rank has failed, too, and has told of it.
+        leave: Leaves all groups because of an exception, if all other ranks go on without this one; returns whether.
     """
 
     abort: Callable[[int], None]
@@ -61,6 +62,7 @@ class Job(NamedTuple):
     save_flights: Callable[[str], str]
     is_thread_of_a_group: Callable[[], bool]
     has_lower_rank_ended: Callable[[], bool]
+    leave: Callable[[BaseException], bool]
 
     @property
     def prefix(self) -> str:
@@ -139,7 +141,7 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End the job because of an exception that nobody caught."""
     job = _jobs[0]
-    if has_left(error):
+    if _has_left(job, error):
         report(kind, error, trace, job.prefix)
         return
     try:
@@ -186,14 +188,29 @@ def _end_with_code(error: SystemExit) -> None:
     job, code = _jobs[0], status_of(error)
     if code == 0:
         return
+    if _has_left(job, error):
+        _report_exit(job, error)
+        return
     try:
         job.tell_end(f"SystemExit: {error.args[0]}")
         _wait_for_lower_rank(job)
-        where = where_raised(error)
-        head = "Traceback (most recent call last):\n" if where else ""
-        _write(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
+        _report_exit(job, error)
     finally:
         _abort(job, code)
+
+
+def _report_exit(job: Job, error: SystemExit) -> None:
+    where = where_raised(error)
+    head = "Traceback (most recent call last):\n" if where else ""
+    _write(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
+
+
+def _has_left(job: Job, error: BaseException) -> bool:
+    """Whether the job goes on without this rank, whose program ends by this exception."""
+    if has_left(error):
+        return True
+    is_own = following_of(error) is None and not getattr(error, "raised_on_all_ranks", False)
+    return is_own and not isinstance(error, KeyboardInterrupt) and job.leave(error)
 
 
 def _save_on_signal(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "record_build_failure",
     "num_open",
     "install_job_abort",
+    "leave",
     "require_no_build_failure",
     "tell_end",
     "no_communicators_left",
@@ -65,6 +66,14 @@ class OpenGroup(ABC):
     @abstractmethod
     def has_lower_rank_ended(self) -> bool:
         """Whether a lower rank has told of the end of its program. Local."""
+
+    def is_dispensable(self) -> bool:
+        """Whether the other ranks go on if this rank's program fails. Local."""
+        return False
+
+    def leave(self, error: BaseException) -> None:
+        """Leave a group that goes on without this rank, because of an exception that ends the program. Local."""
+        raise RuntimeError("other ranks cannot go on without this one")
 
     @abstractmethod
     def flights(self) -> Mapping[int, GroupFlight]:
@@ -139,6 +148,7 @@ def install_job_abort(world: Intracomm, aborts: bool) -> None:
         save_flights,
         is_thread_of_a_group,
         has_lower_rank_ended,
+        leave,
     )
     job_abort.register_job(job)
     if aborts:
@@ -183,6 +193,20 @@ def tell_end(text: str) -> None:
     """Tell the other ranks of all groups that this rank's program has failed. Local."""
     for group in _open:
         group.tell_end(text)
+
+
+def leave(error: BaseException) -> bool:
+    """Leave all groups because of an exception that ends the program, if all of them go on without this rank. Local.
+
+    Returns:
+        Whether they do.
+    """
+    groups = (*_open, *_failed)
+    if not groups or not all(group.is_dispensable() for group in groups):
+        return False
+    for group in groups:
+        group.leave(error)
+    return True
 
 
 def has_lower_rank_ended() -> bool:

@@ -70,6 +70,8 @@ class Status(NamedTuple):
             text = "has made no call yet"
         else:
             name = name_call(last.call, last.sequence)
+            if not last.sequence and last.details:
+                name += f" ({last.details})"
             text = {
                 "waiting": f"waits in {name}, for {self.seconds:.1f} s",
                 "moving": f"is in the middle of {name}, for {self.seconds:.1f} s",

@@ -118,6 +118,14 @@ class Awaited(ABC):
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         """Whether what another rank has noted ends this wait."""
 
+    def go_on_without(self, gone: Collection[int]) -> list[int]:
+        """Stop to wait for ranks whose processes are gone, where the group goes on without them.
+
+        Returns:
+            Those of these ranks that were not known to be lost.
+        """
+        return []
+
     @abstractmethod
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]

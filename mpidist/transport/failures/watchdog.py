@@ -22,6 +22,7 @@ from mpidist.transport.failures.failure_notes import (
     FOLLOWS,
     GAVE_UP,
     LEFT,
+    LOST,
     RESETS,
     STALLED,
     FailureNote,
@@ -209,6 +210,9 @@ class Watchdog:
 
     def _check_clock_and_processes(self, now: float) -> None:
         waited, timeout = now - self._since, self._awaited.timeout
+        lost = self._awaited.go_on_without(self._board.gone())
+        if lost:
+            self._tell_lost(lost)
         gone = self._gone_and_awaited()
         is_gone = bool(gone) and gone == self._gone  # seen twice, and what this rank waits for was tested between
         self._gone = gone
@@ -220,6 +224,12 @@ class Watchdog:
         self._next_check = now + _CHECK_SECONDS
         if timeout:
             self._next_check = min(self._next_check, self._since + timeout)
+
+    def _tell_lost(self, ranks: Iterable[int]) -> None:
+        """Tell the other nodes of processes that are gone, and without which the group goes on. Local."""
+        statuses = self._board.status(self._rank), *map(self._board.status, ranks)
+        note = FailureNote(LOST, self._awaited.sequence, "", False, self._board.ranks, statuses)
+        self._notes.send(note, range(self._size))
 
     def _gone_and_awaited(self) -> tuple[int, ...]:
         return tuple(rank for rank in self._board.gone() if rank in self._awaited.ranks)
@@ -248,6 +258,8 @@ class Watchdog:
         for rank, note in self._notes.read():
             if note.tag == RESETS:
                 self.resets[rank] = note
+            elif note.tag == LOST:
+                self._awaited.go_on_without([status.rank for status in note.statuses[1:]])
             elif note.tag != STALLED:
                 self._received[rank] = note
             elif note.text == _QUESTION:

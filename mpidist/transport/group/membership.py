@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -16,6 +16,7 @@ from mpidist.transport.failures import (
     RESET,
     Awaited,
     CallWatchdog,
+    FlightRecorder,
     GroupFlight,
     StatusBoard,
     Stragglers,
@@ -24,6 +25,7 @@ from mpidist.transport.failures import (
     job_abort,
     open_groups,
 )
+from mpidist.transport.group.last_round import LastRound
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
@@ -62,6 +64,19 @@ class Membership:
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         self._reset_watch = self._make_watch(comm, "End the job, and start it again")
+
+    @property
+    def recorder(self) -> FlightRecorder:
+        """This rank's flight recorder."""
+        return self._board.recorder
+
+    def gone(self) -> tuple[int, ...]:
+        """List the ranks of this node whose processes are gone. Local."""
+        return self._board.gone()
+
+    def status_lines(self, ranks: Iterable[int]) -> list[str]:
+        """Say of ranks of this node what each of them does. Local."""
+        return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
 
     def make_watch(self, comm: Intracomm) -> CallWatchdog:
         """Make the watch over calls in a communicator of the same ranks. Local."""
@@ -109,12 +124,8 @@ class Membership:
         self._board.recorder.end()
         return [(first, second) for first, second in gathered.tolist()]
 
-    def wait_for_peers_at_exit(self, limit_seconds: float = _EXIT_SECONDS) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`.
-
-        Args:
-            limit_seconds: How long to wait for ranks whose processes run.
-        """
+    def wait_for_peers_at_exit(self) -> str | None:
+        """See `OpenGroup.wait_for_peers_at_exit`."""
         request, start, has_told = self._exit_comm.Ibarrier(), time.monotonic(), False
 
         def check_peers() -> None:
@@ -125,13 +136,13 @@ class Membership:
             lost = self._lost_ranks()
             if lost.known:
                 raise PeerFailedError(f"a call failed before, and not all ranks can end: {'; '.join(lost.lines())}")
-            if waited > limit_seconds:
+            if waited > _EXIT_SECONDS:
                 what = "other ranks did not come to their end"
-                raise DeadlineExceededError(f"a call failed before, and {what} within {limit_seconds:g} s")
-            if not has_told and limit_seconds < math.inf:
+                raise DeadlineExceededError(f"a call failed before, and {what} within {_EXIT_SECONDS:g} s")
+            if not has_told:
                 has_told = True
                 job_abort.write_line(
-                    f"waits up to {limit_seconds:g} s for other ranks to end, because a call failed before"
+                    f"waits up to {_EXIT_SECONDS:g} s for other ranks to end, because a call failed before"
                 )
 
         try:
@@ -139,6 +150,10 @@ class Membership:
         except (PeerFailedError, DeadlineExceededError) as error:
             return str(error)
         return None
+
+    def wait_for_live_peers_at_exit(self) -> str | None:
+        """See `OpenGroup.wait_for_peers_at_exit`: wait for ever, but for no rank that is lost."""
+        return LastRound(self._exit_comm, self.gone).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""

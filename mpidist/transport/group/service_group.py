@@ -7,16 +7,16 @@ rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` o
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Final, cast, final
 
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.failures import Awaited, GroupFlight, OpenGroup, Watchdog, open_groups
+from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, open_groups
 from mpidist.transport.group.discovery import (
     agreed_token,
     communicators,
@@ -25,9 +25,11 @@ from mpidist.transport.group.discovery import (
     wait_for_all_ranks,
 )
 from mpidist.transport.group.membership import Membership
+from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import SharedArena
+from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
@@ -48,6 +50,10 @@ class Service(ABC):
 
     topology: Topology
     is_chief: bool
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Make this rank's part usable again, or say why it cannot be. Local."""
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
@@ -106,11 +112,15 @@ class ServiceGroup(OpenGroup):
         ranks: The ranks, as they are numbered in the whole job.
         watchdog: What a rank checks while it waits.
         arena: Memory that the ranks of this node share; `None` before `share_memory`, or where they share none.
-        end: Ends this rank's part; called if the program ends and has not done so itself.
-        may_miss_ranks: Whether the group goes on without ranks that have left, and waits for them at the very end.
+        recorder: This rank's flight recorder.
+        timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default as the settings say.
+        end: Ends this rank's part, because of an exception if one is given; called if the program ends before that.
+        may_miss_ranks: Whether the group goes on without ranks that are lost: then its ranks wait for each other at the
+            very end of their programs alone.
+        is_needed: Whether the group cannot go on without this rank.
     """
 
-    def __init__(self, membership: Membership, topology: Topology, settings: Settings, awaited: Awaited) -> None:
+    def __init__(self, membership: Membership, topology: Topology, settings: Settings, awaited: AwaitedPeers) -> None:
         self.topology, self.settings = topology, settings
         self._membership = membership
         self.comm = membership.comm.Dup()
@@ -118,13 +128,17 @@ class ServiceGroup(OpenGroup):
         self.ranks = ranks_in_world(self.comm)
         self.watchdog: Watchdog = membership.make_watchdog(awaited, self._notes_comm, _REMEDY)
         self.arena: SharedArena | None = None
-        self.end: Callable[[], None] = lambda: None
+        self.recorder = membership.recorder
+        self.timeout_seconds = settings.timeout_seconds
+        self.end: Callable[[BaseException | None], None] = lambda error: None
         self.may_miss_ranks = False
+        self.is_needed = True
+        self._threads = ThreadGuard.of_group()
         self._is_gone = False  # freed, abandoned or forked
         open_groups.add(self)
 
     @classmethod
-    def from_mpi(cls, comm: Intracomm, members: Sequence[int], awaited: Awaited) -> ServiceGroup | None:
+    def from_mpi(cls, comm: Intracomm, members: Sequence[int], awaited: AwaitedPeers) -> ServiceGroup | None:
         """Make the group of some ranks of a communicator. Collective over the communicator.
 
         Args:
@@ -187,9 +201,18 @@ class ServiceGroup(OpenGroup):
         """Whether this rank may still send and receive in the group."""
         return not self._is_gone and not load_mpi().Is_finalized()
 
+    def enter(self, call: str) -> None:
+        """Check that this thread may make a call. Local.
+
+        Raises:
+            RuntimeError: If another thread makes this group's calls.
+        """
+        if get_ident() != self._threads.ident:
+            self._threads.take_over(call)
+
     def free(self) -> None:
         """Free the communicators, with all ranks. Collective; every rank has ended its part before."""
-        if not self.is_open:
+        if not self.is_open or self.may_miss_ranks:  # which a rank that is lost since would hold up
             self.abandon()
             return
         notes = self.watchdog.stop_answering()
@@ -217,14 +240,26 @@ class ServiceGroup(OpenGroup):
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`."""
         try:
-            self.end()
+            self.end(None)
+        except Exception as error:  # no rank may wait for what this one does not do
+            self.watchdog.tell_leaving(text_of(error))
+            raise
         finally:
             self.abandon()
+
+    def is_dispensable(self) -> bool:
+        """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
+        return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+
+    def leave(self, error: BaseException) -> None:
+        """See `OpenGroup.leave`."""
+        if self.is_open:
+            self.end(error)
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`. Where ranks may be missed, the others may have hours of work left."""
         if self.may_miss_ranks:
-            return self._membership.wait_for_peers_at_exit(float("inf"))
+            return self._membership.wait_for_live_peers_at_exit()
         return self._membership.wait_for_peers_at_exit()
 
     def disown(self) -> None:
@@ -243,6 +278,14 @@ class ServiceGroup(OpenGroup):
         """See `OpenGroup.has_lower_rank_ended`."""
         return not load_mpi().Is_finalized() and self.watchdog.has_lower_rank_ended()
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank of this node is gone. Local."""
+        return rank in self._membership.gone()
+
+    def status_lines(self, ranks: Iterable[int]) -> list[str]:
+        """Say of ranks of this node what each of them does. Local."""
+        return self._membership.status_lines(ranks)
+
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
         return self._membership.flights()
@@ -253,5 +296,5 @@ class ServiceGroup(OpenGroup):
         return self._membership.folder
 
     def is_of_this_thread(self) -> bool:
-        """Whether this thread makes the group's calls: a process has one thread that does."""
-        return os.getpid() > 0 and not self._is_gone
+        """Whether this thread makes the group's calls."""
+        return not self._is_gone and self._threads.is_of_this_thread()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:  # for type checkers alone: the classes exist once MPI was started
     Intracomm = Request = object
 
-__all__ = ["Intracomm", "Request", "command_line", "load_mpi", "ranks_in_world"]
+__all__ = ["Intracomm", "Request", "command_line", "is_process_failure", "load_mpi", "ranks_in_world"]
 
 
 @functools.cache
@@ -54,6 +54,13 @@ def ranks_in_world(comm: Intracomm) -> frozenset[int]:
     own.Free()
     world.Free()
     return ranks
+
+
+def is_process_failure(error: BaseException) -> bool:
+    """Whether MPI says by an error that another process has failed, as an MPI does that survives it (ULFM). Local."""
+    mpi = load_mpi()
+    failures = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING} - {mpi.ERR_UNKNOWN}  # the same, without ULFM
+    return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
 
 
 def command_line() -> list[str]:

@@ -1,0 +1,189 @@
+"""Clusters that go on without workers: those that failed, in whichever way, and those whose processes are gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+
+import pytest
+from jobs.faults import AT_ONCE_SECONDS, FOUR, THREE, Ended, Job, Placement, again_if_slow, job, soon
+from mpi_session.launch import Launcher
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.no_mpi
+
+TWO_NODES = Placement((0, 0, 1, 1), 1)  # with two servers, one on each node
+FIVE = Placement((0, 0, 0, 0, 0), 1)
+
+PROGRAM = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore", {arguments})
+STEPS = 30
+
+def fail():
+    note("fault")
+    {fault}
+
+def work():
+    with strategy.scope():
+        small = mpidist.Variable(np.zeros(4))
+        large = mpidist.Variable(np.zeros(700_000, np.float32))
+    ones = np.ones(700_000, np.float32)
+    for step in range(STEPS):
+        if rank == 1 and step == 10:
+            fail()
+        small.assign_add(np.ones(4))
+        large.assign_add(ones)
+        assert len(set(large.numpy())) == 1  # a snapshot
+        strategy.step_done()
+    strategy.barrier()
+    note("end", text=f"{{small.numpy()[0]:g}} {{set(large.numpy().tolist())}}")
+
+{begin}
+    if strategy.is_ps:
+        strategy.serve()
+        note("served")
+    else:
+        work()
+"""
+RAISES = 'raise KeyError("mine")'
+EXITS = "sys.exit(3)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+QUITS = "os._exit(0)"
+LATER = """
+    try:
+        with strategy:
+            raise KeyError("mine")
+    except KeyError:
+        raise ValueError("later") from None
+"""
+INTERRUPTED = """
+    def interrupt(number, frame):
+        raise KeyError("mine")
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.004)
+    while True:
+        strategy.flush()
+"""
+
+
+def program(fault: str, arguments: str = "", begin: str = "if True:") -> str:
+    return PROGRAM.format(fault=fault, arguments=arguments, begin=begin)
+
+
+def require_rest(ended: Ended, placement: Placement, num_ps: int = 1) -> None:
+    """Require that all ranks but the faulty one came to their end, and that what it had changed is there."""
+    workers = placement.size - num_ps
+    value = 30 * (workers - 1) + 10
+    texts = {note.text for note in ended.of("end").values()}
+    assert texts == {f"{value} {{{float(value)}}}"}, ended
+    assert len(ended.of("end")) == workers - 1
+    assert set(ended.of("served")) == set(range(workers, placement.size))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("begin", ["if True:", "with strategy:"], ids=["bare", "with"])
+@pytest.mark.parametrize(
+    ("fault", "status", "line"),
+    [(RAISES, 1, "KeyError: 'mine'"), (EXITS, 3, "SystemExit: 3"), (INTERRUPTED, 1, "KeyError: 'mine'")],
+    ids=["raise", "exit", "signal"],
+)
+def test_others_finish_without_a_worker_that_fails(job: Job, fault: str, status: int, line: str, begin: str) -> None:
+    """The traceback is shown once, and the exit status tells."""
+    ended = job(program(fault, begin=begin), FOUR)
+    assert ended.status == status, ended
+    assert ended.err.count("Traceback (most recent call last):") == 1, ended.err
+    assert ended.lines_of(1)[-1] == line
+    assert "worker 1 (rank 1) " in ended.err
+    require_rest(ended, FOUR)
+
+
+def test_a_worker_that_fails_later_by_itself_leaves_the_others_alone(job: Job) -> None:
+    """It has left with an exception that was caught; another one ends its program."""
+    ended = job(program(LATER), THREE)
+    assert ended.status == 1
+    assert ended.lines_of(1)[-1] == "ValueError: later"
+    require_rest(ended, THREE)
+
+
+@pytest.mark.parametrize(
+    ("placement", "arguments", "num_ps"),
+    [(FOUR, "staleness=0", 1), (TWO_NODES, "num_ps=2", 2), (FIVE, "num_ps=3", 3)],
+    ids=["synchronous", "two servers, two nodes", "three servers"],
+)
+@again_if_slow
+def test_others_finish_without_a_worker_that_is_killed(
+    job: Job, placement: Placement, arguments: str, num_ps: int
+) -> None:
+    """Where the launcher lets them: then the last rank says at the end why the job cannot end well."""
+    ended = job(program(KILLED, arguments), placement, is_blind=True)
+    assert ended.status == 75, ended
+    what = f"the process of rank 1 of {placement.size} ranks was lost before; all others are done"
+    assert ended.err.count(what) == 1
+    assert "worker 1 (rank 1) is lost: its process is gone" in ended.err
+    assert "Traceback" not in ended.err
+    require_rest(ended, placement, num_ps)
+    soon(max(note.at for note in ended.of("end").values()) - ended.of("fault")[1].at, 4 * AT_ONCE_SECONDS)
+
+
+def has_ulfm() -> bool:
+    """Whether the launcher starts ranks that survive the end of one of them."""
+    command = [*Launcher.find(None).command, "--with-ft", "ulfm", "-n", "1", "true"]
+    return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fault", [KILLED, QUITS], ids=["killed", "quits"])
+def test_open_mpi_survives_a_worker_that_is_killed(job: Job, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ULFM: MPI itself says that a process has failed, and the others go on."""
+    import mpi4py.MPI as MPI
+
+    if not MPI.Get_library_version().startswith("Open MPI") or not has_ulfm():
+        pytest.skip("this MPI does not survive the end of a rank")
+    find = Launcher.find
+    ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
+    monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
+    ended = job(program(fault), FOUR)
+    assert ended.status == 75, ended
+    assert "worker 1 (rank 1) is lost" in ended.err
+    require_rest(ended, FOUR)
+
+
+def test_a_server_that_fails_ends_the_job(job: Job) -> None:
+    """Nothing goes on without it."""
+    body = program("pass").replace("strategy.serve()", "{}['mine']")
+    ended = job(body, THREE)
+    assert ended.status == 1
+    assert ended.lines_of(2)[-1:] == ["KeyError: 'mine'"], ended
+    assert ended.err.count("Traceback (most recent call last):") == 1, ended.err
+    assert not ended.of("end")
+
+
+IN_A_REQUEST = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
+if strategy.is_ps:
+    strategy.serve()
+else:
+    with strategy.scope():
+        large = mpidist.Variable(np.zeros(8 << 20, np.float32))
+    delta = np.ones(8 << 20, np.float32)
+    if rank == 1:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        while True:
+            large.assign_add(delta)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.6:
+        large.assign_add(delta)
+        large.numpy()
+    note("end")
+"""
+
+
+def test_nobody_waits_for_the_rest_of_a_request(job: Job) -> None:
+    """The worker is killed while it sends a large array."""
+    ended = job(IN_A_REQUEST, THREE, is_blind=True)
+    assert ended.status == 75, ended
+    assert set(ended.of("end")) == {0}
+    assert "worker 1 (rank 1) is lost" in ended.err

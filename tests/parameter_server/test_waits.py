@@ -1,0 +1,110 @@
+"""How long requests may take, which thread makes them, and what is told of the ranks that others wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from parameter_server.clusters import on_workers
+from support.everywhere import raises_everywhere
+
+from mpidist import CommunicationOptions, Variable
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.experimental import ParameterServerStrategy
+from mpidist.parameter_server import Role
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+SHORT = CommunicationOptions(timeout_seconds=0.3)
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.core
+def test_a_strategy_has_a_deadline_of_its_own(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before that of the environment; afterwards the strategy works, and reset() has nothing to do."""
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        if strategy.is_chief:
+            variable.numpy()
+            time.sleep(0.6)
+        else:
+            begun = time.monotonic()
+            with pytest.raises(
+                DeadlineExceededError, match=r"waited 0.3 s, and .*rank 0 did not make this call"
+            ) as caught:
+                strategy.barrier()
+            assert 0.3 <= time.monotonic() - begun < 0.6
+            assert "rank 0: finished read of" in str(caught.value)
+            strategy.reset()
+        variable.assign_add(1.0)
+        strategy.barrier()
+        assert float(variable) == strategy.topology.size
+
+    on_workers(comm, work, communication_options=SHORT)
+
+
+def test_deadlines_that_differ_are_refused(comm: Intracomm) -> None:
+    options = CommunicationOptions(timeout_seconds=1 + comm.rank % 2)
+    if comm.size > 1:
+        with raises_everywhere(comm, InvalidArgumentError, "timeout_seconds must be the same on all ranks"):
+            ParameterServerStrategy(comm=comm, communication_options=options)
+    with raises_everywhere(comm, TypeError, "communication_options must be CommunicationOptions, got float"):
+        ParameterServerStrategy(comm=comm, communication_options=3.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.core
+def test_one_thread_makes_the_requests(comm: Intracomm) -> None:
+    """As in the other strategies: another one is refused as long as the first one lives, and later takes over."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        has_called, is_over = threading.Event(), threading.Event()
+
+        def first() -> None:
+            variable.assign_add(1.0)
+            has_called.set()
+            is_over.wait(10)
+
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        has_called.wait(10)
+        for call in (variable.numpy, strategy.flush, strategy.barrier, strategy.close):
+            with pytest.raises(RuntimeError, match="but thread 'first' makes this strategy's calls"):
+                call()
+        is_over.set()
+        thread.join()
+        strategy.barrier()
+        assert float(variable) == strategy.topology.size
+
+    on_workers(comm, work)
+
+
+@pytest.mark.ranks(min=2)
+def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variable = Variable(0.0)
+        role, server = strategy.extended.service, comm.size - 1
+        assert isinstance(role, Role)
+        assert role.group is not None
+        until = time.monotonic() + 5
+        text = ""
+        while " requests, the last one of worker 0, rank 0)" not in text and time.monotonic() < until:
+            if strategy.is_chief:
+                variable.numpy()
+            time.sleep(0.01)
+            (text,) = role.group.status_lines([server])
+        start = f"rank {server}: is in the middle of serve() (parameter server 0 (rank {server}): "
+        assert text.startswith(start)
+        assert " requests, the last one of worker 0, rank 0)" in text
+        strategy.barrier()
+
+    on_workers(comm, work)
