@@ -4,6 +4,7 @@ One MPI rank is one replica. A strategy runs a step function on every rank and c
 within a node, across nodes, on NumPy or CuPy arrays.
 """
 
+from mpidist import checkpoint as checkpoint
 from mpidist import cluster_resolver as cluster_resolver
 from mpidist import context_stack as _context_stack
 from mpidist import errors as errors

@@ -15,7 +15,7 @@ _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
 _NOT_YET: Final = "not in this version, in which every rank computes: MultiWorkerMirroredStrategy"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
-_CHECKPOINTS: Final = "not in this version: save `variable.numpy()` on the chief"
+_CHECKPOINTS: Final = "not in this version: save with mpidist.checkpoint when a signal came, on all ranks alike"
 _WHY: Final[Mapping[str, str]] = {
     "AutoShardPolicy": "every rank takes its part of every global batch",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",

@@ -8,6 +8,7 @@ that, so `except OSError` around a collective call catches them, too.
 from __future__ import annotations
 
 __all__ = [
+    "DataLossError",
     "DeadlineExceededError",
     "InvalidArgumentError",
     "OutOfRangeError",
@@ -29,6 +30,10 @@ class InvalidArgumentError(ValueError):
 
 class DeadlineExceededError(TimeoutError):
     """Not all ranks joined a collective call, or the call did not complete, within its `timeout_seconds`."""
+
+
+class DataLossError(OSError):
+    """A file of a checkpoint is missing or damaged, or of another program."""
 
 
 class OutOfRangeError(IndexError):

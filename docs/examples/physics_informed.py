@@ -2,8 +2,8 @@
 
     python physics_informed.py                                  one rank, no launcher
     mpiexec -n 3 python physics_informed.py                     three ranks, the same weights, bit for bit
-    mpiexec -n 4 python physics_informed.py --steps 150 --save state.npz
-    mpiexec -n 3 python physics_informed.py --steps 300 --resume state.npz
+    mpiexec -n 4 python physics_informed.py --steps 150 --checkpoints kept
+    mpiexec -n 3 python physics_informed.py --steps 300 --checkpoints kept
 
 The number of replicas is chosen, whatever the number of ranks. At each step a replica draws points of its own, and sums
 the gradients of the equation's residual there; sums of replicas are added in one order on any number of ranks.
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
 
 UNITS, POINTS = 32, 64  # hidden units; points of each replica at a step
 
@@ -84,8 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=8, help="at least the number of ranks")
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", help="write the state to this file after the last step")
-    parser.add_argument("--resume", help="go on from the state in this file")
+    parser.add_argument("--checkpoints", help="save in this folder after the last step, and go on from there")
     return parser.parse_args()
 
 
@@ -95,12 +95,12 @@ def main() -> None:
     strategy = mpidist.MultiWorkerMirroredStrategy(replicas=options.replicas)
     network = make_network(options.seed)
     adam = Adam(network, options.learning_rate)
-    state = [*network, *adam.means, *adam.squares]
-    if options.resume:
-        with np.load(options.resume) as saved:
-            adam.step = int(saved["step"])
-            for at, array in enumerate(state):
-                array[...] = saved[f"array_{at}"]
+    with strategy.scope():
+        checkpoint = Checkpoint(network=network, means=adam.means, squares=adam.squares, step=0)
+    if options.checkpoints:
+        manager = CheckpointManager(checkpoint, options.checkpoints)
+        manager.restore_or_initialize()
+        adam.step = checkpoint.step
     count = strategy.num_replicas_in_sync * POINTS
     while adam.step < options.steps:
         sums = strategy.run(residual_gradients, args=(network, options.seed, adam.step))
@@ -108,8 +108,9 @@ def main() -> None:
         adam.update(network, [gradient / count for gradient in gradients])
         if strategy.is_chief and adam.step % 500 == 0:
             print(f"step {adam.step} of {options.steps}: mean squared residual {loss / count:.3e}", flush=True)
-    if strategy.is_chief and options.save:
-        np.savez(options.save, step=adam.step, **{f"array_{at}": array for at, array in enumerate(state)})
+    if options.checkpoints:
+        checkpoint.step = adam.step
+        manager.save(adam.step)
     x = np.linspace(0, 1, 1001)
     exact = np.sin(np.pi * x)
     error = np.linalg.norm(solution(network, x) - exact) / np.linalg.norm(exact)

@@ -173,6 +173,13 @@ class Role(Service):
                 "close the strategy, end the job, and start it again, from a checkpoint"
             )
 
+    def meet_peers(self, call: str, error: Exception | None = None) -> None:
+        """See `Service`. On workers."""
+        if self.servers is None:
+            raise RuntimeError(f"{call} on a parameter server: it is for workers; a server calls serve()")
+        self.servers.flush()
+        self.servers.meet(call, {}, error)
+
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         group, server = self.group, self.server

@@ -51,8 +51,8 @@ def test_weights_are_the_same_on_any_number_of_ranks(example: str, arguments: li
 
 def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Stopped on 4 ranks, it goes on with 3 as if it had never stopped."""
-    state = tmp_path / "state.npz"
-    weights("physics_informed.py", 4, "--steps", 150, "--save", state)
-    resumed = weights("physics_informed.py", 3, "--steps", 300, "--resume", state)
+    state = tmp_path / "kept"
+    weights("physics_informed.py", 4, "--steps", 150, "--checkpoints", state)
+    resumed = weights("physics_informed.py", 3, "--steps", 300, "--checkpoints", state)
     assert resumed == weights("physics_informed.py", 1, "--steps", 300)
     assert resumed != weights("physics_informed.py", 1, "--steps", 299)

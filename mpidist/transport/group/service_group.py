@@ -54,6 +54,18 @@ class Service(ABC):
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. `error`: the exception that leaves the strategy."""
 
+    @abstractmethod
+    def meet_peers(self, call: str, error: Exception | None = None) -> None:
+        """Wait until all ranks that do the same as this one make a call, and all that they have changed is changed.
+
+        Args:
+            call: What the ranks do, for people.
+            error: What went wrong on this rank; raised here, and told to the others.
+
+        Raises:
+            InvalidArgumentError: If ranks differ, or another one has an error.
+        """
+
 
 def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]:
     """Wait until all ranks come to build a group, and gather a picklable item of each. Collective.

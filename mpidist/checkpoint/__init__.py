@@ -1,0 +1,13 @@
+"""Checkpoints: the state of a program in files, which it goes on from with other ranks, too.
+
+checkpoint   what a program saves: named nests
+manager      numbered checkpoints in a folder
+leaves       the kinds of leaves of the nests
+saving       how ranks save together; restoring: how they restore
+files        the files
+"""
+
+from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.manager import CheckpointManager
+
+__all__ = ["Checkpoint", "CheckpointManager"]

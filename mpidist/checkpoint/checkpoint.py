@@ -1,0 +1,125 @@
+"""What a program saves and restores: named nests of variables, arrays, numbers and random number generators."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, final
+
+from mpidist import context_stack, nest
+from mpidist.checkpoint.restoring import restore
+from mpidist.checkpoint.saving import capture, write_together
+from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server import ServerVariable, ShardedVariable
+from mpidist.transport import open_groups
+from mpidist.variables import Variable
+
+__all__ = ["Checkpoint"]
+
+
+@final
+class Checkpoint:
+    """Named nests of variables, arrays, numbers, texts and NumPy's random number generators, saved and restored as one.
+
+        checkpoint = mpidist.checkpoint.Checkpoint(weights=weights, optimizer=moments, rng=rng, epoch=0)
+        checkpoint.epoch += 1
+        checkpoint.write("last")
+
+    A name of the checkpoint is an attribute. Variables, arrays and generators are restored in place; numbers and texts
+    are replaced in the checkpoint, so read them there: `checkpoint.epoch`.
+
+    What is equal on all ranks is written once, by rank 0: variables whose copies are equal, and whatever else is found
+    to be equal. Where ranks differ, each rank writes its own. A variable with `ON_READ` is written for each replica,
+    and is restored to another number of replicas by its aggregation.
+
+    Make it in the strategy's scope, or pass a variable of the strategy.
+
+    Args:
+        items: Nests by name.
+
+    Raises:
+        ValueError: If it cannot be told which strategy's checkpoint it is, or a name is one of a method.
+    """
+
+    def __init__(self, **items: Any) -> None:
+        taken = [name for name in items if hasattr(type(self), name)]
+        if taken:
+            raise ValueError(f"Checkpoint() got the name {taken[0]!r}, which is one of its own; choose another name")
+        self.__dict__["_items"] = dict(items)
+        self.__dict__["_strategy"] = _strategy_of(items)
+
+    def __getattr__(self, name: str) -> Any:
+        items = self.__dict__.get("_items", {})
+        if name not in items:
+            raise AttributeError(f"the checkpoint has no {name!r}; it has {', '.join(items) or 'nothing'}")
+        return items[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._items:
+            raise AttributeError(f"the checkpoint has no {name!r}; pass it to Checkpoint({name}=...)")
+        self._items[name] = value
+
+    @property
+    def strategy(self) -> CurrentStrategy:
+        """The strategy whose ranks save and restore together."""
+        strategy: CurrentStrategy = self.__dict__["_strategy"]
+        return strategy
+
+    def items(self) -> dict[str, Any]:
+        """Return the nests by name."""
+        return dict(self._items)
+
+    def write(self, path: str | os.PathLike[str]) -> str:
+        """Write a checkpoint. Collective; of parameter servers, local to the chief.
+
+        All of it is written beside `path` and renamed at the end, so that `path` is always a whole checkpoint, the
+        old one or the new one. Cost: two small rounds of all ranks, and the files.
+
+        Args:
+            path: A folder, equal on all ranks. A checkpoint that is there is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
+            OSError: If a rank cannot write. On every rank; what was in the place is there still.
+        """
+        snapshot = capture(self.strategy, Path(path), self._items, False, {})
+        write_together(self.strategy, snapshot, lambda: None)
+        return str(path)
+
+    def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> None:
+        """Restore a checkpoint, also one of another number of ranks, replicas or servers. Collective.
+
+        All is read and compared with its checksums before anything is changed. Rank 0 reads what is equal on all ranks
+        and sends it. Cost: the bytes of the file, and their broadcast.
+
+        Args:
+            path: The folder.
+            partial: Whether the checkpoint may lack names, or have others: what both have is restored.
+
+        Raises:
+            FileNotFoundError: If there is no such folder. On every rank.
+            DataLossError: If a file is missing or damaged, or of another program. On every rank.
+            ValueError: If names, shapes or dtypes differ, or what differed by rank is restored to another number of
+                ranks. On every rank.
+        """
+        self._items.update(restore(self.strategy, Path(path), self._items, partial))
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint: {', '.join(self._items)}>"
+
+
+def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
+    """Find the strategy whose ranks save together."""
+    leaves = [leaf for value in items.values() for leaf in nest.flatten(value)[0]]
+    found = [leaf.strategy for leaf in leaves if isinstance(leaf, (Variable, ServerVariable, ShardedVariable))]
+    spread: list[Any] = [one for one in found if one.extended.topology.size > 1 or one.extended.service is not None]
+    current = context_stack.current_strategy()
+    if context_stack.current() is None and not found and open_groups.num_open():
+        raise ValueError(
+            "Checkpoint() without a variable, and outside of strategy.scope(): it cannot be told which ranks save "
+            "together; make it inside of `with strategy.scope():`"
+        )
+    return (spread or found or [current])[0]

@@ -1,0 +1,231 @@
+"""The files of a checkpoint: arrays in safetensors files, and beside each a JSON file that describes them.
+
+A checkpoint is a folder. `manifest.json` lists its parts: `all`, which one rank writes, and `rank-3`, what only rank 3
+has. A part is `all.safetensors` and `all.json`. The folder is written beside its place, and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mpidist.errors import DataLossError
+
+__all__ = [
+    "COMMON",
+    "Part",
+    "PartFile",
+    "bytes_of",
+    "part_of_rank",
+    "publish",
+    "read_manifest",
+    "recover",
+    "recover_all",
+    "remove",
+    "write_part",
+]
+
+Array = np.ndarray[Any, Any]
+
+COMMON: Final = "all"
+_FORMAT: Final = {"format": "mpidist checkpoint", "version": 1}
+_MANIFEST: Final = "manifest.json"
+_KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
+    ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
+)
+
+
+@final
+class Part(NamedTuple):
+    """What one rank writes.
+
+    Attributes:
+        arrays: Arrays by name.
+        values: What JSON can hold, by name.
+    """
+
+    arrays: dict[str, Array]
+    values: dict[str, Any]
+
+    def put(self, name: str, state: Any) -> None:
+        """Add a state: an array, or what JSON can hold."""
+        if isinstance(state, np.ndarray):
+            self.arrays[name] = state
+        else:
+            self.values[name] = state
+
+
+def part_of_rank(rank: int) -> str:
+    """Name the part of what only one rank has."""
+    return f"rank-{rank}"
+
+
+def write_part(folder: Path, name: str, part: Part) -> None:
+    """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
+    plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
+    about = {key: [array.dtype.name, list(array.shape), _checksum(array)] for key, array in plain.items()}
+    file = folder / f"{name}.safetensors"
+    save_file({key: array if array.dtype.name in _KNOWN else bytes_of(array) for key, array in plain.items()}, file)
+    _sync(file)
+    _write_json(folder / f"{name}.json", {"arrays": about, "values": part.values})
+
+
+def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str]) -> None:
+    """Write the manifest of a folder whose parts are whole, and move the folder to its place.
+
+    Args:
+        folder: The folder.
+        place: Its place. A checkpoint that is there is replaced.
+        about: What the manifest says.
+        parts: The names of the parts.
+
+    Raises:
+        DataLossError: If a part is not there.
+    """
+    checksums = {name: zlib.crc32(_read_file(folder / f"{name}.json")) for name in parts}
+    _write_json(folder / _MANIFEST, {**_FORMAT, **about, "parts": checksums})
+    old = _replaced(place)
+    if place.exists():
+        remove(old)
+        place.rename(old)
+    folder.rename(place)
+    _sync(place.parent)
+    remove(old)
+
+
+def recover(place: Path) -> None:
+    """Move a checkpoint back whose job was killed just when the checkpoint was replaced."""
+    if not place.exists() and _replaced(place).exists():
+        _replaced(place).rename(place)
+
+
+def recover_all(directory: Path) -> None:
+    """Do so for all checkpoints in a folder, if there is such a folder."""
+    for old in directory.glob(".*.old"):
+        recover(directory / old.name.removeprefix(".").removesuffix(".old"))
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def read_manifest(place: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        DataLossError: If the folder is no checkpoint, or not whole.
+    """
+    if not place.exists():
+        raise FileNotFoundError(f"there is no checkpoint {str(place)!r}")
+    if not (place / _MANIFEST).is_file():
+        raise DataLossError(f"{str(place)!r} is no checkpoint of mpidist: it has no {_MANIFEST}")
+    manifest = _parse(place / _MANIFEST, _read_file(place / _MANIFEST))
+    found = {key: manifest.get(key) for key in _FORMAT}
+    if found != _FORMAT:
+        raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
+    return manifest
+
+
+@final
+class PartFile:
+    """A part that is read.
+
+    Args:
+        place: The folder of the checkpoint.
+        name: The name of the part.
+        manifest: The manifest of the checkpoint.
+
+    Attributes:
+        values: As in `Part`.
+
+    Raises:
+        DataLossError: If a file is missing, or is not the one that was written.
+    """
+
+    def __init__(self, place: Path, name: str, manifest: Mapping[str, Any]) -> None:
+        text = _read_file(place / f"{name}.json")
+        if zlib.crc32(text) != manifest["parts"].get(name):
+            raise DataLossError(f"{place / name!s}.json is damaged: its checksum is not that of the manifest")
+        about = _parse(place / f"{name}.json", text)
+        self.values: dict[str, Any] = about["values"]
+        self._about: dict[str, Any] = about["arrays"]
+        self._path = place / f"{name}.safetensors"
+        try:
+            self._file = safe_open(self._path, framework="numpy")
+        except (OSError, SafetensorError) as error:
+            raise DataLossError(f"{str(self._path)!r} is missing or damaged: {error}") from None
+
+    def form(self, key: str) -> str | None:
+        """Return dtype and shape of an array, `float32[3, 2]`; `None` if there is no such array."""
+        about = self._about.get(key)
+        return None if about is None else f"{about[0]}{about[1]}"
+
+    def array(self, key: str, dtype: np.dtype[Any]) -> Array:
+        """Read an array, whose dtype has the name that `form` returns, and compare its checksum."""
+        _, shape, checksum = self._about[key]
+        try:
+            array: Array = self._file.get_tensor(key)  # type: ignore[no-untyped-call]
+        except (OSError, SafetensorError) as error:
+            raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: {error}") from None
+        if _checksum(array) != checksum:
+            raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
+        return array if array.dtype == dtype else array.view(dtype).reshape(shape)
+
+
+def bytes_of(array: Array) -> Array:
+    """Return the bytes of a contiguous array, without a copy."""
+    flat: Array = array.reshape(-1).view(np.uint8)
+    return flat
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(bytes_of(array).data) if array.size else 0
+
+
+def _replaced(place: Path) -> Path:
+    return place.with_name(f".{place.name}.old")
+
+
+def _write_json(path: Path, item: Any) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(item))
+    _sync(new)
+    new.rename(path)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataLossError(f"{str(path)!r} is missing") from None
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DataLossError(f"{str(path)!r} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise DataLossError(f"{str(path)!r} is damaged: it holds no table")
+    return found
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,257 @@
+"""What a checkpoint holds: the kinds of leaves of its nests, how the state of each is read, and put back."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.context_stack import CurrentStrategy
+from mpidist.parameter_server import ServerVariable, ShardedVariable
+from mpidist.transport import arrays, value_text
+from mpidist.values import PerReplica
+from mpidist.variables import SyncOnReadVariable, Variable, VariableAggregation
+
+__all__ = ["Leaf", "Owner", "State", "form_of", "leaf_of"]
+
+Array = np.ndarray[Any, Any]
+State = Any  # a NumPy array, or what JSON can hold
+
+_OF_SERVERS: Final = (ServerVariable, ShardedVariable)
+_JSON: Final = (bool, int, float, str, type(None))
+
+
+@final
+class Owner(Enum):
+    """Whose state a leaf is."""
+
+    ALL = "all"  # one state, which all ranks share
+    RANK = "rank"  # each rank's, where ranks differ
+    REPLICA = "replica"  # each replica's
+
+
+class Leaf(ABC):
+    """One leaf of what a checkpoint holds.
+
+    Attributes:
+        name: The leaf's name in the checkpoint: `weights['kernel']`.
+        owner: Whose state it is.
+        form: What a state must be like: `float32[3, 2]`.
+        dtype: The dtype of an array; `None` of what JSON holds.
+        shape: The shape of an array.
+        is_on_servers: Whether one rank puts the state back for all.
+    """
+
+    owner = Owner.RANK
+    is_on_servers = False
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.form = name, form_of(value)
+        is_array = hasattr(value, "shape")
+        self.dtype: np.dtype[Any] | None = np.dtype(value.dtype) if is_array else None
+        self.shape: tuple[int, ...] = tuple(value.shape) if is_array else ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an array."""
+        return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self, data: Array) -> Array:
+        """View bytes as an array of the leaf's dtype and shape."""
+        array: Array = data.view(np.dtype(self.dtype)).reshape(self.shape)
+        return array
+
+    @abstractmethod
+    def states(self) -> list[State]:
+        """Return the state; of a replica's leaf, that of each replica of this rank. May be a view of the leaf."""
+
+    @abstractmethod
+    def restore(self, state: State) -> Any:
+        """Put a state back that fits, with all ranks. Returns what takes the leaf's place in its nest."""
+
+    def restore_replicas(self, states: Sequence[State]) -> None:
+        """Put back the state of each replica of this rank, of a replica's leaf."""
+        raise NotImplementedError
+
+    def join(self, states: Sequence[State]) -> State:
+        """Return one state for the states of all replicas that saved them, of a replica's leaf."""
+        raise NotImplementedError
+
+
+@final
+class _MirroredLeaf(Leaf):
+    """A variable whose copies are equal, or which lives on servers, or belongs to this rank alone."""
+
+    def __init__(self, name: str, variable: Variable | ServerVariable | ShardedVariable, owner: Owner) -> None:
+        super().__init__(name, variable)
+        self._variable, self.owner = variable, owner
+        self.is_on_servers = isinstance(variable, _OF_SERVERS)
+
+    def states(self) -> list[State]:
+        variable = self._variable
+        return [variable.numpy() if isinstance(variable, _OF_SERVERS) else _to_host(variable.local_value())]
+
+    def restore(self, state: State) -> Any:
+        self._variable.assign(state)
+        return self._variable
+
+
+@final
+class _ReplicaLeaf(Leaf):
+    """A variable whose copies may differ."""
+
+    owner = Owner.REPLICA
+
+    def __init__(self, name: str, variable: SyncOnReadVariable, strategy: Any) -> None:
+        super().__init__(name, variable)
+        self._variable, self._strategy = variable, strategy
+
+    def states(self) -> list[State]:
+        return [_to_host(value) for value in self._variable.values]
+
+    def restore(self, state: State) -> Any:
+        self._variable.assign(state)
+        return self._variable
+
+    def restore_replicas(self, states: Sequence[State]) -> None:
+        chosen = self._strategy.extended.replicas.tree is not None
+        self._strategy.run(self._variable.assign, args=(PerReplica(tuple(states)) if chosen else states[0],))
+
+    def join(self, states: Sequence[State]) -> State:
+        aggregation = self._variable.aggregation
+        if aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self.name} was saved by {len(states)} replicas, and there are "
+                f"{self._strategy.num_replicas_in_sync}: a variable with aggregation NONE has no value for another "
+                "number of replicas. Start as many, or choose SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return states[0]
+        total = np.asarray(np.sum(states, axis=0, dtype=states[0].dtype))
+        return total if aggregation is VariableAggregation.SUM else np.asarray(total / len(states), total.dtype)
+
+
+@final
+class _ArrayLeaf(Leaf):
+    """An array of any library, or a number of NumPy: written in place where the library lets it be."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._value, self._library = value, arrays.library_of(value)
+        native = self._library.to_native(value)
+        super().__init__(name, native)
+        dtype = native.dtype
+        if dtype.hasobject or dtype.kind in "USM" or dtype.names:
+            raise TypeError(f"{name} is an array of dtype {dtype}: a checkpoint holds arrays of numbers")
+
+    def states(self) -> list[State]:
+        return [_to_host(self._library.to_native(self._value))]
+
+    def restore(self, state: State) -> Any:
+        target = self._library.to_target(self._value)
+        is_device = arrays.is_device(self._library.to_native(self._value))
+        state = arrays.to_device(state) if is_device else state
+        if target is None or not (is_device or target.flags.writeable):
+            return self._library.from_native(state, self._value)
+        target[...] = state
+        return self._value
+
+
+@final
+class _PlainLeaf(Leaf):
+    """A Python number, a text, or `None`."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name, value)
+        self._value = value
+
+    def states(self) -> list[State]:
+        return [self._value]
+
+    def restore(self, state: State) -> Any:
+        return state
+
+
+@final
+class _GeneratorLeaf(Leaf):
+    """A random number generator of NumPy."""
+
+    def __init__(self, name: str, generator: np.random.Generator) -> None:
+        super().__init__(name, generator.bit_generator.state)
+        self._generator, self._source = generator, generator.bit_generator
+
+    def states(self) -> list[State]:
+        return [_with_lists(self._source.state)]
+
+    def restore(self, state: State) -> Any:
+        self._source.state = _with_arrays(state, self._source.state)
+        return self._generator
+
+
+def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
+    """Find the kind of a leaf.
+
+    Args:
+        name: The leaf's name.
+        value: The leaf.
+        strategy: The strategy of the checkpoint.
+
+    Raises:
+        TypeError: If a checkpoint cannot hold the value.
+        ValueError: If the value is a variable of another strategy.
+    """
+    if isinstance(value, (Variable, *_OF_SERVERS)):
+        return _leaf_of_variable(name, value, strategy)
+    if isinstance(value, np.random.Generator):
+        return _GeneratorLeaf(name, value)
+    if isinstance(value, _JSON):
+        return _PlainLeaf(name, value)
+    try:
+        return _ArrayLeaf(name, value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: a checkpoint holds variables, arrays, numbers, texts and random number generators of NumPy, in "
+            f"nests, and got {value_text(value)}: {error}"
+        ) from None
+
+
+def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
+    own = variable.strategy
+    if own is not strategy:
+        if own.extended.topology.size == 1 and own.extended.service is None:
+            return _MirroredLeaf(name, variable, Owner.RANK)
+        raise ValueError(f"{name} is a variable of {own}, and the checkpoint is of {strategy}")
+    if isinstance(variable, SyncOnReadVariable):
+        return _ReplicaLeaf(name, variable, strategy)
+    return _MirroredLeaf(name, variable, Owner.ALL)
+
+
+def form_of(value: Any) -> str:
+    """Say what a state must be like: dtype and shape of an array, the kind of a generator."""
+    if hasattr(value, "shape"):
+        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+    if isinstance(value, dict):
+        return f"generator {value.get('bit_generator')}"
+    return "number or text"
+
+
+def _to_host(array: Any) -> Array:
+    host: Array = arrays.to_host(array) if arrays.is_device(array) else np.asarray(array)
+    return host
+
+
+def _with_lists(state: Any) -> Any:
+    """Write the state of a generator as JSON can hold it."""
+    if isinstance(state, dict):
+        return {key: _with_lists(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
+
+
+def _with_arrays(state: Any, like: Any) -> Any:
+    """Undo `_with_lists`, with the dtypes of another state."""
+    if isinstance(like, dict):
+        return {key: _with_arrays(state[key], value) for key, value in like.items()}
+    return np.array(state, like.dtype) if isinstance(like, np.ndarray) else state

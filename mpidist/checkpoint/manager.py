@@ -1,0 +1,195 @@
+"""Numbered checkpoints in a folder: the newest is restored, and old ones are removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.checkpoint.checkpoint import Checkpoint
+from mpidist.checkpoint.files import recover_all, remove
+from mpidist.checkpoint.saving import BackgroundWriting, capture, write_together
+from mpidist.errors import DataLossError
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger("mpidist.checkpoint")
+
+
+@final
+class CheckpointManager:
+    """Keeps the last checkpoints in a folder. A program that goes on where it was::
+
+        manager = mpidist.checkpoint.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
+        manager.restore_or_initialize()
+        while checkpoint.epoch < 100:
+            ...
+            checkpoint.epoch += 1
+            manager.save(checkpoint.epoch)
+
+    Args:
+        checkpoint: What is saved.
+        directory: The folder; made when it is needed. Equal on all ranks.
+        max_to_keep: How many checkpoints are kept; `None` for all.
+        checkpoint_name: How the names of the checkpoints begin.
+        background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
+            makes no call of MPI.
+
+    Attributes:
+        checkpoint: As given.
+        directory: As given.
+
+    Raises:
+        TypeError: If an argument is of another kind.
+        ValueError: If `max_to_keep` is less than 1, or the name is no name of a folder.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        *,
+        checkpoint_name: str = "ckpt",
+        background: bool = False,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
+        if max_to_keep is not None and _whole("max_to_keep", max_to_keep) < 1:
+            raise ValueError(f"max_to_keep must be at least 1, or None for all, got {max_to_keep}")
+        if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
+            raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
+        self.checkpoint, self.directory = checkpoint, str(directory)
+        self._max_to_keep, self._name, self._in_background = max_to_keep, checkpoint_name, background
+        self._writing: BackgroundWriting | None = None
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The checkpoints that this rank sees in the folder, oldest first. Local."""
+        return [str(self._place(number)) for number in self._numbers()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest checkpoint that this rank sees in the folder, or `None`. Local."""
+        return next(reversed(self.checkpoints), None)
+
+    latest = latest_checkpoint
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Save a checkpoint, and remove what is too old. Collective; of parameter servers, local to the chief.
+
+        Args:
+            checkpoint_number: The number, such as the step, at least 0 and equal on all ranks; by default one more than
+                that of the newest.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            TypeError: If the number is no whole number.
+            ValueError: If the number is below 0.
+            InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
+            OSError: If a rank cannot write, or could not write the checkpoint before, in the background. On every rank.
+        """
+        self.wait()
+        number = self._next_number() if checkpoint_number is None else _whole("checkpoint_number", checkpoint_number)
+        if number < 0:
+            raise ValueError(f"checkpoint_number must be at least 0, got {number}")
+        place, strategy = self._place(number), self.checkpoint.strategy
+        snapshot = capture(strategy, place, self.checkpoint.items(), self._in_background, {"number": number})
+        finish = partial(self._remove_old, number)
+        if self._in_background:
+            self._writing = BackgroundWriting(snapshot, finish)
+            self._writing.start()
+        else:
+            write_together(strategy, snapshot, finish)
+        return str(place)
+
+    def wait(self) -> None:
+        """Wait until this rank's files of the last `save` are written. Collective if `background` is true.
+
+        Raises:
+            OSError: If a rank could not write. On every rank.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        extended: Any = self.checkpoint.strategy.extended
+        with extended.raise_together("writing a checkpoint in the background"):
+            writing.join()
+            if writing.error is not None:
+                raise writing.error
+
+    def restore_or_initialize(self, *, skip_broken: bool = False) -> str | None:
+        """Restore the newest checkpoint, if there is one. Collective.
+
+        Args:
+            skip_broken: Whether to take the one before where files are missing or damaged, with a warning.
+
+        Returns:
+            The path of the checkpoint; `None` if there is none, so that the program begins.
+
+        Raises:
+            DataLossError: If files are missing or damaged. On every rank.
+            ValueError: As `Checkpoint.restore` does.
+        """
+        self.wait()
+        before: int | None = None
+        while (number := self._newest(before)) is not None:
+            place = self._place(number)
+            try:
+                self.checkpoint.restore(place)
+            except DataLossError as error:
+                if not skip_broken:
+                    raise
+                logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
+                before = number
+            else:
+                return str(place)
+        return None
+
+    def _place(self, number: int) -> Path:
+        return Path(self.directory) / f"{self._name}-{number}"
+
+    def _numbers(self) -> list[int]:
+        pattern = re.compile(rf"{re.escape(self._name)}-(\d+)")
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    def _next_number(self) -> int:
+        newest = self._newest(None, "save of a checkpoint")
+        return 1 if newest is None else newest + 1
+
+    def _newest(self, before: int | None, what: str = "restore of a checkpoint") -> int | None:
+        """Return the largest number that rank 0 sees, or the largest one before another. Collective."""
+        extended: Any = self.checkpoint.strategy.extended
+        extended.require_cross_replica(what)
+        newest = -1
+        with extended.raise_together(f"{what} in {self.directory!r}"):
+            if extended.group.topology.rank == 0:
+                recover_all(Path(self.directory))
+                numbers = [number for number in self._numbers() if before is None or number < before]
+                newest = max(numbers, default=-1)
+        newest = int(extended.cross_device_ops.broadcast(np.int64(newest), "all", call=what))
+        return None if newest < 0 else newest
+
+    def _remove_old(self, newest: int) -> None:
+        """Remove checkpoints that are too many, but not the one that was just saved."""
+        if self._max_to_keep is not None:
+            kept = [number for number in self._numbers() if number != newest]
+            for number in kept[: len(kept) + 1 - self._max_to_keep]:
+                remove(self._place(number))
+
+
+def _whole(name: str, number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        raise TypeError(f"{name} must be a whole number, got {number!r}")
+    return int(number)

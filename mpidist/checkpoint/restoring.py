@@ -1,0 +1,200 @@
+"""How ranks restore a checkpoint together: all of it is read and compared before anything is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.checkpoint.files import COMMON, PartFile, bytes_of, part_of_rank, read_manifest, recover
+from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
+from mpidist.checkpoint.saving import leaves_in, replica_key, together
+from mpidist.transport import shard_bounds
+
+__all__ = ["restore"]
+
+Array = np.ndarray[Any, Any]
+_CALL: Final = "restore of a checkpoint"
+
+
+@final
+class _Common(NamedTuple):
+    """What is the same on all ranks.
+
+    Attributes:
+        owners: Whose state each leaf is that is restored.
+        num_ranks: How many ranks have saved.
+        num_replicas: How many replicas have saved.
+        states: The states that rank 0 has read, or made from those of other ranks.
+    """
+
+    owners: Mapping[str, Owner]
+    num_ranks: int
+    num_replicas: int
+    states: dict[str, State]
+
+
+def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool) -> dict[str, Any]:
+    """Put the states of a checkpoint back. Collective.
+
+    Args:
+        strategy: The strategy.
+        place: The folder of the checkpoint.
+        items: Named nests, whose variables and arrays are written.
+        partial: Whether the checkpoint may lack leaves, or have others.
+
+    Returns:
+        The nests; another one where a leaf could not be written, such as a number.
+    """
+    extended = strategy.extended
+    extended.require_cross_replica(_CALL)
+    common: _Common | None = None
+    leaves: dict[str, Leaf] = {}
+    own: dict[str, list[State]] = {}
+    error: Exception | None = None
+    try:
+        leaves = leaves_in(items, strategy)
+    except Exception as problem:  # of any kind: the other ranks must learn of it
+        error = problem
+    extended.agree(_CALL, {"path": str(place), "names": ", ".join(leaves)}, error)
+    with together(strategy, f"{_CALL} {str(place)!r}"):
+        if extended.group.topology.rank == 0:
+            common = _read_common(strategy, place, leaves, partial)
+    common = _share(extended, leaves, common)
+    with together(strategy, f"{_CALL} {str(place)!r}: parts of the ranks"):
+        own = _read_own(extended, place, leaves, common)
+    restored = {}
+    for name, leaf in leaves.items():
+        if name in own and leaf.owner is Owner.REPLICA:
+            leaf.restore_replicas(own[name])
+        elif (name in own or name in common.states) and (strategy.is_chief or not leaf.is_on_servers):
+            restored[name] = leaf.restore(own[name][0] if name in own else common.states[name])
+    if extended.service is not None:
+        extended.service.meet_peers(_CALL, None)
+    return {item: _rebuilt(item, value, restored) for item, value in items.items()}
+
+
+def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
+    """Read the states that rank 0 sends to all ranks."""
+    recover(place)
+    manifest = read_manifest(place)
+    saved = {name: Owner(owner) for name, owner in manifest["owners"].items()}
+    owners = {name: owner for name, owner in saved.items() if name in leaves}
+    if not partial:
+        _require_same_names(place, set(leaves), set(saved))
+    replicas, group = strategy.extended.replicas, strategy.extended.group
+    common = _Common(owners, manifest["ranks"], manifest["replicas"], {})
+    part = PartFile(place, COMMON, manifest)
+    for name, owner in owners.items():
+        leaf = leaves[name]
+        if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
+            were, now = ("one copy for each replica", "equal copies")[:: 1 if owner is Owner.REPLICA else -1]
+            raise ValueError(f"{name} has {were} in {str(place)!r}, and {now} here: its synchronization is another one")
+        if owner is Owner.ALL:
+            common.states[name] = _state(place, part, name, leaf)
+        elif owner is Owner.RANK and common.num_ranks != group.topology.size:
+            raise ValueError(
+                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and there are "
+                f"{group.topology.size}: start as many, or restore without it"
+            )
+    others = [name for name, owner in owners.items() if owner is Owner.REPLICA]
+    if others and common.num_replicas != replicas.total:
+        parts = [PartFile(place, part_of_rank(rank), manifest) for rank in range(common.num_ranks)]
+        for name in others:
+            states = _states_of_replicas(place, parts, name, leaves[name], range(common.num_replicas), common)
+            common.states[name] = leaves[name].join(states)
+    return common
+
+
+def _read_own(extended: Any, place: Path, leaves: Mapping[str, Leaf], common: _Common) -> dict[str, list[State]]:
+    """Read what belongs to this rank, or to its replicas."""
+    names = [name for name in common.owners if name not in common.states]
+    if not names:
+        return {}
+    manifest = read_manifest(place)
+    bounds = shard_bounds(common.num_replicas, common.num_ranks)
+    ids, rank = extended.replicas.ids_here, extended.group.topology.rank
+    ranks = {rank, *(_rank_of(bounds, replica_id) for replica_id in ids)} & set(range(common.num_ranks))
+    parts = {one: PartFile(place, part_of_rank(one), manifest) for one in sorted(ranks)}
+    own = {}
+    for name in names:
+        if common.owners[name] is Owner.REPLICA:
+            files = [parts.get(one) for one in range(common.num_ranks)]
+            own[name] = _states_of_replicas(place, files, name, leaves[name], ids, common)
+        else:
+            own[name] = [_state(place, parts[rank], name, leaves[name])]
+    return own
+
+
+def _states_of_replicas(
+    place: Path, parts: Any, name: str, leaf: Leaf, replica_ids: range, common: _Common
+) -> list[State]:
+    bounds = shard_bounds(common.num_replicas, common.num_ranks)
+    return [
+        _state(place, parts[_rank_of(bounds, replica_id)], replica_key(name, replica_id), leaf)
+        for replica_id in replica_ids
+    ]
+
+
+def _rank_of(bounds: Any, replica_id: int) -> int:
+    return max(rank for rank, start in enumerate(bounds[:-1]) if start <= replica_id)
+
+
+def _state(place: Path, part: PartFile, key: str, leaf: Leaf) -> State:
+    """Read a state, and require that the leaf takes it."""
+    form = form_of(part.values[key]) if key in part.values else part.form(key)
+    if form != leaf.form:
+        raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(place)!r} is {form}")
+    return part.values[key] if leaf.dtype is None else part.array(key, leaf.dtype)
+
+
+def _require_same_names(place: Path, leaves: set[str], saved: set[str]) -> None:
+    texts = []
+    if leaves - saved:
+        texts.append(f"{_names(leaves - saved)} {'is' if len(leaves - saved) == 1 else 'are'} not in it")
+    if saved - leaves:
+        texts.append(f"{_names(saved - leaves)} of it would be left")
+    if texts:
+        raise ValueError(
+            f"{str(place)!r} holds other things than this checkpoint: {', and '.join(texts)}. Pass partial=True to "
+            "restore what both have"
+        )
+
+
+def _names(names: set[str]) -> str:
+    found = sorted(names)
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+
+
+def _share(extended: Any, leaves: Mapping[str, Leaf], common: _Common | None) -> _Common:
+    """Send what rank 0 has read to all ranks. Collective."""
+    if extended.group.topology.size == 1:
+        assert common is not None
+        return common
+    ops = extended.cross_device_ops
+    about = b""
+    if common is not None:
+        owners = {name: owner.value for name, owner in common.owners.items()}
+        plain = {name: state for name, state in common.states.items() if not isinstance(state, np.ndarray)}
+        arrays = [name for name in common.states if name not in plain]
+        about = json.dumps([owners, common.num_ranks, common.num_replicas, plain, arrays]).encode()
+    size = int(ops.broadcast(np.int64(len(about)), "all", call=_CALL))
+    text = np.frombuffer(about, np.uint8) if common is not None else np.empty(size, np.uint8)
+    owners, num_ranks, num_replicas, plain, arrays = json.loads(bytes(ops.broadcast(text, "all", call=_CALL)))
+    raw = [
+        np.empty(leaves[name].nbytes, np.uint8) if common is None else bytes_of(common.states[name]) for name in arrays
+    ]
+    sent = ops.broadcast(raw, "all", call=_CALL) if raw else []
+    states = {name: leaves[name].array(data) for name, data in zip(arrays, sent, strict=True)}
+    return _Common({name: Owner(owner) for name, owner in owners.items()}, num_ranks, num_replicas, plain | states)
+
+
+def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:
+    """Return a nest with restored leaves; the nest itself if all of them were written where they are."""
+    flat, structure = nest.flatten(value)
+    new = [restored.get(item + path, leaf) for path, leaf in zip(nest.paths(structure), flat, strict=True)]
+    return value if all(one is other for one, other in zip(new, flat, strict=True)) else nest.rebuild(value, new)

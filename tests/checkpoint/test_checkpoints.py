@@ -1,0 +1,336 @@
+"""Checkpoints: what they hold, what is restored on how many ranks, replicas and servers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensors
+from parameter_server.clusters import on_workers
+from safetensors.numpy import load_file
+from support.everywhere import raises_everywhere, same_everywhere
+
+import mpidist
+from mpidist import MirroredStrategy, MultiWorkerMirroredStrategy, Variable
+from mpidist.checkpoint import Checkpoint
+from mpidist.errors import InvalidArgumentError
+from mpidist.experimental import CentralStorageStrategy, partitioners
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+several = pytest.mark.ranks(min=2)
+DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "bool", "complex64", "complex128"]
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def numbers(dtype: Any, *shape: int) -> Any:
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 100 - 3).astype(dtype)
+
+
+def test_variables_and_arrays_come_back_in_place(comm: Intracomm, placement: object, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        require_all_come_back(comm, strategy, folder)
+
+
+@pytest.mark.parametrize("make", [MirroredStrategy, CentralStorageStrategy])
+def test_variables_of_one_node_come_back_in_place(comm: Intracomm, folder: Path, make: Any) -> None:
+    with make(comm=comm) as strategy:
+        require_all_come_back(comm, strategy, folder)
+
+
+def require_all_come_back(comm: Intracomm, strategy: Any, folder: Path) -> None:
+    with strategy.scope():
+        arrays = {dtype: numbers(dtype, 3, 5) for dtype in DTYPES} | {
+            "bfloat16": numbers(ml_dtypes.bfloat16, 7),
+            "float8": numbers(ml_dtypes.float8_e4m3fn, 4),
+            "empty": np.zeros((0, 3)),
+            "none": np.array(2.5),
+            "columns": np.asfortranarray(numbers("f", 4, 3)),
+            "strided": numbers("f", 8)[::2],
+        }
+        kept = {name: array.copy() for name, array in arrays.items()}
+        variables = [Variable(numbers("f", 2, 3)), {"step": Variable(7), "half": Variable(numbers("e", 5))}]
+        checkpoint = Checkpoint(arrays=arrays, variables=variables)
+        assert checkpoint.strategy is strategy
+        path = checkpoint.write(folder / "one")
+        variables[0].assign(np.zeros((2, 3), "f"))
+        variables[1]["step"].assign(0)
+        variables[1]["half"].assign(np.ones(5, "e"))
+        for array in arrays.values():
+            array[...] = 1
+        checkpoint.restore(path)
+        assert checkpoint.arrays is arrays
+        assert checkpoint.variables is variables
+        for name, array in arrays.items():
+            assert array.dtype == kept[name].dtype, name
+            assert (array == kept[name]).all(), name
+        assert (variables[0].numpy() == numbers("f", 2, 3)).all()
+        assert variables[1]["step"].numpy() == 7
+        assert (variables[1]["half"].numpy() == numbers("e", 5)).all()
+        assert same_everywhere(comm, variables[0].numpy().tolist())
+
+
+def test_numbers_texts_and_generators(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        kinds = [np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64]
+        rngs = [np.random.Generator(kind(5)) for kind in kinds]
+        rngs[0].integers(10, dtype=np.int32)  # keeps half of a number for the next call
+        tensor = tensors.Tensor(np.arange(3.0))
+        plain = {"epoch": 3, "rate": 0.1, "name": "a 'b'", "on": True, "none": None, "big": 1 << 80}
+        frozen = np.arange(4)
+        frozen.setflags(write=False)
+        checkpoint = Checkpoint(
+            epoch=1, plain=plain, rngs=rngs, scalar=np.float32(2.5), frozen=frozen, z=1 + 2j, tensor=tensor
+        )
+        path = checkpoint.write(folder / "plain")
+        wanted = [rng.random(5) for rng in rngs]
+        checkpoint.epoch += 1
+        checkpoint.plain = dict.fromkeys(plain, 0)
+        checkpoint.scalar, checkpoint.frozen, checkpoint.z = np.float32(0), np.zeros(4, int), 0j
+        tensor.array[...] = 0
+        checkpoint.restore(path)
+        assert checkpoint.epoch == 1
+        assert checkpoint.plain == plain
+        assert [rng.random(5).tolist() for rng in rngs] == [own.tolist() for own in wanted]
+        assert checkpoint.rngs[0] is rngs[0]
+        assert (checkpoint.scalar, type(checkpoint.scalar)) == (2.5, np.float32)
+        assert (checkpoint.z, checkpoint.frozen.tolist()) == (1 + 2j, [0, 1, 2, 3])
+        assert checkpoint.tensor.array.tolist() == [0, 1, 2]
+
+
+def test_one_copy_of_what_is_equal(comm: Intracomm, placement: object, folder: Path) -> None:
+    """Of what differs, each rank's; and the files are open to others."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        kernel = Variable(numbers("f", 100, 10))
+        same, own = np.arange(1000.0), np.full(10, comm.rank)
+        checkpoint = Checkpoint(kernel=kernel, same=same)
+        path = Path(checkpoint.write(folder / "equal"))
+        assert sorted(one.name for one in path.iterdir()) == ["all.json", "all.safetensors", "manifest.json"]
+        found = load_file(path / "all.safetensors")
+        assert (found["kernel"] == kernel.numpy()).all()
+        assert (found["same"] == same).all()
+        Checkpoint(kernel=kernel, same=same, own=own).write(path)
+        files = {one.name for one in path.iterdir()}
+        parts = {f"rank-{rank}.{end}" for rank in range(comm.size) for end in ("json", "safetensors")}
+        assert files - parts == {"all.json", "all.safetensors", "manifest.json"}
+        assert files & parts == (parts if comm.size > 1 else set())
+        assert [one.name for one in folder.iterdir()] == ["equal"]
+        own[...] = -1
+        Checkpoint(kernel=kernel, same=same, own=own).restore(path)
+        assert own.tolist() == [comm.rank] * 10
+
+
+def metrics(strategy: Any) -> dict[str, Variable]:
+    kinds = {"sum": 0, "mean": 0.0, "only_first_replica": 0, "none": 0}
+    with strategy.scope():
+        return {
+            kind: Variable(value, name=kind, synchronization="ON_READ", aggregation=kind)
+            for kind, value in kinds.items()
+        }
+
+
+def own_ids(strategy: Any, variables: dict[str, Variable]) -> None:
+    """Give the copies of each replica the replica's id and 3."""
+
+    def step() -> None:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        for variable in variables.values():
+            variable.assign(context.replica_id_in_sync_group + 3)
+
+    strategy.run(step)
+
+
+def copies(comm: Intracomm, variable: Variable) -> list[Any]:
+    return [float(value) for own in comm.allgather(variable.values) for value in own]
+
+
+@pytest.mark.parametrize("replicas", [None, 8])
+def test_copies_that_differ_come_back_on_as_many_replicas(
+    comm: Intracomm, placement: object, folder: Path, replicas: int | None
+) -> None:
+    """Also on other ranks, if the number of replicas was chosen."""
+    half = comm.Split(comm.rank * 2 >= comm.size, comm.rank) if replicas else comm
+    with MultiWorkerMirroredStrategy(replicas=replicas, comm=comm) as strategy:
+        variables = metrics(strategy)
+        own_ids(strategy, variables)
+        path = Checkpoint(**variables).write(folder / "replicas")
+        total = strategy.num_replicas_in_sync
+    with MultiWorkerMirroredStrategy(replicas=replicas, comm=half) as strategy:
+        variables = metrics(strategy)
+        checkpoint = Checkpoint(**variables)
+        checkpoint.restore(path)
+        for variable in variables.values():
+            assert copies(half, variable) == [replica + 3.0 for replica in range(total)]
+    comm.Barrier()
+
+
+@pytest.mark.ranks(3, 4)
+def test_copies_that_differ_are_aggregated_for_fewer_ranks(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        variables = metrics(strategy)
+        own_ids(strategy, variables)
+        path = Checkpoint(**variables).write(folder / "sums")
+    two = comm.Split(comm.rank < 2, comm.rank)
+    total = sum(rank + 3 for rank in range(comm.size))
+    if comm.rank < 2:
+        with MultiWorkerMirroredStrategy(comm=two) as strategy:
+            variables = metrics(strategy)
+            with raises_everywhere(two, ValueError, "aggregation NONE has no value for another number of replicas"):
+                Checkpoint(**variables).restore(path)
+            assert copies(two, variables["sum"]) == [0, 0]
+            del variables["none"]
+            Checkpoint(**variables).restore(path, partial=True)
+            assert variables["sum"].numpy() == total
+            assert variables["mean"].numpy() == pytest.approx(total / comm.size)
+            assert copies(two, variables["only_first_replica"]) == [3, 3]
+            with raises_everywhere(two, ValueError, "sum has one copy for each replica .* synchronization is another"):
+                Checkpoint(sum=Variable(0)).restore(path, partial=True)
+    comm.Barrier()
+
+
+@several
+def test_what_differs_by_rank_needs_as_many_ranks(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        rng = np.random.default_rng(comm.rank)
+        checkpoint = Checkpoint(rng=rng, epoch=2, own=comm.rank)
+        path = checkpoint.write(folder / "own")
+        wanted, checkpoint.own = rng.random(3).tolist(), -1
+        checkpoint.restore(path)
+        assert rng.random(3).tolist() == wanted
+        assert (checkpoint.epoch, checkpoint.own) == (2, comm.rank)
+    alone = comm.Split(comm.rank, 0)
+    with MultiWorkerMirroredStrategy(comm=alone) as strategy, strategy.scope():
+        checkpoint = Checkpoint(rng=rng, epoch=0, own=5)
+        with pytest.raises(ValueError, match=rf"rng differed between the {comm.size} ranks that saved .* there are 1"):
+            checkpoint.restore(path)
+        assert (checkpoint.epoch, checkpoint.own) == (0, 5)
+        checkpoint = Checkpoint(epoch=0)
+        checkpoint.restore(path, partial=True)
+        assert checkpoint.epoch == 2
+    comm.Barrier()
+
+
+def test_variables_on_servers_are_one_each(comm: Intracomm, folder: Path) -> None:
+    """They are restored to another number of shards and servers, and by other strategies."""
+
+    def save(strategy: Any) -> None:
+        with strategy.scope():
+            table = Variable(numbers("f", 10, 2), name="table")
+            step = Variable(5, name="step")
+        if strategy.is_chief:
+            Checkpoint(table=table, step=step, epoch=4).write(folder / "servers")
+        else:
+            with pytest.raises(RuntimeError, match=r"is for the chief: write `if strategy\.is_chief:`"):
+                Checkpoint(table=table, step=step, epoch=4).write(folder / "servers")
+        strategy.barrier()
+
+    def restore(strategy: Any) -> None:
+        with strategy.scope():
+            table = Variable(np.zeros((10, 2), "f"), name="table")
+            step = Variable(0, name="step")
+        checkpoint = Checkpoint(table=table, step=step, epoch=0)
+        checkpoint.restore(folder / "servers")
+        assert (table.numpy() == numbers("f", 10, 2)).all()
+        assert (step.numpy(), checkpoint.epoch) == (5, 4)
+        with pytest.raises((FileNotFoundError, InvalidArgumentError), match="there is no checkpoint"):
+            checkpoint.restore(folder / "absent")
+        with pytest.raises((ValueError, InvalidArgumentError), match="more is not in it"):
+            Checkpoint(table=table, step=step, epoch=0, more=1).restore(folder / "servers")
+
+    on_workers(comm, save, variable_partitioner=partitioners.FixedShardsPartitioner(4))
+    on_workers(
+        comm, restore, variable_partitioner=partitioners.FixedShardsPartitioner(3), num_ps=max(1, comm.size // 2)
+    )
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        table = Variable(np.zeros((10, 2), "f"))
+        Checkpoint(table=table).restore(folder / "servers", partial=True)
+        assert (table.numpy() == numbers("f", 10, 2)).all()
+
+
+def test_other_forms_are_refused_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        path = Checkpoint(a=np.arange(4.0), b=[np.arange(3), 1], rng=np.random.default_rng(1)).write(folder / "one")
+        for other, pattern in (
+            ({"a": np.zeros(4, "f"), "b": [np.zeros(3, int), 0]}, r"a is float32\[4\], and a in .* is float64\[4\]"),
+            ({"a": np.zeros(4), "b": [np.zeros(2, int), 0]}, r"b\[0\] is int64\[2\], and .* is int64\[3\]"),
+            ({"a": np.zeros(4), "b": [np.zeros(3, int), np.zeros(1)]}, r"b\[1\] is float64\[1\], .* is number or text"),
+            ({"a": 1.0, "b": [np.zeros(3, int), 0]}, r"a is number or text, and a in .* is float64\[4\]"),
+        ):
+            checkpoint = Checkpoint(**other, rng=np.random.Generator(np.random.PCG64(2)))
+            with raises_everywhere(comm, ValueError, pattern):
+                checkpoint.restore(path)
+            assert not np.any(checkpoint.b[0])
+        with raises_everywhere(comm, ValueError, "rng is generator Philox, and rng in .* is generator PCG64"):
+            Checkpoint(rng=np.random.Generator(np.random.Philox(1))).restore(path, partial=True)
+        with raises_everywhere(comm, ValueError, r"c is not in it, and a, b\[0\], b\[1\] and rng|c is not in it"):
+            Checkpoint(c=1).restore(path)
+        partly = Checkpoint(c=1, b=[np.zeros(3, int), 0])
+        partly.restore(path, partial=True)
+        assert (partly.c, partly.b[0].tolist(), partly.b[1]) == (1, [0, 1, 2], 1)
+
+
+def test_wrong_use(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=comm) as other:
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="it cannot be told which ranks save together; make it inside of"):
+                Checkpoint(a=np.zeros(3))
+        with pytest.raises(ValueError, match="got the name 'write', which is one of its own"):
+            Checkpoint(write=1)
+        with strategy.scope():
+            checkpoint = Checkpoint(a=np.zeros(3), v=Variable(1.0))
+        with other.scope():
+            foreign = Variable(1.0)
+        with pytest.raises(AttributeError, match=r"has no 'b'; it has a, v"):
+            _ = checkpoint.b
+        with pytest.raises(AttributeError, match=r"pass it to Checkpoint\(b=\.\.\.\)"):
+            checkpoint.b = 1
+        assert repr(checkpoint) == "<Checkpoint: a, v>"
+        for bad, error, pattern in (
+            (object(), TypeError, "a holds variables|a: a checkpoint holds variables, arrays"),
+            (np.array(["a"]), TypeError, "array of dtype <U1"),
+            (np.array([None]), TypeError, "array of dtype object"),
+        ):
+            checkpoint.a = bad
+            with raises_everywhere(comm, error, pattern):
+                checkpoint.write(folder / "bad")
+        checkpoint.a = [foreign]
+        if comm.size > 1:
+            with raises_everywhere(comm, ValueError, r"a\[0\] is a variable of <MultiWorker"):
+                checkpoint.write(folder / "bad")
+        checkpoint.a = 1
+        with pytest.raises(RuntimeError, match="requires being in cross-replica context"):
+            strategy.run(lambda: checkpoint.write(folder / "bad"))
+        assert list(folder.iterdir()) == []
+
+
+@several
+def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        extra = {"more": 1} if comm.rank == comm.size - 1 else {}
+        with raises_everywhere(comm, InvalidArgumentError, "save of a checkpoint .*names"):
+            Checkpoint(a=1, **extra).write(folder / "one")
+        with raises_everywhere(comm, InvalidArgumentError, "save of a checkpoint .*path"):
+            Checkpoint(a=1).write(folder / f"rank{comm.rank == 0}")
+        path = Checkpoint(a=1).write(folder / "one")
+        with raises_everywhere(comm, InvalidArgumentError, "restore of a checkpoint .*names"):
+            Checkpoint(a=1, **extra).restore(path)
+
+
+def test_manifest_says_who_saved(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(replicas=5, comm=comm) as strategy, strategy.scope():
+        path = Checkpoint(v=Variable([1.0, 2.0]), n=1).write(folder / "one")
+    about = json.loads((Path(path) / "manifest.json").read_text())
+    assert (about["format"], about["ranks"], about["replicas"]) == ("mpidist checkpoint", comm.size, 5)
+    assert about["owners"] == {"v": "all", "n": "all"}

@@ -1,0 +1,281 @@
+"""Numbered checkpoints: which is restored, which are kept, files that are damaged, writing in the background."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere
+
+from mpidist import MultiWorkerMirroredStrategy, Variable
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.checkpoint import saving as saving_module
+from mpidist.errors import DataLossError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def made(strategy: Any, own: int) -> Checkpoint:
+    with strategy.scope():
+        return Checkpoint(weights=Variable(np.zeros(1000)), own=np.array([own]), step=0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_program_goes_on_where_it_was(comm: Intracomm, placement: object, folder: Path, background: bool) -> None:
+    for run in range(3):
+        with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+            checkpoint = made(strategy, comm.rank)
+            manager = CheckpointManager(checkpoint, folder / "runs", 2, background=background)
+            restored = manager.restore_or_initialize()
+            assert restored == (str(folder / "runs" / f"ckpt-{4 * run}") if run else None)
+            assert checkpoint.step == 4 * run
+            assert (checkpoint.weights.numpy() == 4 * run).all()
+            for _ in range(4):
+                checkpoint.step += 1
+                checkpoint.weights.assign_add(np.ones(1000))
+                manager.save(checkpoint.step)
+                checkpoint.own += 1
+            manager.wait()
+            comm.Barrier()
+            assert [Path(path).name for path in manager.checkpoints] == [f"ckpt-{4 * run + at}" for at in (3, 4)]
+            assert manager.latest == manager.latest_checkpoint == manager.checkpoints[-1]
+            assert checkpoint.own.tolist() == [comm.rank + 4 + 3 * run]
+            comm.Barrier()
+    assert sorted(one.name for one in (folder / "runs").iterdir()) == ["ckpt-11", "ckpt-12"]
+
+
+def test_numbers(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, 0)
+        manager = CheckpointManager(checkpoint, str(folder / "a" / "b"), None, checkpoint_name="model.v1")
+        assert manager.checkpoints == []
+        assert manager.latest is None
+        assert manager.restore_or_initialize() is None
+        assert not (folder / "a").exists()
+        comm.Barrier()
+        names = [Path(manager.save(number)).name for number in (None, None, 10, None, 5, 10)]
+        assert names == [f"model.v1-{number}" for number in (1, 2, 10, 11, 5, 10)]
+        comm.Barrier()
+        assert [Path(path).name for path in manager.checkpoints] == [f"model.v1-{at}" for at in (1, 2, 5, 10, 11)]
+        other = CheckpointManager(checkpoint, folder / "a" / "b", 1)
+        assert other.checkpoints == []
+        other.save(np.int64(3))
+        comm.Barrier()
+        assert len(manager.checkpoints) == 5
+        comm.Barrier()
+
+
+def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint: Any = made(strategy, 0)
+        for arguments, kind, pattern in (
+            ((checkpoint.items(), folder), TypeError, "takes a Checkpoint, got {"),
+            ((checkpoint, folder, 0), ValueError, "max_to_keep must be at least 1, or None for all, got 0"),
+            ((checkpoint, folder, 2.0), TypeError, "max_to_keep must be a whole number, got 2.0"),
+        ):
+            with pytest.raises(kind, match=pattern):
+                CheckpointManager(*arguments)
+        with pytest.raises(ValueError, match="checkpoint_name is for letters"):
+            CheckpointManager(checkpoint, folder, checkpoint_name="a/b")
+        manager = CheckpointManager(checkpoint, folder)
+        for number, kind, pattern in (
+            (-1, ValueError, "at least 0, got -1"),
+            (1.5, TypeError, "whole number, got 1.5"),
+        ):
+            with pytest.raises(kind, match=pattern):
+                manager.save(number)  # type: ignore[arg-type]
+        assert list(folder.iterdir()) == []
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "arrays cut": ("all.safetensors", cut, "all.safetensors.* is missing or damaged"),
+    "arrays flipped": ("all.safetensors", flip, "is damaged: another checksum was written"),
+    "arrays gone": ("all.safetensors", Path.unlink, "all.safetensors.* is missing or damaged"),
+    "part cut": ("all.json", cut, "all.json.* is damaged: its checksum is not that of the manifest"),
+    "part gone": ("all.json", Path.unlink, "all.json.* is missing"),
+    "manifest cut": ("manifest.json", cut, "manifest.json.* is damaged"),
+    "manifest gone": ("manifest.json", Path.unlink, "is no checkpoint of mpidist: it has no manifest.json"),
+    "manifest of others": ("manifest.json", lambda path: path.write_text('{"format": "x"}') and None, "another format"),
+    "own arrays": ("rank-{last}.safetensors", flip, "own in .* is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
+    comm: Intracomm, folder: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, spoil, pattern = DAMAGES[damage]
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        with strategy.scope():
+            checkpoint = Checkpoint(
+                **checkpoint.items(), seen=Variable(0, synchronization="ON_READ", aggregation="SUM")
+            )
+        manager = CheckpointManager(checkpoint, folder)
+        for step in (1, 2):
+            checkpoint.step = step
+            checkpoint.weights.assign(np.full(1000, float(step)))
+            path = Path(manager.save(step))
+        if comm.size == 1 and damage == "own arrays":
+            name, pattern = "rank-0.safetensors", "seen of replica 0 in .* is damaged|is missing or damaged"
+        if comm.rank == 0:
+            spoil(path / name.format(last=comm.size - 1))
+        comm.Barrier()
+        checkpoint.weights.assign(np.full(1000, 7.0))
+        pattern = pattern if damage != "own arrays" else "damaged"
+        with raises_everywhere(comm, DataLossError, pattern):
+            manager.restore_or_initialize()
+        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
+        assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-1")
+        assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
+        assert sum("ckpt-2 is passed over" in record.getMessage() for record in caplog.records) == 1
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder / "ckpt-1")
+        comm.Barrier()
+        assert manager.restore_or_initialize(skip_broken=True) is None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_rank_that_cannot_write_is_told_on_all_ranks(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """The checkpoint before stays, and the next one is written."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        manager = CheckpointManager(checkpoint, folder, background=background)
+        manager.save(1)
+        manager.wait()
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                really = saving_module.write_part
+
+                def write_part(place: Path, name: str, part: Any) -> None:
+                    if name != "all" or comm.size == 1:
+                        raise OSError(28, "No space left on device")
+                    really(place, name, part)
+
+                patch.setattr(saving_module, "write_part", write_part)
+            checkpoint.step = 2
+            with raises_everywhere(comm, OSError, "No space left on device"):
+                manager.save(2)
+                manager.wait()
+        assert manager.checkpoints == [str(folder / "ckpt-1")]
+        comm.Barrier()
+        manager.save(2)
+        manager.wait()
+        comm.Barrier()
+        assert len(manager.checkpoints) == 2
+        comm.Barrier()
+
+
+def test_background_holds_what_was(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save` returns before the files are there, and what changes afterwards is not in them."""
+    go_on = threading.Event()
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert go_on.wait(20)
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        begun = time.monotonic()
+        manager.save(1)
+        assert time.monotonic() - begun < 10
+        assert manager.checkpoints == []
+        comm.Barrier()
+        checkpoint.weights.assign(np.ones(1000))
+        checkpoint.own[0] = -1
+        checkpoint.step = 9
+        go_on.set()
+        assert manager.restore_or_initialize() == str(folder / "ckpt-1")
+        assert (checkpoint.weights.numpy() == 0).all()
+        assert (checkpoint.own.tolist(), checkpoint.step) == ([comm.rank], 0)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.checkpoint import files
+
+left = int(sys.argv[2])
+
+def dying(function):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os._exit(9)
+        return function(*args, **kwargs)
+    return call
+
+values = np.zeros(10000)
+checkpoint = Checkpoint(values=values, step=0)
+manager = CheckpointManager(checkpoint, sys.argv[1], 2)
+manager.restore_or_initialize()
+assert (values == checkpoint.step).all()
+print(checkpoint.step, flush=True)
+os.fsync = dying(os.fsync)
+for name in ("rename", "write_text", "mkdir", "read_bytes"):
+    setattr(Path, name, dying(getattr(Path, name)))
+files.save_file = dying(files.save_file)
+files.shutil.rmtree = dying(files.shutil.rmtree)
+values += 1
+checkpoint.step += 1
+manager.save(checkpoint.step)
+print("saved", flush=True)
+manager.save(checkpoint.step)  # in the place of the one before
+print("again")
+"""
+
+
+@pytest.mark.no_mpi
+def test_job_that_is_killed_at_any_step_of_saving_loses_no_whole_checkpoint(tmp_path: Path) -> None:
+    steps, were_saved = [], []
+    for number in range(1, 60):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "kept"), str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        words = done.stdout.split()
+        assert done.returncode in (0, 9), done.stderr
+        steps.append(int(words[0]))
+        were_saved.append("saved" in words)
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0
+    assert number > 20
+    for (former, later), was_saved in zip(pairwise(steps), were_saved, strict=False):
+        assert later - former in ([1] if was_saved else [0, 1]), (steps, were_saved)
+    assert steps[-1] > 10
