@@ -29,7 +29,7 @@ from mpidist.parameter_server.messages import (
 )
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
-from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, text_of
+from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, repeat_of, text_of
 
 __all__ = ["ParameterServer"]
 
@@ -117,7 +117,7 @@ class ParameterServer:
         self._group.enter("serve()")
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
-            raise type(watchdog.broken)(str(watchdog.broken))
+            raise repeat_of(watchdog.broken)
         awaited.what, awaited.timeout = f"serve() of {self._name}", math.inf  # an idle server is no stall
         awaited.ranks = self._workers.live_ranks
         watchdog.begin()

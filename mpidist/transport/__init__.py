@@ -43,7 +43,7 @@ from mpidist.transport.half import bfloat16
 from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
-from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared
+from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     LINE_BYTES,
     FusedArrays,
@@ -137,6 +137,7 @@ __all__ = [
     "read_boot_id",
     "reason_against_nccl",
     "widen",
+    "repeat_of",
     "ring_all_reduce",
     "save_cost_model",
     "shard_bounds",

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
-__all__ = ["Following", "following_of", "has_left", "is_shared_by", "mark_following", "mark_left", "mark_shared"]
+__all__ = [
+    "Following",
+    "following_of",
+    "has_left",
+    "is_shared_by",
+    "mark_following",
+    "mark_left",
+    "mark_shared",
+    "repeat_of",
+]
+
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 @final
@@ -56,3 +68,10 @@ def mark_left(error: BaseException) -> None:
 def has_left(error: BaseException) -> bool:
     """Whether `mark_left` was called for an error: then its rank ends, and the job does not."""
     return bool(vars(error).get("has_left"))
+
+
+def repeat_of(error: _Error) -> _Error:
+    """Make an error like one that was raised before, marked alike, to be raised by a later call."""
+    again = type(error)(str(error))
+    vars(again).update(vars(error))
+    return again

@@ -150,9 +150,10 @@ def test_open_mpi_survives_a_worker_that_is_killed(job: Job, fault: str, monkeyp
     require_rest(ended, FOUR)
 
 
-def test_a_server_that_fails_ends_the_job(job: Job) -> None:
-    """Nothing goes on without it."""
-    body = program("pass").replace("strategy.serve()", "{}['mine']")
+@pytest.mark.parametrize("mode", ["ignore", "abort"])
+def test_a_server_that_fails_ends_the_job(job: Job, mode: str) -> None:
+    """Nothing goes on without it, and its traceback is the only one."""
+    body = program("pass").replace('"ignore"', repr(mode)).replace("strategy.serve()", "{}['mine']")
     ended = job(body, THREE)
     assert ended.status == 1
     assert ended.lines_of(2)[-1:] == ["KeyError: 'mine'"], ended

@@ -33,7 +33,7 @@ from mpidist.parameter_server.messages.protocol import (
     plan_stream,
     to_json,
 )
-from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free, poll
+from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free, poll, repeat_of
 
 __all__ = ["GRACE_SECONDS", "Channel"]
 
@@ -161,7 +161,7 @@ class Channel:
         """
         self._group.enter(self._what)
         if self.broken is not None:
-            raise type(self.broken)(str(self.broken))
+            raise repeat_of(self.broken)
         call = self._pending
         if not call:
             return
