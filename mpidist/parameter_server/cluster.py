@@ -170,7 +170,9 @@ class Role(Service):
 
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
-        if self.group is not None and self.group.is_open:
+        if self.group is None:
+            self.before_closing(None)
+        elif self.group.is_open:
             is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self.group.ranks)
             self.before_closing(text_of(error) if error is not None and is_own else None)
         if self.servers is not None:
