@@ -48,7 +48,8 @@ class RemoteValue:
             CancelledError: If the function was not called, because another one had failed.
             Exception: What the function has raised.
         """
-        self._wait(lambda: self.is_ready)
+        if not self.is_ready:  # what is here can be read even if workers or servers are lost since
+            self._wait(lambda: self.is_ready)
         if self._error is not None:
             raise self._error
         return self._value

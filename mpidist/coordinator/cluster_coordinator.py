@@ -25,7 +25,9 @@ logger = logging.getLogger("mpidist.coordinator")
 
 @final
 class ClusterCoordinator:
-    """The chief, worker 0, schedules functions, and the other workers call them. Making one is collective over workers.
+    """The chief, worker 0, schedules functions, and the other workers call them.
+
+    Making one is collective over the workers. Functions are registered on all of them::
 
         @mpidist.experimental.coordinator.register("step")
         def step(iterator):
@@ -88,13 +90,13 @@ class ClusterCoordinator:
         context = InputContext(max(1, len(ranks) - 1), max(0, number - 1), 1)
         self._datasets = PerWorkerDatasets(context)
         self._caller = Caller(servers, self._datasets, f"rank {role.rank}")
+        role.before_closing = self._end
         if group is None or len(ranks) == 1:
             return
         if self._is_chief:
             self._crew = Crew(group, role.awaited, ranks[1:])
         else:
             self._work = Work(group, role.awaited, Mail(group, ranks[0]), self._caller)
-        role.before_closing = self._end
 
     @property
     def strategy(self) -> Strategy:
@@ -172,13 +174,14 @@ class ClusterCoordinator:
     def fetch(self, val: Any) -> Any:
         """Wait for the values of a nest, and return the nest with what the functions have returned. On the chief.
 
+        What is here already can be fetched even after `close`.
+
         Args:
             val: A nest of `RemoteValue`s and anything else.
 
         Raises:
             Exception: What a function has raised.
         """
-        self._require_chief("fetch()")
         leaves, _ = nest.flatten(val)
         return nest.rebuild(val, [leaf.fetch() if isinstance(leaf, RemoteValue) else leaf for leaf in leaves])
 
@@ -251,15 +254,17 @@ class ClusterCoordinator:
         if self._work is not None:
             self._work.close(reason)
         crew = self._crew
-        if crew is None or self._is_closed:
+        if self._is_closed:
             return
         self._is_closed = True
-        if reason is not None or crew.is_broken:
-            crew.abandon()
+        if crew is not None and (reason is not None or crew.is_broken):
+            crew.leave(reason or "")
             return
-        crew.end()
-        if crew.error is not None:
-            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", crew.error)
+        if crew is not None:
+            crew.end()
+        error = self._error if crew is None else crew.error
+        if error is not None:
+            logger.warning("mpidist: a function has failed, and no join() has told of it: %s", error)
 
 
 def _role_of(strategy: Any) -> Role:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
 
+import numpy as np
+
 from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
@@ -99,8 +101,12 @@ class Crew:
         self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), float("inf"))
         self._wait("the end of the coordinator", self._has_sent_all, float("inf"))
 
-    def abandon(self) -> None:
-        """Leave the workers alone. Local."""
+    def leave(self, reason: str) -> None:
+        """End without the workers, because of an error; tell those that go on without the chief. Local."""
+        if self._group.may_miss_ranks and not self.is_broken:
+            for rank, mail in self._mails.items():
+                if rank not in self._left:
+                    mail.send(Kind.END, data=np.frombuffer(reason.encode()[:1000], np.uint8))
         self.cancel("the chief has left its strategy")
         for closure in self._calls.values():
             closure.cancel("the chief has left its strategy")
@@ -111,11 +117,13 @@ class Crew:
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
             raise type(watchdog.broken)(str(watchdog.broken))
-        awaited.what, awaited.timeout, awaited.is_ended_by_program = what, timeout, False
+        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
 
         def is_done() -> bool:
-            self.advance()
-            awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+            if self.advance() or not awaited.ranks:
+                awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+                calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
+                awaited.what = f"{what} (calls: {calls})" if calls else what
             return condition()
 
         watchdog.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import final
 
@@ -12,6 +13,8 @@ from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.transport import AwaitedPeers, ServiceGroup, poll
 
 __all__ = ["Work"]
+
+logger = logging.getLogger("mpidist.coordinator")
 
 
 @final
@@ -37,6 +40,9 @@ class Work:
             if letter.kind == Kind.END:
                 self._has_chief_ended = True
                 self._leave("")
+                if letter.data.size:
+                    reason = letter.data.tobytes().decode(errors="replace")
+                    logger.warning("mpidist: serve() of the coordinator ends, as the chief has left: %s", reason)
                 self._caller.end()
             else:
                 result = self._caller.call(letter.data, letter.number, letter.oldest)

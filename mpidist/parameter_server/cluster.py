@@ -203,7 +203,9 @@ class Role(Service):
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         group, server = self.group, self.server
-        if group is not None and group.is_open:
+        if group is None:
+            self.before_closing(None)
+        elif group.is_open:
             group.enter("close()")
             is_own = error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks)
             self.before_closing(text_of(error) if error is not None and is_own else None)

@@ -283,8 +283,9 @@ def test_a_strategy_has_one_coordinator(comm: Intracomm) -> None:
     def work(coordinator: ClusterCoordinator) -> None:
         assert ClusterCoordinator(coordinator.strategy) is coordinator
         assert coordinator.strategy is HERE["strategy"]
-        coordinator.schedule(add, args=(1.0,))
+        value = coordinator.schedule(add, args=(1.0,))
         coordinator.close()
+        assert coordinator.fetch([value])[0] in range(comm.size)
         assert HERE["variable"].numpy().tolist() == [1, 1]
         coordinator.close()
         with pytest.raises(RuntimeError, match="closed coordinator"):
@@ -431,3 +432,36 @@ def test_functions_without_a_worker_are_an_error(comm: Intracomm) -> None:
                     raise LeavesError("tired")
     except LeavesError:
         pass
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_workers_go_on_without_a_chief_that_left(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        with ParameterServerStrategy(comm=comm, on_worker_lost="ignore") as strategy:
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    HERE.update(variable=Variable(0.0), rank=strategy.topology.rank)
+                coordinator = ClusterCoordinator(strategy)
+                if strategy.is_chief:
+                    coordinator.fetch(coordinator.schedule(add, args=(5.0,)))
+                    raise LeavesError("tired")
+                coordinator.serve()
+                assert "serve() of the coordinator ends, as the chief has left: " in caplog.text
+                assert "tired" in caplog.text
+                assert HERE["variable"].numpy() == 5.0
+    except LeavesError:
+        pass
+
+
+def test_an_error_that_nobody_asked_for_is_logged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    def work(coordinator: ClusterCoordinator) -> None:
+        coordinator.schedule(fail, args=("unseen",))
+        if comm.size > 2:
+            time.sleep(0.05)
+
+    coordinate(comm, work)
+    if comm.rank == 0:
+        assert "a function has failed, and no join() has told of it: 'test: fail' failed on rank" in caplog.text
