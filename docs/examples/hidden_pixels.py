@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 import mpidist
 from mpidist.experimental import ParameterServerStrategy, partitioners, server_rules
 
-FACTORS, RIDGE, BATCH, POINTS = 12, 0.3, 64, 25  # POINTS: of a curve of the plot
+FACTORS, RIDGE, BATCH, POINTS = 12, 0.3, 32, 25  # POINTS: of a curve of the plot
 WAYS = {"in step": 0, "at most 8 steps ahead": 8, "free": None}
 
 
@@ -145,7 +145,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=600, help="of all workers together, for each way")
     parser.add_argument("--learning-rate", type=float, default=0.2)
-    parser.add_argument("--pause", type=float, default=0.01, help="seconds that one step in five takes longer")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that one step in five takes longer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, default=Path("hidden_pixels.png"))
     options = parser.parse_args()
