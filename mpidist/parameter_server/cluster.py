@@ -174,7 +174,7 @@ class Role(Service):
             channels = [
                 Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
             ]
-            self.servers = RemoteServers(group, channels, goes_on)
+            self.servers = RemoteServers(group, channels, goes_on, self.staleness is not None)
 
     def serve(self) -> None:
         """See `ParameterServerStrategy.serve`."""

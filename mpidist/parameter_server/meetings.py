@@ -30,6 +30,7 @@ class Workers:
         live: The workers that may still make requests.
         steps: How many steps each worker has done.
         left: Why workers have left because of an error.
+        resting: The workers that wait for others in a call of all workers, and hold nobody up.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Workers:
         self.live = set(range(len(ranks)))
         self.steps = [0] * len(ranks)
         self.left: dict[int, str] = {}
+        self.resting: set[int] = set()
         self._staleness = staleness
         self._timeout = timeout
         self._status_lines = status_lines
@@ -63,15 +65,17 @@ class Workers:
         """Whether the slowest worker is near enough for this one to read."""
         if self._staleness is None:
             return True
-        return self.steps[worker] - min((self.steps[other] for other in self.live), default=0) <= self._staleness
+        slowest = min((self.steps[other] for other in self._busy()), default=self.steps[worker])
+        return self.steps[worker] - slowest <= self._staleness
 
     def wait_to_read(self, worker: int) -> Iterator[Answer | None]:
         """Yield `None` as long as a worker must not read yet, or the answer to a worker that has waited too long."""
         until = self._deadline()
         while not self.may_read(worker):
             if time.monotonic() > until:
-                slowest = min(self.steps[other] for other in self.live)
-                late = [self.ranks[other] for other in self.live if self.steps[other] == slowest]
+                busy = self._busy()
+                slowest = min(self.steps[other] for other in busy)
+                late = [self.ranks[other] for other in busy if self.steps[other] == slowest]
                 text = f"{name_ranks(late)} had done {slowest} steps, and this worker {self.steps[worker]}"
                 text += f", which is more than staleness={self._staleness} allows"
                 yield Outcome.TOO_LATE, "\n  ".join([text, *self._status_lines(late)])
@@ -103,6 +107,11 @@ class Workers:
                 continue
             self._meeting = _Meeting()
         yield meeting.answer
+
+    def _busy(self) -> list[int]:
+        """List the workers that may do a step: those that wait in a call of all workers cannot."""
+        waiting = self._meeting.arrived
+        return [worker for worker in sorted(self.live) if worker not in waiting and worker not in self.resting]
 
     def _compare(self, meeting: _Meeting) -> Answer:
         everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}

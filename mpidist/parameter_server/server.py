@@ -24,6 +24,7 @@ from mpidist.parameter_server.messages import (
     Lane,
     Op,
     Outcome,
+    Step,
     bytes_of,
     from_json,
 )
@@ -313,7 +314,14 @@ class ParameterServer:
                 connection.answer_text(*answer)
 
     def _step(self, connection: Connection, header: Header) -> Steps:
-        self._workers.steps[connection.worker] += 1
+        """Count a step; or note that the worker waits for others, or has done so: see `Step`."""
+        worker, workers = connection.worker, self._workers
+        if header.rows == Step.DONE:
+            workers.steps[worker] += 1
+        elif header.rows == Step.WAITS:
+            workers.resting.add(worker)
+        else:
+            workers.resting.discard(worker)
         connection.answer(Outcome.OK)
         yield True
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, to_json
+from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, ends_normally, is_shared_by, mark_left, mark_shared, text_of
@@ -164,11 +164,13 @@ class RemoteServers(Servers):
         group: The workers and servers.
         channels: The messages from and to each server; the first one lets workers meet.
         goes_on: Whether the others go on without a worker that leaves because of an error.
+        has_bound: Whether servers compare how many steps workers have done.
     """
 
-    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool) -> None:
+    def __init__(self, group: ServiceGroup, channels: Sequence[Channel], goes_on: bool, has_bound: bool) -> None:
         self.num_servers = len(channels)
-        self._group, self._channels, self._goes_on = group, list(channels), goes_on
+        self._group, self._channels = group, list(channels)
+        self._goes_on, self._has_bound = goes_on, has_bound
         self._lists: list[dict[tuple[int, ...], _KnownList]] = [{} for _ in channels]
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
@@ -238,13 +240,19 @@ class RemoteServers(Servers):
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
-        channel = self._channels[0]
+        channel, *others = self._channels
+        for other in others if self._has_bound else ():  # the first server knows
+            other.start(call, Op.STEP, rows=Step.WAITS)
         channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
         try:
             channel.finish(GRACE_SECONDS)
         except InvalidArgumentError as refusal:
             mark_shared(refusal if error is None else error, self._group.ranks)
             raise refusal if error is None else error from None
+        finally:
+            for other in others if self._has_bound else ():
+                if other.broken is None:
+                    other.start(call, Op.STEP, rows=Step.GOES_ON)
         if error is not None:
             raise error
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
 
-from mpidist import Variable
+from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError
 from mpidist.experimental import ParameterServerStrategy
 
@@ -46,6 +46,31 @@ def test_a_read_waits_for_the_slowest_worker(comm: Intracomm, staleness: int, nu
     assert max(aheads) <= staleness
     if staleness and len(aheads) > 1:
         assert max(aheads) > 0, "nobody was ahead, so nothing was tested"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_workers_with_unlike_numbers_of_steps_meet(comm: Intracomm, num_ps: int) -> None:
+    """Who waits in a call of all workers holds nobody up, on any server; the next epoch goes on."""
+    if 1 < comm.size <= num_ps:
+        return
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        workers, rank = strategy.topology.size, strategy.topology.rank
+        with strategy.scope():
+            counts = [Variable(0.0) for _ in range(num_ps)]
+        for epoch in range(1, 4):
+            for _ in range(3 + 2 * rank):
+                strategy.read(counts)
+                strategy.push(counts, [1.0] * num_ps)
+                strategy.step_done()
+            strategy.barrier()
+            wanted = epoch * sum(3 + 2 * other for other in range(workers))
+            assert strategy.read(counts) == [wanted] * num_ps
+            strategy.barrier()
+
+    options = CommunicationOptions(timeout_seconds=10)
+    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=options)
 
 
 @pytest.mark.ranks(min=3)

@@ -32,6 +32,7 @@ __all__ = [
     "Header",
     "Op",
     "Piece",
+    "Step",
     "Outcome",
     "bytes_of",
     "from_json",
@@ -74,6 +75,15 @@ class Op:
     DONE: Final = 9  # this worker makes no request any more
     LEAVE: Final = 10  # the same, because of an error
     CALL: Final = 20  # the changes that follow belong to a call of a coordinator's, which may be made again
+
+
+@final
+class Step:
+    """What a worker says of its steps, in `rows` of a header."""
+
+    DONE: Final = 0  # it has done one
+    WAITS: Final = 1  # it waits in a call of all workers, and does none
+    GOES_ON: Final = 2  # it has waited
 
 
 @final
