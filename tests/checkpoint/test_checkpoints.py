@@ -334,3 +334,44 @@ def test_manifest_says_who_saved(comm: Intracomm, folder: Path) -> None:
     about = json.loads((Path(path) / "manifest.json").read_text())
     assert (about["format"], about["ranks"], about["replicas"]) == ("mpidist checkpoint", comm.size, 5)
     assert about["owners"] == {"v": "all", "n": "all"}
+
+
+def test_nothing_but_a_checkpoint_is_replaced(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        checkpoint = Checkpoint(a=1)
+        if comm.rank == 0:
+            (folder / "mine").mkdir()
+            (folder / "mine" / "notes.txt").write_text("kept")
+            (folder / "real").mkdir()
+            (folder / "link").symlink_to("real")
+        comm.Barrier()
+        for place, pattern in (
+            ("mine", "holds what is no checkpoint, such as 'notes.txt'"),
+            ("mine/notes.txt", "is a file: a checkpoint is a folder"),
+            ("mine/..", "holds what is no checkpoint, such as 'link'"),
+            ("mine/notes.txt/x", "Not a directory|File exists"),
+        ):
+            with raises_everywhere(comm, OSError, pattern):
+                checkpoint.write(folder / place)
+        assert (folder / "mine" / "notes.txt").read_text() == "kept"
+        for _ in range(2):
+            checkpoint.write(folder / "link")
+        assert sorted(one.name for one in folder.iterdir()) == ["link", "mine", "real"]
+        monkeypatch.chdir(folder)
+        comm.Barrier()
+        assert checkpoint.write("relative") == "relative"
+        checkpoint.restore("relative")
+        assert (folder / "relative" / "manifest.json").is_file()
+        comm.Barrier()
+
+
+def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        for name in ("_items", "__metadata__"):
+            with pytest.raises(ValueError, match="is one of its own, as are all that begin with '_'"):
+                Checkpoint(**{name: np.zeros(3)})
+        with raises_everywhere(comm, ValueError, r"two leaves of the checkpoint have the name a\['b'\]"):
+            Checkpoint(**{"a['b']": 1, "a": {"b": 2}}).write(folder / "two")
+        checkpoint = Checkpoint(**{"self": 3, "a/b\n": "ü"})
+        checkpoint.restore(checkpoint.write(folder / "odd"))
+        assert checkpoint.items() == {"self": 3, "a/b\n": "ü"}
