@@ -365,6 +365,20 @@ def test_nothing_but_a_checkpoint_is_replaced(comm: Intracomm, folder: Path, mon
         comm.Barrier()
 
 
+def test_numbers_change_their_kind_and_arrays_their_byte_order(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        swapped = np.arange(3, dtype=">f8")
+        path = Checkpoint(best=np.float32(2.5), loss=np.float64(0.1), on=np.bool_(1), a=swapped).write(folder / "one")
+        for best, loss, on in ((np.inf, 0.0, False), (np.float32(0), np.float64(0), np.bool_(0)), (0, None, 0)):
+            swapped[...] = 0
+            checkpoint = Checkpoint(best=best, loss=loss, on=on, a=swapped)
+            checkpoint.restore(path)
+            assert (checkpoint.best, checkpoint.loss, checkpoint.on) == (2.5, 0.1, True)
+            assert swapped.tolist() == [0, 1, 2]
+            if isinstance(best, np.generic):
+                assert (type(checkpoint.best), type(checkpoint.on)) == (np.float32, np.bool_)
+
+
 def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
         for name in ("_items", "__metadata__"):
@@ -375,3 +389,20 @@ def test_names_are_one_each(comm: Intracomm, folder: Path) -> None:
         checkpoint = Checkpoint(**{"self": 3, "a/b\n": "ü"})
         checkpoint.restore(checkpoint.write(folder / "odd"))
         assert checkpoint.items() == {"self": 3, "a/b\n": "ü"}
+
+
+@several
+def test_ranks_that_restore_to_different_things_are_told(comm: Intracomm, folder: Path) -> None:
+    last = comm.rank == comm.size - 1
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        path = Checkpoint(n=5, a=np.zeros(4), own=np.full(3, float(comm.rank))).write(folder / "one")
+        number, array = Checkpoint(n=np.ones(3) if last else 1), Checkpoint(a=np.ones(3 if last else 4))
+        with raises_everywhere(comm, InvalidArgumentError, r"n: ranks? [-0-9]+: number or text; .*float64\[3\]"):
+            number.restore(path, partial=True)
+        with raises_everywhere(comm, InvalidArgumentError, r"a: ranks? [-0-9]+: float64\[4\]; .*float64\[3\]"):
+            array.restore(path, partial=True)
+        assert np.all(np.asarray(number.n) == 1)
+        variable = Variable(np.zeros(3))
+        with raises_everywhere(comm, ValueError, r"own differed between .* is a variable with equal copies here"):
+            Checkpoint(own=variable).restore(path, partial=True)
+        assert not variable.numpy().any()
