@@ -60,7 +60,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         leaves = leaves_in(items, strategy)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(_CALL, {"path": str(place), "names": ", ".join(leaves)}, error)
+    extended.agree(_CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
     with together(strategy, f"{_CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)

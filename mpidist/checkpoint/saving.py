@@ -126,7 +126,7 @@ def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, 
         }
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(CALL, {"path": str(place), "names": ", ".join(leaves)}, error)
+    extended.agree(CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
     place = place.resolve()  # a thread writes there also after a change of the current folder
     with extended.raise_together(f"{CALL} {str(place)!r}"):
         if topology.rank == 0:
