@@ -38,13 +38,17 @@ class Checkpoint:
         items: Nests by name.
 
     Raises:
-        ValueError: If it cannot be told which strategy's checkpoint it is, or a name is one of a method.
+        ValueError: If it cannot be told which strategy's checkpoint it is, or a name is one of a method or begins with
+            `_`.
     """
 
-    def __init__(self, **items: Any) -> None:
-        taken = [name for name in items if hasattr(type(self), name)]
+    def __init__(self, /, **items: Any) -> None:
+        taken = [name for name in items if hasattr(type(self), name) or name.startswith("_")]
         if taken:
-            raise ValueError(f"Checkpoint() got the name {taken[0]!r}, which is one of its own; choose another name")
+            raise ValueError(
+                f"Checkpoint() got the name {taken[0]!r}, which is one of its own, as are all that begin with '_'; "
+                "choose another name"
+            )
         self.__dict__["_items"] = dict(items)
         self.__dict__["_strategy"] = _strategy_of(items)
 
@@ -73,17 +77,18 @@ class Checkpoint:
         """Write a checkpoint. Collective; of parameter servers, local to the chief.
 
         All of it is written beside `path` and renamed at the end, so that `path` is always a whole checkpoint, the
-        old one or the new one. Cost: two small rounds of all ranks, and the files.
+        old one or the new one. Cost: three small rounds of all ranks, and the files.
 
         Args:
-            path: A folder, equal on all ranks. A checkpoint that is there is replaced.
+            path: A folder, equal on all ranks. A checkpoint that is there is replaced; nothing else is.
 
         Returns:
             The path.
 
         Raises:
             InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
-            OSError: If a rank cannot write. On every rank; what was in the place is there still.
+            OSError: If a rank cannot write, or the path is a file or a folder that holds other things. On every rank;
+                what was in the place is there still.
         """
         snapshot = capture(self.strategy, Path(path), self._items, False, {})
         write_together(self.strategy, snapshot, lambda: None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ __all__ = [
     "recover",
     "recover_all",
     "remove",
+    "require_replaceable",
     "write_part",
 ]
 
@@ -39,6 +41,7 @@ Array = np.ndarray[Any, Any]
 COMMON: Final = "all"
 _FORMAT: Final = {"format": "mpidist checkpoint", "version": 1}
 _MANIFEST: Final = "manifest.json"
+_FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
 _KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
     ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
 )
@@ -97,6 +100,7 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
     if place.exists():
         remove(old)
         place.rename(old)
+    _sync(folder)
     folder.rename(place)
     _sync(place.parent)
     remove(old)
@@ -118,6 +122,24 @@ def remove(folder: Path) -> None:
     """Remove a folder, if it is there."""
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def require_replaceable(place: Path) -> None:
+    """Require that a checkpoint replaces nothing but a checkpoint, whole or damaged.
+
+    Raises:
+        FileExistsError: If the place is a file, or a folder that holds other things.
+    """
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise FileExistsError(f"{str(place)!r} is a file: a checkpoint is a folder; choose another path")
+    others = sorted(one.name for one in place.iterdir() if not _FILES.fullmatch(one.name))
+    if others:
+        raise FileExistsError(
+            f"{str(place)!r} holds what is no checkpoint, such as {others[0]!r}, and would be replaced: choose another "
+            "path, such as a new folder in it"
+        )
 
 
 def read_manifest(place: Path) -> dict[str, Any]:

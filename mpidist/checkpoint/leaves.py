@@ -51,8 +51,8 @@ class Leaf(ABC):
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.form = name, form_of(value)
-        is_array = hasattr(value, "shape")
-        self.dtype: np.dtype[Any] | None = np.dtype(value.dtype) if is_array else None
+        is_array = hasattr(value, "shape") and not _is_plain(value)
+        self.dtype: np.dtype[Any] | None = _native(value.dtype) if is_array else None
         self.shape: tuple[int, ...] = tuple(value.shape) if is_array else ()
 
     @property
@@ -162,17 +162,18 @@ class _ArrayLeaf(Leaf):
 
 @final
 class _PlainLeaf(Leaf):
-    """A Python number, a text, or `None`."""
+    """A number of Python or NumPy, a text, or `None`: one may be restored to another."""
 
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name, value)
         self._value = value
 
     def states(self) -> list[State]:
-        return [self._value]
+        return [_of_python(self._value)]
 
     def restore(self, state: State) -> Any:
-        return state
+        is_same_kind = isinstance(self._value, np.generic) and type(state) is type(_of_python(self._value))
+        return type(self._value)(state) if is_same_kind else state
 
 
 @final
@@ -207,7 +208,7 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
         return _leaf_of_variable(name, value, strategy)
     if isinstance(value, np.random.Generator):
         return _GeneratorLeaf(name, value)
-    if isinstance(value, _JSON):
+    if _is_plain(value):
         return _PlainLeaf(name, value)
     try:
         return _ArrayLeaf(name, value)
@@ -231,7 +232,7 @@ def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
 
 def form_of(value: Any) -> str:
     """Say what a state must be like: dtype and shape of an array, the kind of a generator."""
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape") and not _is_plain(value):
         return f"{np.dtype(value.dtype).name}{list(value.shape)}"
     if isinstance(value, dict):
         return f"generator {value.get('bit_generator')}"
@@ -240,7 +241,23 @@ def form_of(value: Any) -> str:
 
 def _to_host(array: Any) -> Array:
     host: Array = arrays.to_host(array) if arrays.is_device(array) else np.asarray(array)
-    return host
+    return host.astype(_native(host.dtype), copy=False)
+
+
+def _native(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype in the byte order of the machine, in which files and messages are."""
+    own: np.dtype[Any] = np.dtype(dtype)
+    return own if own.isnative else own.newbyteorder("=")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a number, text or `None`, all of its bits."""
+    is_number = isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+    return is_number or isinstance(value, _JSON)
+
+
+def _of_python(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _with_lists(state: Any) -> Any:

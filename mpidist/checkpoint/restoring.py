@@ -60,7 +60,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
         leaves = leaves_in(items, strategy)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(_CALL, {"path": str(place), "names": ", ".join(leaves)}, error)
+    extended.agree(_CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
     with together(strategy, f"{_CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)
@@ -80,7 +80,7 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
 
 def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial: bool) -> _Common:
     """Read the states that rank 0 sends to all ranks."""
-    recover(place)
+    recover(place.resolve())
     manifest = read_manifest(place)
     saved = {name: Owner(owner) for name, owner in manifest["owners"].items()}
     owners = {name: owner for name, owner in saved.items() if name in leaves}
@@ -94,6 +94,11 @@ def _read_common(strategy: Any, place: Path, leaves: Mapping[str, Leaf], partial
         if (owner is Owner.REPLICA) != (leaf.owner is Owner.REPLICA):
             were, now = ("one copy for each replica", "equal copies")[:: 1 if owner is Owner.REPLICA else -1]
             raise ValueError(f"{name} has {were} in {str(place)!r}, and {now} here: its synchronization is another one")
+        if owner is Owner.RANK and leaf.owner is Owner.ALL:
+            raise ValueError(
+                f"{name} differed between the {common.num_ranks} ranks that saved {str(place)!r}, and is a variable "
+                "with equal copies here: restore it to an array, or restore without it"
+            )
         if owner is Owner.ALL:
             common.states[name] = _state(place, part, name, leaf)
         elif owner is Owner.RANK and common.num_ranks != group.topology.size:
@@ -185,6 +190,7 @@ def _share(extended: Any, leaves: Mapping[str, Leaf], common: _Common | None) ->
     size = int(ops.broadcast(np.int64(len(about)), "all", call=_CALL))
     text = np.frombuffer(about, np.uint8) if common is not None else np.empty(size, np.uint8)
     owners, num_ranks, num_replicas, plain, arrays = json.loads(bytes(ops.broadcast(text, "all", call=_CALL)))
+    extended.agree(_CALL, {name: leaves[name].form for name in [*plain, *arrays]})
     raw = [
         np.empty(leaves[name].nbytes, np.uint8) if common is None else bytes_of(common.states[name]) for name in arrays
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,24 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, Part, bytes_of, part_of_rank, publish, remove, write_part
+from mpidist.checkpoint.files import (
+    COMMON,
+    Part,
+    bytes_of,
+    part_of_rank,
+    publish,
+    remove,
+    require_replaceable,
+    write_part,
+)
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
 from mpidist.context_stack import CurrentStrategy
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport import text_of
 
 __all__ = ["BackgroundWriting", "Snapshot", "capture", "leaves_in", "replica_key", "together", "write_together"]
+
+logger = logging.getLogger("mpidist.checkpoint")
 
 CALL: Final = "save of a checkpoint"
 _PARTS_SECONDS: Final = 600.0  # in which the other ranks write their parts, in the background
@@ -57,6 +69,8 @@ def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, 
     for item, value in items.items():
         flat, structure = nest.flatten(value)
         for path, leaf in zip(nest.paths(structure), flat, strict=True):
+            if item + path in leaves:
+                raise ValueError(f"two leaves of the checkpoint have the name {item + path}: rename one of them")
             leaves[item + path] = leaf_of(item + path, leaf, strategy)
     return leaves
 
@@ -94,7 +108,8 @@ def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, 
 
     Raises:
         RuntimeError: In `Strategy.run`, and on a worker of parameter servers that is not the chief.
-        InvalidArgumentError: If ranks save different things, or one cannot save. On every rank.
+        InvalidArgumentError: If ranks save different things, or one cannot read its state. On every rank.
+        OSError: If rank 0 cannot make a folder. On every rank.
     """
     extended = strategy.extended
     extended.require_cross_replica(CALL)
@@ -109,11 +124,13 @@ def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, 
         states = {
             name: leaf.states() for name, leaf in leaves.items() if leaf.owner is not Owner.ALL or not topology.rank
         }
-        if topology.rank == 0:
-            _make_folder(place)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    extended.agree(CALL, {"path": str(place), "names": ", ".join(leaves)}, error)
+    extended.agree(CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
+    place = place.resolve()  # a thread writes there also after a change of the current folder
+    with extended.raise_together(f"{CALL} {str(place)!r}"):
+        if topology.rank == 0:
+            _make_folder(place)
     owners = _owners(extended, leaves, states)
     if copies:
         states = {name: [copy.copy(state) for state in of_leaf] for name, of_leaf in states.items()}
@@ -174,10 +191,12 @@ class BackgroundWriting(Thread):
                 self._finish()
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
+            logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
             _tell_failure(snapshot, problem)
 
 
 def _make_folder(place: Path) -> None:
+    require_replaceable(place)
     place.parent.mkdir(parents=True, exist_ok=True)
     folder = _folder_of(place)
     remove(folder)  # of a job that was killed while it saved

@@ -165,7 +165,7 @@ def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
 
 @pytest.mark.parametrize("background", [False, True])
 def test_rank_that_cannot_write_is_told_on_all_ranks(
-    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
     """The checkpoint before stays, and the next one is written."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -187,6 +187,8 @@ def test_rank_that_cannot_write_is_told_on_all_ranks(
             with raises_everywhere(comm, OSError, "No space left on device"):
                 manager.save(2)
                 manager.wait()
+        told = [record for record in caplog.records if "ckpt-2 is not written: " in record.getMessage()]
+        assert bool(told) == (background and comm.rank in (0, comm.size - 1)), "who never waits must learn of it, too"
         assert manager.checkpoints == [str(folder / "ckpt-1")]
         comm.Barrier()
         manager.save(2)
