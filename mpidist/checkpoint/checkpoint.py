@@ -121,10 +121,11 @@ def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
     leaves = [leaf for value in items.values() for leaf in nest.flatten(value)[0]]
     found = [leaf.strategy for leaf in leaves if isinstance(leaf, (Variable, ServerVariable, ShardedVariable))]
     spread: list[Any] = [one for one in found if one.extended.topology.size > 1 or one.extended.service is not None]
-    current = context_stack.current_strategy()
-    if context_stack.current() is None and not found and open_groups.num_open():
+    if context_stack.current() is not None:
+        return spread[0] if spread else context_stack.current_strategy()
+    if not found and open_groups.num_open():
         raise ValueError(
             "Checkpoint() without a variable, and outside of strategy.scope(): it cannot be told which ranks save "
             "together; make it inside of `with strategy.scope():`"
         )
-    return (spread or found or [current])[0]
+    return (spread or found or [context_stack.current_strategy()])[0]

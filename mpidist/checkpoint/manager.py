@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -113,6 +114,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until this rank's files of the last `save` are written. Collective if `background` is true.
 
+        After the strategy is closed it is local, and raises what went wrong on this rank.
+
         Raises:
             OSError: If a rank could not write. On every rank.
         """
@@ -120,7 +123,8 @@ class CheckpointManager:
         if writing is None:
             return
         extended: Any = self.checkpoint.strategy.extended
-        with extended.raise_together("writing a checkpoint in the background"):
+        together = extended.raise_together("writing a checkpoint in the background")
+        with together if _is_open(extended) else nullcontext():
             writing.join()
             if writing.error is not None:
                 raise writing.error
@@ -187,6 +191,15 @@ class CheckpointManager:
             kept = [number for number in self._numbers() if number != newest]
             for number in kept[: len(kept) + 1 - self._max_to_keep]:
                 remove(self._place(number))
+
+
+def _is_open(extended: Any) -> bool:
+    """Whether ranks can still make calls together."""
+    try:
+        extended.group.require_open("wait()")
+    except RuntimeError:
+        return False
+    return True
 
 
 def _whole(name: str, number: Any) -> int:

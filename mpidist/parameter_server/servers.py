@@ -304,11 +304,11 @@ class RemoteServers(Servers):
         """End this worker's part without the others."""
         text = "" if error is None else text_of(error)
         if is_own and not self._goes_on:
-            self._group.watchdog.tell_leaving(text)  # ends the wait of every rank
+            self._group.watchdog.tell_leaving(text, others_know=False)  # ends the wait of every rank
         else:
             told = [channel.leave(text) for channel in self._channels]
-            if is_own and not all(told):
-                self._group.watchdog.tell_leaving(text)
+            if not all(told):  # a server that still lives would wait for this worker
+                self._group.watchdog.tell_leaving(text, others_know=False)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

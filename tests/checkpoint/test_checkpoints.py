@@ -315,6 +315,18 @@ def test_wrong_use(comm: Intracomm, folder: Path) -> None:
         assert list(folder.iterdir()) == []
 
 
+def test_scope_says_whose_a_checkpoint_is(comm: Intracomm) -> None:
+    """Also beside a variable of this rank alone."""
+    alone = comm.Split(comm.rank, 0)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=alone) as own:
+        with own.scope():
+            variable = Variable(1.0)
+        assert Checkpoint(v=variable).strategy is own
+        with strategy.scope():
+            assert Checkpoint(v=variable).strategy is strategy
+            assert Checkpoint(a=1).strategy is strategy
+
+
 @several
 def test_ranks_that_save_different_things_are_told(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():

@@ -163,6 +163,33 @@ def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
         assert manager.restore_or_initialize(skip_broken=True) is None
 
 
+def test_waiting_after_the_strategy_is_closed_is_local(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_part(place: Path, name: str, part: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, 0)
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        manager.save(1)
+        strategy.close()
+        manager.wait()
+        comm.Barrier()
+        assert len(manager.checkpoints) == 1
+        comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, 0)
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        monkeypatch.setattr(saving_module, "write_part", write_part)
+        manager.save(2)
+        strategy.close()
+        if comm.rank == 0:
+            with pytest.raises(OSError, match="No space left"):
+                manager.wait()
+    comm.Barrier()
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_rank_that_cannot_write_is_told_on_all_ranks(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from parameter_server.clusters import on_workers
 from support.everywhere import raises_everywhere
 
 from mpidist import CommunicationOptions, Variable
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
-from mpidist.experimental import ParameterServerStrategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError, UnavailableError
+from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.parameter_server import Role
 
 if TYPE_CHECKING:
@@ -108,3 +108,33 @@ def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
         strategy.barrier()
 
     on_workers(comm, work)
+
+
+@server_rules.register("sleeps")
+def sleeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    time.sleep(1.2)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.core
+def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intracomm) -> None:
+    """The server that did not answer it in time learns of it, and so do the other workers."""
+    begun, is_ps, error = time.monotonic(), False, None
+    try:
+        with ParameterServerStrategy(comm=comm, communication_options=SHORT) as strategy:
+            is_ps = strategy.is_ps
+            if is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    variable = Variable(0.0)
+                if strategy.is_chief:
+                    strategy.push(variable, 1.0, server_rules.Registered("sleeps"))
+                    with pytest.raises(UnavailableError, match=r"parameter server 0 .* is lost.*waited 0.3 s"):
+                        variable.numpy()
+    except PeerFailedError as caught:
+        error = caught
+    seen = comm.allgather(error is not None)
+    assert seen[comm.size - 1]
+    assert is_ps or comm.rank or error is None
+    assert time.monotonic() - begun < 8

@@ -161,9 +161,14 @@ class Watchdog:
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
 
-    def tell_leaving(self, text: str) -> None:
-        """Tell the other ranks that this rank leaves their group, because of an exception. Local."""
-        if self.broken is None:
+    def tell_leaving(self, text: str, others_know: bool = True) -> None:
+        """Tell the other ranks that this rank leaves their group, because of an exception. Local.
+
+        Args:
+            text: What happened, for people.
+            others_know: Whether a wait of this rank that failed has failed others' as well, as in lock step.
+        """
+        if self.broken is None or not others_know:
             self.tell(LEFT, text, is_lost=True)
 
     def tell_reset(self) -> None:
