@@ -36,8 +36,13 @@ class Servers(ABC):
         """Put an array on its server."""
 
     @abstractmethod
-    def read(self, locations: Sequence[Location]) -> list[Array]:
-        """Read arrays, with one request to each server. Each result is a new array, and a snapshot."""
+    def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
+        """Read arrays, with one request to each server. Each result is a snapshot.
+
+        Args:
+            locations: The arrays.
+            into: Contiguous arrays that take the values; none for new ones.
+        """
 
     @abstractmethod
     def read_rows(self, location: Location, indices: Array) -> Array:
@@ -100,8 +105,11 @@ class LocalServers(Servers):
     def allocate(self, location: Location, value: Array) -> None:
         self._store.allocate(location.key, value)
 
-    def read(self, locations: Sequence[Location]) -> list[Array]:
-        return [self._store.variables[location.key].value.copy() for location in locations]
+    def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
+        arrays = into or _empty(locations)
+        for location, array in zip(locations, arrays, strict=True):
+            array[...] = self._store.variables[location.key].value
+        return arrays
 
     def read_rows(self, location: Location, indices: Array) -> Array:
         rows: Array = self._store.variables[location.key].value[indices]
@@ -181,8 +189,8 @@ class RemoteServers(Servers):
         channel.start(f"allocation of {location.name!r}", Op.ALLOCATE, location.key, data, rows=about.size)
         channel.finish()
 
-    def read(self, locations: Sequence[Location]) -> list[Array]:
-        arrays = [np.empty(location.shape, location.dtype) for location in locations]
+    def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
+        arrays = into or _empty(locations)
         if len(locations) == 1:
             location = locations[0]
             self._channels[location.server].start(location.read_call, Op.READ, location.key)
@@ -365,6 +373,10 @@ class RemoteServers(Servers):
 
 def _code_of_rule(number: int, rule: Rule) -> int:
     return Change.RULE + 8 * number + len(rule.numbers)
+
+
+def _empty(locations: Sequence[Location]) -> list[Array]:
+    return [np.empty(location.shape, location.dtype) for location in locations]
 
 
 def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -99,7 +100,9 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
 
     def read_value(self) -> Any:
         """Ask the servers for all shards, and return them as one new array."""
-        return self.join(read_together(self._variables))
+        whole = np.empty(self.shape, self.dtype)
+        read_together(self._variables, self.parts_of(whole))
+        return whole
 
     def value(self) -> Any:
         """Ask the servers for all shards: `read_value`."""
@@ -108,9 +111,9 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
     def _read_view(self) -> Any:
         return self.read_value()
 
-    def join(self, shards: Sequence[Array]) -> Array:
-        """Return the values of the shards as one array."""
-        return np.concatenate(shards) if len(shards) > 1 else shards[0]
+    def parts_of(self, whole: Array) -> list[Array]:
+        """View a contiguous array of the variable's shape as an array for each shard."""
+        return [whole[start:stop] for start, stop in pairwise(self._bounds)]
 
     def split(self, value: Any) -> list[Array]:
         """Return a value as an array for each shard."""
@@ -120,7 +123,7 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
             shapes = f"shape {list(self.shape)}, and a value of shape {list(array.shape)}"
             raise ValueError(f"{self._what} has {shapes} was assigned to it")
         whole = np.ascontiguousarray(np.broadcast_to(array, self.shape))
-        return [whole[start:stop] for start, stop in zip(self._bounds[:-1], self._bounds[1:], strict=True)]
+        return self.parts_of(whole)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""

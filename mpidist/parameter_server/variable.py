@@ -260,9 +260,10 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         return f"<mpidist.Variable {self.name!r} {self.dtype.name}{list(self.shape)} on parameter server {self.server}>"
 
 
-def read_together(variables: Sequence[ServerVariable]) -> list[Any]:
-    """Read variables of one strategy, with one request to each server."""
-    return variables[0].servers.read([variable.location for variable in variables]) if variables else []
+def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> None:
+    """Read variables of one strategy into contiguous arrays, with one request to each server."""
+    if variables:
+        variables[0].servers.read([variable.location for variable in variables], into)
 
 
 Variable.register(ServerVariable)

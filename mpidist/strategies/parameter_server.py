@@ -159,11 +159,14 @@ class ParameterServerStrategy(Strategy):
         """
         self._servers("read()")
         leaves, _ = nest.flatten(variables)
-        shards = [_shards_of(self, "read()", leaf) for leaf in leaves]
-        found = iter(read_together([shard for of_leaf in shards for shard in of_leaf]))
-        values = [[next(found) for _ in of_leaf] for of_leaf in shards]
-        whole = [value[0] if len(value) == 1 else np.concatenate(value) for value in values]
-        return nest.rebuild(variables, whole)
+        shards = [shard for leaf in leaves for shard in _shards_of(self, "read()", leaf)]
+        values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        parts = [
+            leaf.parts_of(value) if isinstance(leaf, ShardedVariable) else [value]
+            for leaf, value in zip(leaves, values, strict=True)
+        ]
+        read_together(shards, [part for of_leaf in parts for part in of_leaf])
+        return nest.rebuild(variables, values)
 
     def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
         """Change a nest of variables on the servers, with one request to each server. On workers.
