@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
@@ -311,12 +311,14 @@ class RemoteServers(Servers):
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""
         text = "" if error is None else text_of(error)
+        watchdog = self._group.watchdog
+        others_know = not isinstance(watchdog.broken, DeadlineExceededError)  # of a deadline of this rank they do not
         if is_own and not self._goes_on:
-            self._group.watchdog.tell_leaving(text, others_know=False)  # ends the wait of every rank
+            watchdog.tell_leaving(text, others_know)  # ends the wait of every rank
         else:
             told = [channel.leave(text) for channel in self._channels]
             if not all(told):  # a server that still lives would wait for this worker
-                self._group.watchdog.tell_leaving(text, others_know=False)
+                watchdog.tell_leaving(text, others_know)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

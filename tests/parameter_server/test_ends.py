@@ -137,7 +137,7 @@ def test_exception_of_a_worker_is_shown_once_and_ends_the_job(job: Job, body: st
     ended = job(cluster(program), THREE)
     assert ended.status == 1
     assert tracebacks(ended) == 1, ended.err
-    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
+    assert ended.lines_of(1)[-1:] == ["KeyError: 'mine'"], ended.err
     for other in (0, 2):
         text = " ".join(ended.lines_of(other))
         assert re.match(r"PeerFailedError: .*rank 1 (ended|left because of an exception): KeyError: 'mine'", text), text
