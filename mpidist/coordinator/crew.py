@@ -12,7 +12,7 @@ from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
 from mpidist.errors import PeerFailedError
-from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll
+from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll, repeat_of
 
 __all__ = ["Crew"]
 
@@ -116,7 +116,7 @@ class Crew:
     def _wait(self, what: str, condition: Callable[[], bool], timeout: float | None) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog
         if watchdog.broken is not None:
-            raise type(watchdog.broken)(str(watchdog.broken))
+            raise repeat_of(watchdog.broken)
         awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
 
         def is_done() -> bool:
