@@ -150,7 +150,7 @@ class ClusterCoordinator:
         Raises:
             Exception: The first error of a function. The functions that waited then are not called. After that the
                 coordinator can be used again.
-            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+            DeadlineExceededError: If no function ends within the strategy's `timeout_seconds`.
         """
         self._require_chief("join()")
         crew = self._crew

@@ -80,10 +80,10 @@ class Crew:
         """Wait until a condition holds, and meanwhile give functions to workers.
 
         Raises:
-            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+            DeadlineExceededError: If no function ends within the strategy's `timeout_seconds`.
             PeerFailedError: If a worker is lost, or none is left.
         """
-        timeout = self._group.settings.timeout_seconds
+        timeout = self._group.timeout_seconds
         self._wait(what, condition, timeout if timeout else None)
 
     def cancel(self, why: str) -> None:

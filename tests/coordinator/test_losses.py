@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpidist.errors import PeerFailedError
+from mpidist import CommunicationOptions
+from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
@@ -46,3 +47,23 @@ def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> 
             coordinator.join()
         assert vars(second.value) == vars(first.value)
         raise second.value
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
+    """The chief's error ends the wait of the others."""
+    options = CommunicationOptions(timeout_seconds=0.2)
+    failures = (DeadlineExceededError, PeerFailedError)
+    with suppress(*failures), ParameterServerStrategy(comm=comm, communication_options=options) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+        coordinator.schedule(wait, args=(0.6,))
+        with pytest.raises(
+            DeadlineExceededError, match=r"join\(\) \(calls: 'losses: wait' on rank 1\).* waited 0.2 s"
+        ) as late:
+            coordinator.join()
+        raise late.value
