@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from parameter_server.clusters import on_workers
 
-from mpidist import CommunicationOptions
+from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
-from mpidist.experimental import ParameterServerStrategy
+from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+HERE: dict[str, Any] = {}  # what functions of this rank find
 
 
 @register("losses: wait")
 def wait(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
+
+
+@register("losses: push what is refused")
+def push_what_is_refused(fails: bool) -> None:
+    """To a variable of each server."""
+    for variable in HERE["variables"]:
+        HERE["strategy"].push(variable, np.ones(2), server_rules.Registered("losses: refuse"))
+    if fails:
+        raise KeyError("mine")
+
+
+@register("losses: add")
+def add() -> None:
+    for variable in HERE["variables"]:
+        variable.assign_add(1.0)
+
+
+@server_rules.register("losses: refuse")
+def refuse(value: Any, gradient: Any, memory: Any) -> None:
+    raise ValueError("no such gradient")
 
 
 class LeavesError(BaseException):
@@ -67,3 +91,31 @@ def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
         ) as late:
             coordinator.join()
         raise late.value
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
+def test_a_push_that_fails_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            HERE.update(strategy=strategy, variables=[Variable(np.zeros(2)) for _ in range(2)])
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+            return
+        for fails in (False, True):
+            with pytest.raises(Exception, match="mine" if fails and comm.size > 2 else "no such gradient"):
+                schedule_and_join(coordinator, comm.size, fails)
+            for _ in range(comm.size):
+                coordinator.schedule(add)
+            coordinator.join()
+        for variable in HERE["variables"]:
+            assert variable.numpy().tolist() == [2 * comm.size] * 2
+
+    on_workers(comm, work, num_ps=max(1, min(2, comm.size - 1)), on_worker_lost=on_worker_lost)
+
+
+def schedule_and_join(coordinator: ClusterCoordinator, calls: int, fails: bool) -> None:
+    for _ in range(calls):
+        coordinator.schedule(push_what_is_refused, args=(fails,))
+    coordinator.join()
