@@ -11,8 +11,8 @@ import numpy as np
 from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
-from mpidist.errors import PeerFailedError
-from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll, repeat_of
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport import AwaitedPeers, ServiceGroup, first_line, name_ranks, poll, repeat_of
 
 __all__ = ["Crew"]
 
@@ -102,11 +102,17 @@ class Crew:
         self._wait("the end of the coordinator", self._has_sent_all, float("inf"))
 
     def leave(self, reason: str) -> None:
-        """End without the workers, because of an error; tell those that go on without the chief. Local."""
-        if self._group.may_miss_ranks and not self.is_broken:
+        """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
+
+        Args:
+            reason: Of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
+        """
+        broken = self._group.watchdog.broken
+        if self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
+            text = reason or ("" if broken is None else first_line(broken))
             for rank, mail in self._mails.items():
                 if rank not in self._left:
-                    mail.send(Kind.END, data=np.frombuffer(reason.encode()[:1000], np.uint8))
+                    mail.send(Kind.END, data=np.frombuffer(text.encode()[:1000], np.uint8))
         self.cancel("the chief has left its strategy")
         for closure in self._calls.values():
             closure.cancel("the chief has left its strategy")

@@ -31,6 +31,7 @@ class Work:
     def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, mail: Mail, caller: Caller) -> None:
         self._group, self._awaited, self._mail, self._caller = group, awaited, mail, caller
         self._has_chief_ended = False
+        self._has_chief_left = False  # because of an error: it receives nothing
         self._has_left = False
 
     def serve(self) -> None:
@@ -38,11 +39,8 @@ class Work:
         while not self._has_chief_ended:
             letter = self._next_letter("serve() of the coordinator")
             if letter.kind == Kind.END:
-                self._has_chief_ended = True
+                self._take_end("serve() of the coordinator", letter)
                 self._leave("")
-                if letter.data.size:
-                    reason = letter.data.tobytes().decode(errors="replace")
-                    logger.warning("mpidist: serve() of the coordinator ends, as the chief has left: %s", reason)
                 self._caller.end()
             else:
                 result = self._caller.call(letter.data, letter.number, letter.oldest)
@@ -57,10 +55,21 @@ class Work:
         broken = self._group.watchdog.broken
         self._leave(reason or str(broken or ""))
         if reason is None and broken is None:
+            what = "close() of the coordinator"
             while not self._has_chief_ended:  # other workers make the calls that are under way to this one
-                self._has_chief_ended = self._next_letter("close() of the coordinator").kind == Kind.END
-            self._wait("close() of the coordinator", self._mail.has_sent_all)
+                letter = self._next_letter(what)
+                if letter.kind == Kind.END:
+                    self._take_end(what, letter)
+            if not self._has_chief_left:
+                self._wait(what, self._mail.has_sent_all)
         self._mail.abandon()
+
+    def _take_end(self, what: str, letter: Letter) -> None:
+        self._has_chief_ended = True
+        if letter.data.size:
+            self._has_chief_left = True
+            reason = letter.data.tobytes().decode(errors="replace")
+            logger.warning("mpidist: %s ends, as the chief has left: %s", what, reason)
 
     def _leave(self, reason: str) -> None:
         if not self._has_left:

@@ -22,9 +22,9 @@ HERE: dict[str, Any] = {}  # what functions of this rank find
 
 
 @register("losses: wait")
-def wait(seconds: float) -> float:
+def wait(seconds: float, num_numbers: int = 1) -> Any:
     time.sleep(seconds)
-    return seconds
+    return np.ones(num_numbers)
 
 
 @register("losses: push what is refused")
@@ -119,3 +119,47 @@ def schedule_and_join(coordinator: ClusterCoordinator, calls: int, fails: bool) 
     for _ in range(calls):
         coordinator.schedule(push_what_is_refused, args=(fails,))
     coordinator.join()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
+@pytest.mark.parametrize("num_numbers", [1, 1_000_000])
+def test_workers_end_after_a_chief_that_has_caught_its_deadline(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture, on_worker_lost: str, num_numbers: int
+) -> None:
+    """Nobody receives what their functions return."""
+    options = CommunicationOptions(timeout_seconds=0.2)
+    with ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost=on_worker_lost) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            coordinator.schedule(wait, args=(0.5, num_numbers))
+            with pytest.raises(DeadlineExceededError):
+                coordinator.join()
+        else:
+            coordinator.serve()
+            assert "serve() of the coordinator ends, as the chief has left: join() " in caplog.text
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_workers_that_may_miss_others_end_after_a_chief_that_fails_at_its_deadline(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = CommunicationOptions(timeout_seconds=0.2)
+    with (
+        suppress(DeadlineExceededError),
+        ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost="ignore") as strategy,
+    ):
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            coordinator.schedule(wait, args=(0.5,))
+            coordinator.join()
+        coordinator.serve()
+        assert "serve() of the coordinator ends, as the chief has left: " in caplog.text
