@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
 from parameter_server.clusters import on_workers
 
 from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
+
+__all__ = ["job"]
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -163,3 +166,38 @@ def test_workers_that_may_miss_others_end_after_a_chief_that_fails_at_its_deadli
             coordinator.join()
         coordinator.serve()
         assert "serve() of the coordinator ends, as the chief has left: " in caplog.text
+
+
+KILLED_CHIEF = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
+if strategy.is_ps:
+    strategy.serve()
+else:
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    if strategy.is_chief:
+        time.sleep(0.3)
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        attempt("serve", coordinator.serve)
+    note("closes")
+strategy.close()
+note("end")
+"""
+
+
+@pytest.mark.no_mpi
+@again_if_slow
+def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
+    """Neither one that serves nor one that closes its strategy."""
+    ended = job(KILLED_CHIEF, FOUR._replace(faulty=0), is_blind=True)
+    assert ended.status == 75, ended
+    lost = "the chief, rank 0, is lost: its process is gone"
+    served = ended.of("serve")[1]
+    assert served.kind == "PeerFailedError"
+    assert lost in served.text
+    soon(served.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
+    assert f"close() of the coordinator: {lost}" in ended.err
+    assert set(ended.of("closes")) == {1, 2}
+    assert set(ended.of("end")) == {1, 2, 3}
