@@ -163,11 +163,11 @@ class ClusterCoordinator:
 
         Raises:
             Exception: What a function has raised.
+            PeerFailedError: If a worker is lost, without which the others do not go on.
         """
         self._require_chief("done()")
         if self._crew is not None:
-            while self._crew.advance():
-                pass
+            self._crew.look("done()")
         self._raise_error()
         return self._crew is None or self._crew.is_idle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
@@ -76,6 +77,22 @@ class Crew:
             self._group.watchdog.restart()
         return got_on
 
+    def look(self, what: str) -> None:
+        """Receive what has come, give functions to workers, and learn which workers are lost. Does not wait.
+
+        Args:
+            what: What this is for, for people.
+
+        Raises:
+            PeerFailedError: If a worker is lost, or none is left.
+        """
+        self._advance_far()
+        if not self.is_idle:
+            self._begin(math.inf)
+            self._await_workers(what)
+            self._group.watchdog.check_peers()
+            self._advance_far()
+
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, and meanwhile give functions to workers.
 
@@ -98,8 +115,8 @@ class Crew:
         for rank, mail in self._mails.items():
             if not self._left.get(rank):  # one that left because of an error receives nothing
                 mail.send(Kind.END)
-        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), float("inf"))
-        self._wait("the end of the coordinator", self._has_sent_all, float("inf"))
+        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), math.inf)
+        self._wait("the end of the coordinator", self._has_sent_all, math.inf)
 
     def leave(self, reason: str) -> None:
         """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
@@ -120,20 +137,31 @@ class Crew:
             mail.abandon()
 
     def _wait(self, what: str, condition: Callable[[], bool], timeout: float | None) -> None:
-        awaited, watchdog = self._awaited, self._group.watchdog
-        if watchdog.broken is not None:
-            raise repeat_of(watchdog.broken)
-        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
-
         def is_done() -> bool:
-            if self.advance() or not awaited.ranks:
-                awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
-                calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
-                awaited.what = f"{what} (calls: {calls})" if calls else what
+            if self.advance() or not self._awaited.ranks:
+                self._await_workers(what)
             return condition()
 
-        watchdog.begin()
-        poll(is_done, watchdog.check_peers)
+        self._begin(timeout)
+        self._group.watchdog.begin()
+        poll(is_done, self._group.watchdog.check_peers)
+
+    def _begin(self, timeout: float | None) -> None:
+        awaited, broken = self._awaited, self._group.watchdog.broken
+        if broken is not None:
+            raise repeat_of(broken)
+        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
+
+    def _await_workers(self, what: str) -> None:
+        """Let the watchdog ask those that call functions; if none does, all."""
+        awaited = self._awaited
+        awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+        calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
+        awaited.what = f"{what} (calls: {calls})" if calls else what
+
+    def _advance_far(self) -> None:
+        while self.advance():
+            pass
 
     def _has_sent_all(self) -> bool:
         return all(mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank])

@@ -201,3 +201,41 @@ def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
     assert f"close() of the coordinator: {lost}" in ended.err
     assert set(ended.of("closes")) == {1, 2}
     assert set(ended.of("end")) == {1, 2, 3}
+
+
+KILLED_WORKER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost={on_worker_lost!r})
+
+@mpidist.experimental.coordinator.register("call")
+def call(number):
+    if rank == 1:
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+def ask():
+    values = [coordinator.schedule(call, args=(number,)) for number in range(5)]
+    while not coordinator.done():
+        time.sleep(0.01)
+    return coordinator.fetch(values)
+
+if strategy.is_ps:
+    attempt("serves", strategy.serve)
+else:
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    attempt("done" if strategy.is_chief else "serves", ask if strategy.is_chief else coordinator.serve)
+"""
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("mode", "kind", "text"), [("ignore", "value", "[0, 1, 2, 3, 4]"), ("abort", "PeerFailedError", "done()")]
+)
+@again_if_slow
+def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job: Job, mode: str, kind: str, text: str) -> None:
+    ended = job(KILLED_WORKER.format(on_worker_lost=mode), FOUR._replace(faulty=1), is_blind=True)
+    asked = ended.of("done")[0]
+    assert asked.kind == kind, ended
+    assert asked.text.startswith(text)
+    soon(asked.at - ended.of("fault")[1].at, 2 * AT_ONCE_SECONDS)
