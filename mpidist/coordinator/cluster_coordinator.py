@@ -96,7 +96,7 @@ class ClusterCoordinator:
         if self._is_chief:
             self._crew = Crew(group, role.awaited, ranks[1:])
         else:
-            self._work = Work(group, role.awaited, Mail(group, ranks[0]), self._caller)
+            self._work = Work(group, role.awaited, Mail(group, role.awaited, ranks[0]), self._caller)
 
     @property
     def strategy(self) -> Strategy:

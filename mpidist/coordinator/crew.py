@@ -34,7 +34,7 @@ class Crew:
     def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, ranks: Sequence[int]) -> None:
         self.error: Exception | None = None
         self._group, self._awaited = group, awaited
-        self._mails = {rank: Mail(group, rank) for rank in ranks}
+        self._mails = {rank: Mail(group, awaited, rank) for rank in ranks}
         self._queue: deque[Closure] = deque()
         self._calls: dict[int, Closure] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
@@ -117,6 +117,8 @@ class Crew:
                 mail.send(Kind.END)
         self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), math.inf)
         self._wait("the end of the coordinator", self._has_sent_all, math.inf)
+        for mail in self._mails.values():
+            mail.abandon()
 
     def leave(self, reason: str) -> None:
         """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
@@ -164,7 +166,10 @@ class Crew:
             pass
 
     def _has_sent_all(self) -> bool:
-        return all(mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank])
+        lost = self._awaited.lost
+        return all(
+            mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank] and rank not in lost
+        )
 
     def _lose(self, rank: int, why: str) -> None:
         """Note that a worker has left, and make its call again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
+from mpi4py import MPI
+from mpi_session.launch import Launcher
 from parameter_server.clusters import on_workers
 
 from mpidist import CommunicationOptions, Variable
@@ -239,3 +242,35 @@ def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job: Job, mo
     assert asked.kind == kind, ended
     assert asked.text.startswith(text)
     soon(asked.at - ended.of("fault")[1].at, 2 * AT_ONCE_SECONDS)
+
+
+if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
+
+    @pytest.fixture
+    def survivor(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+        """Start jobs in which MPI itself says that a process has failed, and the others go on (ULFM)."""
+        find = Launcher.find
+        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
+        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
+        return job
+
+    @pytest.mark.core
+    @pytest.mark.no_mpi
+    def test_a_chief_survives_a_worker_as_mpi_says(survivor: Job) -> None:
+        loop = "while not coordinator.done():\n        time.sleep(0.01)"
+        assert loop in KILLED_WORKER
+        body = KILLED_WORKER.replace(loop, "coordinator.join()").format(on_worker_lost="ignore")
+        ended = survivor(body, FOUR._replace(faulty=1))
+        asked = ended.of("done")[0]
+        assert (asked.kind, asked.text) == ("value", "[0, 1, 2, 3, 4]"), ended
+        assert {note.kind for note in ended.of("serves").values()} == {"value"}, ended
+
+    @pytest.mark.core
+    @pytest.mark.no_mpi
+    def test_workers_survive_their_chief_as_mpi_says(survivor: Job) -> None:
+        ended = survivor(KILLED_CHIEF, FOUR._replace(faulty=0))
+        assert ended.status == 75, ended
+        served = ended.of("serve")[1]
+        assert served.kind == "PeerFailedError", ended
+        assert "the chief, rank 0, is lost: " in served.text
+        assert set(ended.of("end")) == {1, 2, 3}, ended
