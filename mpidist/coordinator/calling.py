@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import traceback
+from contextlib import suppress
 from typing import Any, Final, final
 
 import numpy as np
@@ -51,6 +52,8 @@ class Caller:
             self._servers.flush()
             return encode((True, value), f"the result of {name!r}")
         except Exception as error:  # of any kind: the chief raises it
+            with suppress(Exception):  # of this function's changes: the next function would raise it
+                self._servers.flush()
             text = f"{name!r} failed on {self._who}: {text_of(error)}"
             trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
             return encode((False, [kind.__name__ for kind in type(error).__mro__], text, trace), "an error")

@@ -96,7 +96,7 @@ class ClusterCoordinator:
         if self._is_chief:
             self._crew = Crew(group, role.awaited, ranks[1:])
         else:
-            self._work = Work(group, role.awaited, Mail(group, ranks[0]), self._caller)
+            self._work = Work(group, role.awaited, Mail(group, role.awaited, ranks[0]), self._caller)
 
     @property
     def strategy(self) -> Strategy:
@@ -150,7 +150,7 @@ class ClusterCoordinator:
         Raises:
             Exception: The first error of a function. The functions that waited then are not called. After that the
                 coordinator can be used again.
-            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+            DeadlineExceededError: If no function ends within the strategy's `timeout_seconds`.
         """
         self._require_chief("join()")
         crew = self._crew
@@ -163,11 +163,11 @@ class ClusterCoordinator:
 
         Raises:
             Exception: What a function has raised.
+            PeerFailedError: If a worker is lost, without which the others do not go on.
         """
         self._require_chief("done()")
         if self._crew is not None:
-            while self._crew.advance():
-                pass
+            self._crew.look("done()")
         self._raise_error()
         return self._crew is None or self._crew.is_idle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import final
@@ -11,8 +12,8 @@ import numpy as np
 from mpidist.coordinator.calling import result_of
 from mpidist.coordinator.closure import Closure
 from mpidist.coordinator.mail import Kind, Letter, Mail
-from mpidist.errors import PeerFailedError
-from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport import AwaitedPeers, ServiceGroup, first_line, name_ranks, poll, repeat_of
 
 __all__ = ["Crew"]
 
@@ -33,7 +34,7 @@ class Crew:
     def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, ranks: Sequence[int]) -> None:
         self.error: Exception | None = None
         self._group, self._awaited = group, awaited
-        self._mails = {rank: Mail(group, rank) for rank in ranks}
+        self._mails = {rank: Mail(group, awaited, rank) for rank in ranks}
         self._queue: deque[Closure] = deque()
         self._calls: dict[int, Closure] = {}  # by the rank that makes it
         self._left: dict[int, str] = {}
@@ -76,14 +77,30 @@ class Crew:
             self._group.watchdog.restart()
         return got_on
 
+    def look(self, what: str) -> None:
+        """Receive what has come, give functions to workers, and learn which workers are lost. Does not wait.
+
+        Args:
+            what: What this is for, for people.
+
+        Raises:
+            PeerFailedError: If a worker is lost, or none is left.
+        """
+        self._advance_far()
+        if not self.is_idle:
+            self._begin(math.inf)
+            self._await_workers(what)
+            self._group.watchdog.check_peers()
+            self._advance_far()
+
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, and meanwhile give functions to workers.
 
         Raises:
-            DeadlineExceededError: If no function ends within `MPIDIST_TIMEOUT_SECONDS`.
+            DeadlineExceededError: If no function ends within the strategy's `timeout_seconds`.
             PeerFailedError: If a worker is lost, or none is left.
         """
-        timeout = self._group.settings.timeout_seconds
+        timeout = self._group.timeout_seconds
         self._wait(what, condition, timeout if timeout else None)
 
     def cancel(self, why: str) -> None:
@@ -98,15 +115,23 @@ class Crew:
         for rank, mail in self._mails.items():
             if not self._left.get(rank):  # one that left because of an error receives nothing
                 mail.send(Kind.END)
-        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), float("inf"))
-        self._wait("the end of the coordinator", self._has_sent_all, float("inf"))
+        self._wait("the end of the coordinator", lambda: len(self._left) == len(self._mails), math.inf)
+        self._wait("the end of the coordinator", self._has_sent_all, math.inf)
+        for mail in self._mails.values():
+            mail.abandon()
 
     def leave(self, reason: str) -> None:
-        """End without the workers, because of an error; tell those that go on without the chief. Local."""
-        if self._group.may_miss_ranks and not self.is_broken:
+        """End without the workers, because of an error; tell those that no note of the watchdog's tells. Local.
+
+        Args:
+            reason: Of an exception that the others do not have; "" if this rank has caught why it cannot wait any more.
+        """
+        broken = self._group.watchdog.broken
+        if self._group.may_miss_ranks or (not reason and isinstance(broken, DeadlineExceededError)):
+            text = reason or ("" if broken is None else first_line(broken))
             for rank, mail in self._mails.items():
                 if rank not in self._left:
-                    mail.send(Kind.END, data=np.frombuffer(reason.encode()[:1000], np.uint8))
+                    mail.send(Kind.END, data=np.frombuffer(text.encode()[:1000], np.uint8))
         self.cancel("the chief has left its strategy")
         for closure in self._calls.values():
             closure.cancel("the chief has left its strategy")
@@ -114,23 +139,37 @@ class Crew:
             mail.abandon()
 
     def _wait(self, what: str, condition: Callable[[], bool], timeout: float | None) -> None:
-        awaited, watchdog = self._awaited, self._group.watchdog
-        if watchdog.broken is not None:
-            raise type(watchdog.broken)(str(watchdog.broken))
-        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
-
         def is_done() -> bool:
-            if self.advance() or not awaited.ranks:
-                awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
-                calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
-                awaited.what = f"{what} (calls: {calls})" if calls else what
+            if self.advance() or not self._awaited.ranks:
+                self._await_workers(what)
             return condition()
 
-        watchdog.begin()
-        poll(is_done, watchdog.check_peers)
+        self._begin(timeout)
+        self._group.watchdog.begin()
+        poll(is_done, self._group.watchdog.check_peers)
+
+    def _begin(self, timeout: float | None) -> None:
+        awaited, broken = self._awaited, self._group.watchdog.broken
+        if broken is not None:
+            raise repeat_of(broken)
+        awaited.ranks, awaited.timeout, awaited.is_ended_by_program = (), timeout, False
+
+    def _await_workers(self, what: str) -> None:
+        """Let the watchdog ask those that call functions; if none does, all."""
+        awaited = self._awaited
+        awaited.ranks = tuple(self._calls) or tuple(rank for rank in self._mails if rank not in self._left)
+        calls = ", ".join(f"{call.name!r} on rank {rank}" for rank, call in self._calls.items())
+        awaited.what = f"{what} (calls: {calls})" if calls else what
+
+    def _advance_far(self) -> None:
+        while self.advance():
+            pass
 
     def _has_sent_all(self) -> bool:
-        return all(mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank])
+        lost = self._awaited.lost
+        return all(
+            mail.has_sent_all() for rank, mail in self._mails.items() if not self._left[rank] and rank not in lost
+        )
 
     def _lose(self, rank: int, why: str) -> None:
         """Note that a worker has left, and make its call again."""

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.transport import ServiceGroup, load_mpi, never_free
+from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free
 
 __all__ = ["Kind", "Letter", "Mail"]
 
@@ -49,34 +49,54 @@ class Letter(NamedTuple):
 class Mail:
     """The letters of this rank to and from another one. All methods are local.
 
+    Where MPI says that the process of the other rank has failed, nothing is sent and received any more: `awaited.lost`
+    says so, or an error does, if the group does not go on without the other rank.
+
     Args:
         group: The workers and servers.
+        awaited: What the watchdog of `group` asks.
         rank: The other rank.
 
     Attributes:
         rank: As given.
     """
 
-    def __init__(self, group: ServiceGroup, rank: int) -> None:
+    def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, rank: int) -> None:
         mpi = load_mpi()
         self.rank = rank
+        self._group, self._awaited, self._has_failed = group, awaited, False
         self._comm, self._byte, self._status = group.comm, mpi.BYTE, mpi.Status()
         self._sends: list[tuple[Any, Array]] = []
         self._incoming: tuple[Any, Array] | None = None
 
     def send(self, kind: int, number: int = 0, oldest: int = 0, data: Array = _NOTHING) -> None:
         """Send a letter, and do not wait. Arguments are those of `Letter`."""
+        if self._has_failed:
+            return
         letter = np.concatenate([np.frombuffer(_HEADER.pack(kind, number, oldest), np.uint8), data])
-        self._sends.append((self._comm.Isend([letter, self._byte], self.rank, _TAG), letter))
+        try:
+            self._sends.append((self._comm.Isend([letter, self._byte], self.rank, _TAG), letter))
+        except load_mpi().Exception as error:
+            self._fail(error)
 
     def has_sent_all(self) -> bool:
         """Whether MPI has done with the memory of all letters. MPI sends large ones while they are tested."""
-        self._sends = [send for send in self._sends if not send[0].Test()]
+        try:
+            self._sends = [send for send in self._sends if not send[0].Test()]
+        except load_mpi().Exception as error:
+            self._fail(error)
         return not self._sends
 
     def receive(self) -> Letter | None:
         """Return the next letter, if there is one."""
         self.has_sent_all()
+        try:
+            return None if self._has_failed else self._receive()
+        except load_mpi().Exception as error:
+            self._fail(error)
+            return None
+
+    def _receive(self) -> Letter | None:
         if self._incoming is None:
             message = self._comm.Improbe(self.rank, _TAG, self._status)
             if message is None:
@@ -94,3 +114,21 @@ class Mail:
         """Keep what MPI may still read and write."""
         if self._sends or self._incoming:
             never_free((self._sends, self._incoming))
+
+    def _fail(self, error: Exception) -> None:
+        """Note that the process of the other rank has failed, if an error of MPI's comes of that.
+
+        Raises:
+            PeerFailedError: If the group does not go on without the other rank.
+        """
+        if not is_process_failure(error) and not self._group.is_gone(self.rank):
+            raise error
+        self._has_failed = True
+        self.abandon()
+        self._sends, self._incoming = [], None
+        awaited, watchdog = self._awaited, self._group.watchdog
+        if self.rank in awaited.dispensable:
+            awaited.lost.setdefault(self.rank, "MPI has found that its process has failed")
+            awaited.ranks = [rank for rank in awaited.ranks if rank != self.rank]
+        elif watchdog.broken is None:
+            watchdog.give_up(f"MPI has found that the process of rank {self.rank} has failed")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
 from mpidist.coordinator.calling import Caller
 from mpidist.coordinator.mail import Kind, Letter, Mail
-from mpidist.transport import AwaitedPeers, ServiceGroup, poll
+from mpidist.errors import PeerFailedError
+from mpidist.transport import AwaitedPeers, ServiceGroup, name_ranks, poll
 
 __all__ = ["Work"]
 
 logger = logging.getLogger("mpidist.coordinator")
+
+_QUIET_SECONDS: Final = 0.05  # after which nothing more comes from a chief that is lost
 
 
 @final
@@ -31,18 +36,21 @@ class Work:
     def __init__(self, group: ServiceGroup, awaited: AwaitedPeers, mail: Mail, caller: Caller) -> None:
         self._group, self._awaited, self._mail, self._caller = group, awaited, mail, caller
         self._has_chief_ended = False
+        self._has_chief_left = False  # because of an error: it receives nothing
+        self._is_quiet_at = math.inf
         self._has_left = False
 
     def serve(self) -> None:
-        """Call functions until the chief ends."""
+        """Call functions until the chief ends.
+
+        Raises:
+            PeerFailedError: If the chief is lost.
+        """
         while not self._has_chief_ended:
             letter = self._next_letter("serve() of the coordinator")
             if letter.kind == Kind.END:
-                self._has_chief_ended = True
+                self._take_end("serve() of the coordinator", letter)
                 self._leave("")
-                if letter.data.size:
-                    reason = letter.data.tobytes().decode(errors="replace")
-                    logger.warning("mpidist: serve() of the coordinator ends, as the chief has left: %s", reason)
                 self._caller.end()
             else:
                 result = self._caller.call(letter.data, letter.number, letter.oldest)
@@ -57,10 +65,28 @@ class Work:
         broken = self._group.watchdog.broken
         self._leave(reason or str(broken or ""))
         if reason is None and broken is None:
-            while not self._has_chief_ended:  # other workers make the calls that are under way to this one
-                self._has_chief_ended = self._next_letter("close() of the coordinator").kind == Kind.END
-            self._wait("close() of the coordinator", self._mail.has_sent_all)
+            try:
+                self._wait_for_end("close() of the coordinator")
+            except PeerFailedError as error:
+                if self._group.watchdog.broken is not None:
+                    raise
+                logger.warning("mpidist: %s", error)  # the chief alone is lost, and the group goes on without it
         self._mail.abandon()
+
+    def _wait_for_end(self, what: str) -> None:
+        while not self._has_chief_ended:  # other workers make the calls that are under way to this one
+            letter = self._next_letter(what)
+            if letter.kind == Kind.END:
+                self._take_end(what, letter)
+        if not self._has_chief_left:
+            self._wait(what, self._mail.has_sent_all)
+
+    def _take_end(self, what: str, letter: Letter) -> None:
+        self._has_chief_ended = True
+        if letter.data.size:
+            self._has_chief_left = True
+            reason = letter.data.tobytes().decode(errors="replace")
+            logger.warning("mpidist: %s ends, as the chief has left: %s", what, reason)
 
     def _leave(self, reason: str) -> None:
         if not self._has_left:
@@ -82,6 +108,18 @@ class Work:
     def _wait(self, what: str, test: Callable[[], bool]) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self._mail.rank,), what, False
-        awaited.timeout = float("inf")  # a chief that schedules nothing is no stall
+        awaited.timeout = math.inf  # a chief that schedules nothing is no stall
         watchdog.begin()
-        poll(test, watchdog.check_peers)
+        poll(test, self._check_chief)
+
+    def _check_chief(self) -> None:
+        """Raise if waiting further cannot help, also where the group goes on without the chief."""
+        awaited, chief = self._awaited, self._mail.rank
+        self._group.watchdog.check_peers()
+        if chief not in awaited.lost:
+            return
+        awaited.ranks = ()  # that its process is gone, too, is no news to the watchdog
+        now = time.monotonic()
+        self._is_quiet_at = min(self._is_quiet_at, now + _QUIET_SECONDS)
+        if now >= self._is_quiet_at:
+            raise PeerFailedError(f"{awaited.what}: the chief, {name_ranks([chief])}, is lost: {awaited.lost[chief]}")

@@ -274,8 +274,14 @@ class RemoteServers(Servers):
                 channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
 
     def flush(self) -> None:
+        error: Exception | None = None
         for channel in self._channels:
-            channel.finish()
+            try:
+                channel.finish()
+            except Exception as problem:  # a change that fails on several servers is one error, not one of each call
+                error = error or problem
+        if error is not None:
+            raise error
 
     @property
     def broken(self) -> Exception | None:

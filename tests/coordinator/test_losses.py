@@ -1,0 +1,276 @@
+"""Coordinators whose chief or workers are lost, or late."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
+from mpi4py import MPI
+from mpi_session.launch import Launcher
+from parameter_server.clusters import on_workers
+
+from mpidist import CommunicationOptions, Variable
+from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.experimental.coordinator import ClusterCoordinator, register
+
+__all__ = ["job"]
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+HERE: dict[str, Any] = {}  # what functions of this rank find
+
+
+@register("losses: wait")
+def wait(seconds: float, num_numbers: int = 1) -> Any:
+    time.sleep(seconds)
+    return np.ones(num_numbers)
+
+
+@register("losses: push what is refused")
+def push_what_is_refused(fails: bool) -> None:
+    """To a variable of each server."""
+    for variable in HERE["variables"]:
+        HERE["strategy"].push(variable, np.ones(2), server_rules.Registered("losses: refuse"))
+    if fails:
+        raise KeyError("mine")
+
+
+@register("losses: add")
+def add() -> None:
+    for variable in HERE["variables"]:
+        variable.assign_add(1.0)
+
+
+@server_rules.register("losses: refuse")
+def refuse(value: Any, gradient: Any, memory: Any) -> None:
+    raise ValueError("no such gradient")
+
+
+class LeavesError(BaseException):
+    """What ends a worker, and not its function alone."""
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=4)
+def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> None:
+    """So that its traceback is not printed beside the other one."""
+    with suppress(LeavesError, PeerFailedError), ParameterServerStrategy(comm=comm) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.topology.rank == 2:
+            raise LeavesError("tired")
+        if not strategy.is_chief:
+            coordinator.serve()
+        coordinator.schedule(wait, args=(0.3,))
+        with pytest.raises(PeerFailedError, match="tired") as first:
+            coordinator.join()
+        assert "following" in vars(first.value)
+        with pytest.raises(PeerFailedError, match="tired") as second:
+            coordinator.join()
+        assert vars(second.value) == vars(first.value)
+        raise second.value
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
+    """The chief's error ends the wait of the others."""
+    options = CommunicationOptions(timeout_seconds=0.2)
+    failures = (DeadlineExceededError, PeerFailedError)
+    with suppress(*failures), ParameterServerStrategy(comm=comm, communication_options=options) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+        coordinator.schedule(wait, args=(0.6,))
+        with pytest.raises(
+            DeadlineExceededError, match=r"join\(\) \(calls: 'losses: wait' on rank 1\).* waited 0.2 s"
+        ) as late:
+            coordinator.join()
+        raise late.value
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
+def test_a_push_that_fails_is_an_error_of_its_own_function_alone(comm: Intracomm, on_worker_lost: str) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            HERE.update(strategy=strategy, variables=[Variable(np.zeros(2)) for _ in range(2)])
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+            return
+        for fails in (False, True):
+            with pytest.raises(Exception, match="mine" if fails and comm.size > 2 else "no such gradient"):
+                schedule_and_join(coordinator, comm.size, fails)
+            for _ in range(comm.size):
+                coordinator.schedule(add)
+            coordinator.join()
+        for variable in HERE["variables"]:
+            assert variable.numpy().tolist() == [2 * comm.size] * 2
+
+    on_workers(comm, work, num_ps=max(1, min(2, comm.size - 1)), on_worker_lost=on_worker_lost)
+
+
+def schedule_and_join(coordinator: ClusterCoordinator, calls: int, fails: bool) -> None:
+    for _ in range(calls):
+        coordinator.schedule(push_what_is_refused, args=(fails,))
+    coordinator.join()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+@pytest.mark.parametrize("on_worker_lost", ["abort", "ignore"])
+@pytest.mark.parametrize("num_numbers", [1, 1_000_000])
+def test_workers_end_after_a_chief_that_has_caught_its_deadline(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture, on_worker_lost: str, num_numbers: int
+) -> None:
+    """Nobody receives what their functions return."""
+    options = CommunicationOptions(timeout_seconds=0.2)
+    with ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost=on_worker_lost) as strategy:
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            coordinator.schedule(wait, args=(0.5, num_numbers))
+            with pytest.raises(DeadlineExceededError):
+                coordinator.join()
+        else:
+            coordinator.serve()
+            assert "serve() of the coordinator ends, as the chief has left: join() " in caplog.text
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=3)
+def test_workers_that_may_miss_others_end_after_a_chief_that_fails_at_its_deadline(
+    comm: Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = CommunicationOptions(timeout_seconds=0.2)
+    with (
+        suppress(DeadlineExceededError),
+        ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost="ignore") as strategy,
+    ):
+        if strategy.is_ps:
+            strategy.serve()
+            return
+        coordinator = ClusterCoordinator(strategy)
+        if strategy.is_chief:
+            coordinator.schedule(wait, args=(0.5,))
+            coordinator.join()
+        coordinator.serve()
+        assert "serve() of the coordinator ends, as the chief has left: " in caplog.text
+
+
+KILLED_CHIEF = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
+if strategy.is_ps:
+    strategy.serve()
+else:
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    if strategy.is_chief:
+        time.sleep(0.3)
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        attempt("serve", coordinator.serve)
+    note("closes")
+strategy.close()
+note("end")
+"""
+
+
+@pytest.mark.no_mpi
+@again_if_slow
+def test_workers_do_not_wait_for_a_chief_that_is_killed(job: Job) -> None:
+    """Neither one that serves nor one that closes its strategy."""
+    ended = job(KILLED_CHIEF, FOUR._replace(faulty=0), is_blind=True)
+    assert ended.status == 75, ended
+    lost = "the chief, rank 0, is lost: its process is gone"
+    served = ended.of("serve")[1]
+    assert served.kind == "PeerFailedError"
+    assert lost in served.text
+    soon(served.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
+    assert f"close() of the coordinator: {lost}" in ended.err
+    assert set(ended.of("closes")) == {1, 2}
+    assert set(ended.of("end")) == {1, 2, 3}
+
+
+KILLED_WORKER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost={on_worker_lost!r})
+
+@mpidist.experimental.coordinator.register("call")
+def call(number):
+    if rank == 1:
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+def ask():
+    values = [coordinator.schedule(call, args=(number,)) for number in range(5)]
+    while not coordinator.done():
+        time.sleep(0.01)
+    return coordinator.fetch(values)
+
+if strategy.is_ps:
+    attempt("serves", strategy.serve)
+else:
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    attempt("done" if strategy.is_chief else "serves", ask if strategy.is_chief else coordinator.serve)
+"""
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("mode", "kind", "text"), [("ignore", "value", "[0, 1, 2, 3, 4]"), ("abort", "PeerFailedError", "done()")]
+)
+@again_if_slow
+def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job: Job, mode: str, kind: str, text: str) -> None:
+    ended = job(KILLED_WORKER.format(on_worker_lost=mode), FOUR._replace(faulty=1), is_blind=True)
+    asked = ended.of("done")[0]
+    assert asked.kind == kind, ended
+    assert asked.text.startswith(text)
+    soon(asked.at - ended.of("fault")[1].at, 2 * AT_ONCE_SECONDS)
+
+
+if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
+
+    @pytest.fixture
+    def survivor(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+        """Start jobs in which MPI itself says that a process has failed, and the others go on (ULFM)."""
+        find = Launcher.find
+        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
+        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
+        return job
+
+    @pytest.mark.core
+    @pytest.mark.no_mpi
+    def test_a_chief_survives_a_worker_as_mpi_says(survivor: Job) -> None:
+        loop = "while not coordinator.done():\n        time.sleep(0.01)"
+        assert loop in KILLED_WORKER
+        body = KILLED_WORKER.replace(loop, "coordinator.join()").format(on_worker_lost="ignore")
+        ended = survivor(body, FOUR._replace(faulty=1))
+        asked = ended.of("done")[0]
+        assert (asked.kind, asked.text) == ("value", "[0, 1, 2, 3, 4]"), ended
+        assert {note.kind for note in ended.of("serves").values()} == {"value"}, ended
+
+    @pytest.mark.core
+    @pytest.mark.no_mpi
+    def test_workers_survive_their_chief_as_mpi_says(survivor: Job) -> None:
+        ended = survivor(KILLED_CHIEF, FOUR._replace(faulty=0))
+        assert ended.status == 75, ended
+        served = ended.of("serve")[1]
+        assert served.kind == "PeerFailedError", ended
+        assert "the chief, rank 0, is lost: " in served.text
+        assert set(ended.of("end")) == {1, 2, 3}, ended
