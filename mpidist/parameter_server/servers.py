@@ -316,7 +316,7 @@ class RemoteServers(Servers):
         if all(channel.number for channel in self._channels):  # all workers have ended well
             self._group.free()
         else:
-            self._group.abandon()
+            self._group.abandon(has_ended=True)
 
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""

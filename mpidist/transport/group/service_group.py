@@ -213,7 +213,7 @@ class ServiceGroup(OpenGroup):
     def free(self) -> None:
         """Free the communicators, with all ranks. Collective; every rank has ended its part before."""
         if not self.is_open or self.may_miss_ranks:  # which a rank that is lost since would hold up
-            self.abandon()
+            self.abandon(has_ended=True)
             return
         notes = self.watchdog.stop_answering()
         own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
@@ -221,7 +221,7 @@ class ServiceGroup(OpenGroup):
         self.watchdog.begin()
         poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
         if united[0]:  # MPI frees no communicator with messages left in it
-            self.abandon()
+            self.abandon(has_ended=True)
             return
         self._is_gone = True
         open_groups.remove(self, has_failed=False)
@@ -231,11 +231,20 @@ class ServiceGroup(OpenGroup):
         self._notes_comm.Free()
         self._membership.free()
 
-    def abandon(self) -> None:
-        """Leave to the end of the program what only all ranks together could free. Local."""
-        if not self._is_gone:
-            self._is_gone = True
-            open_groups.remove(self, has_failed=True)
+    def abandon(self, has_ended: bool = False) -> None:
+        """Leave to the end of the program what only all ranks together could free. Local.
+
+        Args:
+            has_ended: Whether this rank's part has ended in order: then no rank reads the memory that this rank took.
+        """
+        if self._is_gone:
+            return
+        self._is_gone = True
+        open_groups.remove(self, has_failed=True)
+        if self.arena is not None and has_ended:
+            self.arena.free()
+        elif self.arena is not None:
+            self.arena.close()
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`."""
