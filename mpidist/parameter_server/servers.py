@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.errors import InvalidArgumentError
 from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
@@ -321,14 +321,12 @@ class RemoteServers(Servers):
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""
         text = "" if error is None else text_of(error)
-        watchdog = self._group.watchdog
-        others_know = not isinstance(watchdog.broken, DeadlineExceededError)  # of a deadline of this rank they do not
         if is_own and not self._goes_on:
-            watchdog.tell_leaving(text, others_know)  # ends the wait of every rank
+            self._group.tell_leaving(text)  # ends the wait of every rank
         else:
             told = [channel.leave(text) for channel in self._channels]
             if not all(told):  # a server that still lives would wait for this worker
-                watchdog.tell_leaving(text, others_know)
+                self._group.tell_leaving(text)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

@@ -28,6 +28,7 @@ from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import following_of
 from mpidist.transport.shared_memory import SharedArena
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
@@ -259,6 +260,15 @@ class ServiceGroup(OpenGroup):
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
         return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+
+    def tell_leaving(self, text: str) -> None:
+        """Tell the other ranks that this rank leaves because of an exception, if they do not know. Local.
+
+        Those know of it whose failure this rank's follows. Of what this rank has found out itself, a deadline or a
+        process that is gone, only those have learnt that waited for the same.
+        """
+        broken = self.watchdog.broken
+        self.watchdog.tell_leaving(text, others_know=broken is not None and following_of(broken) is not None)
 
     def leave(self, error: BaseException) -> None:
         """See `OpenGroup.leave`."""
