@@ -50,6 +50,8 @@ class Attendance:
             while connection.rank in lost and not connection.has_ended:
                 if advance(connection):
                     until = time.monotonic() + _QUIET_SECONDS
+                elif connection.is_making:  # nothing of the change is missing: the next check comes back to it
+                    break
                 elif time.monotonic() > until:
                     num_dropped += self._drop(connection, lost[connection.rank])
         return num_dropped
@@ -71,7 +73,7 @@ class Attendance:
         return self._drop(connection, "MPI has found that its process has failed")
 
     def _drop(self, connection: Connection, why: str) -> int:
-        """End the part of a lost worker. What it has begun to send is dropped; of a large array a part may stay."""
+        """End the part of a lost worker. What it has not sent whole is dropped, and changes nothing."""
         if connection.has_ended:
             return 0
         worker, rank, was_cut_off = connection.worker, connection.rank, connection.steps is not None

@@ -226,7 +226,7 @@ class Role(Service):
             group.abandon()
             raise
         if server.has_lost_workers:
-            group.abandon()
+            group.abandon(has_ended=True)
         else:
             group.free()
 

@@ -222,9 +222,11 @@ class ParameterServer:
         """Answer a request; with the error's text, if there is one."""
         try:
             steps = self._answers[header.op](connection, header)
-            if connection.call and header.op in (Op.CHANGE, Op.CHANGE_ROWS):
-                steps = self._calls.make_once(connection, steps)
-            yield from steps
+            if header.op not in (Op.CHANGE, Op.CHANGE_ROWS):
+                yield from steps
+                return
+            yield from self._calls.make_once(connection, steps) if connection.call else steps
+            connection.answer(Outcome.OK)  # once the change is counted: the worker may be lost
         except Exception as error:  # of any kind: a worker's mistake must not end the server
             yield from connection.drain()
             connection.answer_text(Outcome.FAILED, f"{self._name}: {text_of(error)}")
@@ -249,7 +251,6 @@ class ParameterServer:
     def _change(self, connection: Connection, header: Header) -> Steps:
         wanted = self._list_of(connection, header.variables)
         yield from Changing(connection, self.store, header, self._group.may_miss_ranks).run(wanted)
-        connection.answer(Outcome.OK)
 
     def _wait_to_read(self, connection: Connection) -> Generator[bool, None, bool]:
         """Wait until a worker may read. Returns whether it may; if not, it was told."""
@@ -276,8 +277,11 @@ class ParameterServer:
 
     def _change_rows(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()
-        yield from change_rows(self.store, header, data)
-        connection.answer(Outcome.OK)
+        connection.is_making = True
+        try:
+            yield from change_rows(self.store, header, data)
+        finally:
+            connection.is_making = False
 
     def _allocate(self, connection: Connection, header: Header) -> Steps:
         data = yield from connection.receive_all()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.errors import InvalidArgumentError
 from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
@@ -213,8 +213,8 @@ class RemoteServers(Servers):
     def read_rows(self, location: Location, indices: Array) -> Array:
         rows = np.empty((indices.size, *location.shape[1:]), location.dtype)
         call = f"read of rows of {location.name!r}"
-        self._channels[location.server].start(call, Op.READ_ROWS, location.key, [indices])
         channel = self._channels[location.server]
+        channel.start(call, Op.READ_ROWS, location.key, [indices])
         channel.finish(GRACE_SECONDS)
         channel.data([rows])
         return rows
@@ -230,9 +230,8 @@ class RemoteServers(Servers):
         lists = self._known_lists(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
-            number = lists[server].number
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
-            self._channels[server].start(call, Op.CHANGE, number, data, change=change, numbers=numbers)
+            self._channels[server].start(call, Op.CHANGE, lists[server].number, data, change=change, numbers=numbers)
 
     def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
         parts = _by_server([change.location for change in changes])
@@ -247,22 +246,37 @@ class RemoteServers(Servers):
             self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        failure = self._first_failure()
+        error = failure if error is None else error
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
-        channel, *others = self._channels
-        for other in others if self._has_bound else ():  # the first server knows
-            other.start(call, Op.STEP, rows=Step.WAITS)
-        channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
+        channel = self._channels[0]
         try:
+            self._tell_others(call, Step.WAITS)
+            channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
             channel.finish(GRACE_SECONDS)
         except InvalidArgumentError as refusal:
             mark_shared(refusal if error is None else error, self._group.ranks)
             raise refusal if error is None else error from None
         finally:
-            for other in others if self._has_bound else ():
-                if other.broken is None:
-                    other.start(call, Op.STEP, rows=Step.GOES_ON)
-        if error is not None:
-            raise error
+            self._tell_others(call, Step.GOES_ON)
+
+    def _first_failure(self) -> Exception | None:
+        """Wait until all changes of this worker are made, or have failed. Returns the first error."""
+        first = None
+        for channel in self._channels:
+            try:
+                channel.finish()
+            except Exception as error:  # of any kind: the other workers must learn of it
+                first = first or error
+        return first
+
+    def _tell_others(self, call: str, step: int) -> None:
+        """Tell the servers where workers do not meet, and wait until they know it."""
+        others = [other for other in self._channels[1:] if self._has_bound and other.broken is None]
+        for other in others:
+            other.start(call, Op.STEP, rows=step)
+        for other in others:
+            other.finish()
 
     def step_done(self) -> None:
         for channel in self._channels:
@@ -299,32 +313,26 @@ class RemoteServers(Servers):
             self.flush()
             for server, channel in reversed([*enumerate(self._channels)]):
                 channel.start("close()", Op.DONE, rows=server == 0)
-            all_well = [self._wait_for_all(channel) for channel in self._channels]
+            for channel in self._channels:
+                channel.finish(math.inf)  # until all workers have ended their parts, which may take hours
         except BaseException as problem:  # a change that failed is told here, too: then no server waits for this worker
             self._leave(problem, is_own=True)
             raise
         self._close_channels()
-        if all(all_well):
+        if all(channel.number for channel in self._channels):  # all workers have ended well
             self._group.free()
         else:
-            self._group.abandon()
-
-    def _wait_for_all(self, channel: Channel) -> bool:
-        """Wait until all workers have ended their parts, which may take hours. Returns whether all ended well."""
-        channel.finish(math.inf)
-        return bool(channel.number)
+            self._group.abandon(has_ended=True)
 
     def _leave(self, error: BaseException | None, is_own: bool) -> None:
         """End this worker's part without the others."""
         text = "" if error is None else text_of(error)
-        watchdog = self._group.watchdog
-        others_know = not isinstance(watchdog.broken, DeadlineExceededError)  # of a deadline of this rank they do not
         if is_own and not self._goes_on:
-            watchdog.tell_leaving(text, others_know)  # ends the wait of every rank
+            self._group.tell_leaving(text)  # ends the wait of every rank
         else:
             told = [channel.leave(text) for channel in self._channels]
             if not all(told):  # a server that still lives would wait for this worker
-                watchdog.tell_leaving(text, others_know)
+                self._group.tell_leaving(text)
         self._close_channels()
         if error is not None and is_own and self._goes_on:
             mark_left(error)

@@ -196,9 +196,13 @@ class Changing:
                 everything[starts[item] + start : starts[item] + stop] = data[at : at + stop - start]
                 at += stop - start
             yield bool(pieces)
-        for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
-            if size:
-                yield from self._change_whole(stored, everything[start : start + size])
+        self._connection.is_making = True
+        try:
+            for stored, start, size in zip(wanted.variables, starts, wanted.sizes, strict=False):
+                if size:
+                    yield from self._change_whole(stored, everything[start : start + size])
+        finally:
+            self._connection.is_making = False
 
     def _run_as_data_comes(self, wanted: VariableList) -> Steps:
         stored: Stored | None = None

@@ -225,6 +225,37 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
         assert ended.of("close")[rank].kind == "value"
 
 
+ONE_OF_TWO_SERVERS = """
+def die():
+    note("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    with strategy:
+        if strategy.is_ps:
+            if is_faulty:
+                threading.Timer(0.3, die).start()
+            attempt("serve", strategy.serve)
+        else:
+            attempt("reads", reads)
+            raise KeyError("mine")
+except KeyError:
+    note("caught")
+time.sleep(1)
+os._exit(0)
+"""
+
+
+@again_if_slow
+def test_workers_that_have_caught_the_loss_of_a_server_end_the_other_servers(job: Job) -> None:
+    """Of which none waits for the lost one, and none would learn of it."""
+    ended = job(cluster(ONE_OF_TWO_SERVERS, "num_ps=2"), FOUR._replace(faulty=2), is_blind=True)
+    died = ended.of("fault")[2].at
+    assert {note.kind for note in ended.of("reads").values()} == {"UnavailableError"}, ended
+    served = ended.of("serve")[3]
+    assert served.kind == "PeerFailedError", served
+    soon(served.at - died, 4 * AT_ONCE_SECONDS)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("placement", "signal"), [(SERVER_IS_APART, "SIGKILL"), (SERVER_IS_FAULTY, "SIGSTOP")])
 @again_if_slow

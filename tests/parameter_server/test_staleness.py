@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
 
 from mpidist import CommunicationOptions, Variable
-from mpidist.errors import DeadlineExceededError
-from mpidist.experimental import ParameterServerStrategy
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.experimental import ParameterServerStrategy, server_rules
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -70,6 +70,39 @@ def test_workers_with_unlike_numbers_of_steps_meet(comm: Intracomm, num_ps: int)
             strategy.barrier()
 
     options = CommunicationOptions(timeout_seconds=10)
+    on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=options)
+
+
+@server_rules.register("cannot be applied")
+def cannot_be_applied(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    raise KeyError("mine")
+
+
+@pytest.mark.ranks(min=3)
+@pytest.mark.core
+def test_a_push_that_failed_before_a_call_of_all_workers_lets_nobody_ahead(comm: Intracomm) -> None:
+    """All workers learn of it; the servers count the worker afterwards, also where workers do not meet."""
+    num_ps = 2 if comm.size > 3 else 1
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        workers, rank = strategy.topology.size, strategy.topology.rank
+        with strategy.scope():
+            done = [Variable(np.zeros(workers)) for _ in range(num_ps)]
+        if strategy.is_chief:
+            strategy.push(done[-1], np.ones(workers), server_rules.Registered("cannot be applied"))
+        error = RuntimeError if strategy.is_chief else InvalidArgumentError
+        with strategy.scope(), pytest.raises(error, match="KeyError: 'mine'"):
+            Variable(0.0)
+        own = np.eye(workers)[rank]
+        for step in range(STEPS):
+            time.sleep(0.01 * strategy.is_chief)
+            for counts in strategy.read(done):
+                assert counts.min() >= step
+            strategy.push(done, [own] * num_ps)
+            strategy.step_done()
+        strategy.barrier()
+
+    options = CommunicationOptions(timeout_seconds=5)
     on_workers(comm, work, staleness=0, num_ps=num_ps, communication_options=options)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from mpidist.parameter_server import rules
+from mpidist.parameter_server.attendance import Attendance
+from mpidist.parameter_server.meetings import Workers
 from mpidist.parameter_server.messages import (
     CHUNK_BYTES,
     LANE_BYTES,
@@ -22,6 +24,7 @@ from mpidist.parameter_server.messages import (
 )
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
+from mpidist.transport import AwaitedPeers, ServiceGroup
 
 pytestmark = pytest.mark.no_mpi
 
@@ -35,6 +38,9 @@ class Worker:
     def __init__(self, num_messages: int = NUM_MESSAGES, lane: Lane | None = None) -> None:
         self.num_messages, self.lane = num_messages, lane
         self.sent = 0
+        self.rank = self.worker = 0
+        self.has_ended = self.is_making = False
+        self.steps: Iterator[bool] | None = None
         self.memory = np.zeros(8 * sum(SIZES), np.uint8)
 
     def receive(self, sizes: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
@@ -52,6 +58,11 @@ class Worker:
             yield False
         self.sent += 1
         yield True
+
+    def abandon(self) -> None:
+        if self.steps is not None:
+            cast("Generator[bool]", self.steps).close()
+        self.has_ended = True
 
 
 def connection(*args: Any) -> Connection:
@@ -107,6 +118,38 @@ def test_a_worker_that_is_lost_while_its_change_is_made_does_not_stop_the_change
     steps.close()
     assert (large.value == 1).all()
     assert not large.queue
+
+
+@pytest.mark.parametrize("num_messages", range(NUM_MESSAGES + 1))
+def test_a_lost_worker_is_dropped_once_its_change_is_made_whole(num_messages: int) -> None:
+    """Another worker reads one of the variables meanwhile, for longer than a lost worker is listened to."""
+    store, awaited, workers = made_store(), AwaitedPeers(), Workers((0, 1), None, None)
+    reader, is_all = store.variables[1].enter(writes=False), num_messages == NUM_MESSAGES
+    lost = connection(num_messages)
+    wanted = VariableList(list(store.variables.values()), is_near=False)
+    lost.steps = Changing(lost, store, header(Change.ADD), may_be_lost=True).run(wanted)
+
+    def advance(one: Connection) -> bool:
+        try:
+            return next(cast("Generator[bool]", one.steps))
+        except StopIteration:
+            one.steps = None
+            return False
+
+    awaited.lost = {0: "killed"}
+    attendance = Attendance(cast("ServiceGroup", None), awaited, workers, "server")
+    assert attendance.drop_lost([lost], advance) == (0 if is_all else 1)
+    assert (store.variables[0].value == is_all).all()
+    assert not store.variables[1].value.any()
+    store.variables[1].leave(reader)
+    if is_all:
+        assert not lost.has_ended
+        assert attendance.drop_lost([lost], lambda one: one.steps is not None and advance(one)) == 1
+    assert lost.has_ended
+    assert workers.live == {1}
+    for stored in store.variables.values():
+        assert (stored.value == is_all).all()
+        assert not stored.queue
 
 
 def test_chunks_are_added_as_they_come_where_a_lost_worker_ends_the_job() -> None:

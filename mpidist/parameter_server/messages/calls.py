@@ -6,7 +6,6 @@ from collections.abc import Generator
 from typing import final
 
 from mpidist.parameter_server.messages.connection import Connection
-from mpidist.parameter_server.messages.protocol import Outcome
 
 __all__ = ["Calls"]
 
@@ -31,14 +30,13 @@ class Calls:
             del self._made[number]
 
     def make_once(self, connection: Connection, change: Steps) -> Steps:
-        """Make a change of the connection's call, unless the change has been made."""
+        """Make a change of the connection's call, unless the change has been made. The caller answers afterwards."""
         call, place = connection.call, connection.num_changes
         connection.num_changes += 1
         while call in self._under_way:  # by a worker that is lost: that change may be completed, or not
             yield False
         if place < self._made.get(call, 0):
             yield from connection.drain()
-            connection.answer(Outcome.OK)
             return
         self._under_way.add(call)
         try:

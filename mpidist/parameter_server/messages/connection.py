@@ -51,6 +51,7 @@ class Connection:
         lists: What the worker has numbered: lists of variables, in the server's own form.
         steps: What answers the request, if that takes several steps.
         has_ended: Whether the worker makes no request any more.
+        is_making: Whether all data of a change is here, and the change is made: then it is made whole.
         call: The call of a coordinator's that changes belong to; 0 for none.
         num_changes: How many changes of the call have come.
     """
@@ -61,7 +62,7 @@ class Connection:
         self.sequence = 0
         self.lists: dict[int, Any] = {}
         self.steps: Generator[bool, None, None] | None = None
-        self.has_ended = False
+        self.has_ended = self.is_making = False
         self.call = self.num_changes = 0
         self._comm, self.rank, self._byte, self._status = comm, rank, mpi.BYTE, mpi.Status()
         self.message = np.zeros(MESSAGE_BYTES, np.uint8)

@@ -16,6 +16,7 @@ __all__ = ["LastRound"]
 
 _GONE: Final = 1  # in what a rank says of another one
 _CHECK_SECONDS: Final = 0.1
+_LOWEST_FIRST_SECONDS: Final = 0.5  # in which the lowest rank ends the job, if it knows what to say, too
 
 
 @final
@@ -32,6 +33,7 @@ class LastRound:
     def __init__(self, comm: Intracomm, gone: Callable[[], Collection[int]]) -> None:
         self._comm, self._gone = comm, gone
         self._lost = set(gone())
+        self._known = set(self._lost)  # to all ranks that are not lost: what some rank has told
         self._awaited: dict[int, tuple[Any, Any]] = {}  # the message of each rank that has not come
         self._next_check = 0.0
 
@@ -39,7 +41,8 @@ class LastRound:
         """Wait for all ranks that are not lost. Collective over those.
 
         Returns:
-            On the lowest rank that is not lost, which ranks are, for people; `None` if none is.
+            On the lowest rank that is not lost, which ranks are, for people; `None` if none is. On a rank that has
+            learnt of a loss later than it sent its messages, too: others may wait for ever, and the job must end.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE
@@ -47,8 +50,12 @@ class LastRound:
             self._exchange(rank, own)
         poll(self._all_have_come, lambda: None)
         lost = sorted(self._awaited)
-        if not lost or min(set(range(self._comm.size)) - set(lost)) < self._comm.rank:
+        if not lost:
             return None
+        if min(set(range(self._comm.size)) - set(lost)) < self._comm.rank:
+            if self._known.issuperset(lost):
+                return None
+            time.sleep(_LOWEST_FIRST_SECONDS)
         what, was = ("process", "was") if len(lost) == 1 else ("processes", "were")
         return f"the {what} of {name_ranks(lost)} of {self._comm.size} ranks {was} lost before; all others are done"
 
@@ -68,7 +75,9 @@ class LastRound:
             try:
                 if request is not None and request.Test():
                     del self._awaited[rank]
-                    self._lost.update(np.flatnonzero(memory).tolist())
+                    told = np.flatnonzero(memory).tolist()
+                    self._lost.update(told)
+                    self._known.update(told)
             except load_mpi().Exception as error:
                 self._lose(rank, error)
         return self._lost.issuperset(self._awaited)

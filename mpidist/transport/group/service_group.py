@@ -28,6 +28,7 @@ from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
+from mpidist.transport.shared_errors import following_of
 from mpidist.transport.shared_memory import SharedArena
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
@@ -213,7 +214,7 @@ class ServiceGroup(OpenGroup):
     def free(self) -> None:
         """Free the communicators, with all ranks. Collective; every rank has ended its part before."""
         if not self.is_open or self.may_miss_ranks:  # which a rank that is lost since would hold up
-            self.abandon()
+            self.abandon(has_ended=True)
             return
         notes = self.watchdog.stop_answering()
         own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
@@ -221,7 +222,7 @@ class ServiceGroup(OpenGroup):
         self.watchdog.begin()
         poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
         if united[0]:  # MPI frees no communicator with messages left in it
-            self.abandon()
+            self.abandon(has_ended=True)
             return
         self._is_gone = True
         open_groups.remove(self, has_failed=False)
@@ -231,11 +232,20 @@ class ServiceGroup(OpenGroup):
         self._notes_comm.Free()
         self._membership.free()
 
-    def abandon(self) -> None:
-        """Leave to the end of the program what only all ranks together could free. Local."""
-        if not self._is_gone:
-            self._is_gone = True
-            open_groups.remove(self, has_failed=True)
+    def abandon(self, has_ended: bool = False) -> None:
+        """Leave to the end of the program what only all ranks together could free. Local.
+
+        Args:
+            has_ended: Whether this rank's part has ended in order: then no rank reads the memory that this rank took.
+        """
+        if self._is_gone:
+            return
+        self._is_gone = True
+        open_groups.remove(self, has_failed=True)
+        if self.arena is not None and has_ended:
+            self.arena.free()
+        elif self.arena is not None:
+            self.arena.close()
 
     def end_with_program(self) -> None:
         """See `OpenGroup.end_with_program`."""
@@ -250,6 +260,15 @@ class ServiceGroup(OpenGroup):
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
         return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+
+    def tell_leaving(self, text: str) -> None:
+        """Tell the other ranks that this rank leaves because of an exception, if they do not know. Local.
+
+        Those know of it whose failure this rank's follows. Of what this rank has found out itself, a deadline or a
+        process that is gone, only those have learnt that waited for the same.
+        """
+        broken = self.watchdog.broken
+        self.watchdog.tell_leaving(text, others_know=broken is not None and following_of(broken) is not None)
 
     def leave(self, error: BaseException) -> None:
         """See `OpenGroup.leave`."""

@@ -66,9 +66,13 @@ class SharedArena:
         self._next = end
         return start - self._start
 
+    def close(self) -> None:
+        """Take no more memory, and leave what was taken to those that use it. Local."""
+        os.close(self._file)
+
     def free(self) -> None:
         """Give back the memory that this rank has taken, even if arrays refer to it. Local; no rank may use it."""
-        os.close(self._file)
+        self.close()
         if self._taken > self._start:
             discard(self._whole[self._start : self._taken])
         self._fence.free()

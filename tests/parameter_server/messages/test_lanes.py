@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -15,6 +16,7 @@ from parameter_server.clusters import num_workers, on_workers
 from mpidist import IndexedSlices, Variable
 from mpidist.errors import PeerFailedError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.parameter_server import Role
 from mpidist.parameter_server.messages.lane import LANE_BYTES, NUM_SLOTS, Lane
 from mpidist.transport import ServiceGroup, SharedArena
 
@@ -233,3 +235,37 @@ def test_without_any_shared_memory(
         sent, data = bytes_of_messages(comm, monkeypatch)
     assert sent > data
     assert ("which is slower: rank 0: " in caplog.text) == (comm.rank == 0)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("when_lost", ["abort", "ignore"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["all end", "one leaves"])
+def test_ended_strategies_hold_no_shared_memory_and_no_files(comm: Intracomm, when_lost: str, leaves: bool) -> None:
+    """Also where the others go on without a worker that has left, by an exception that it has caught."""
+    leaves = leaves and when_lost == "ignore" and num_workers(comm) > 1
+    num_files = []
+    for _ in range(3):
+        comm.Barrier()
+        num_files.append(len(os.listdir("/proc/self/fd")))
+        file = -1
+        with contextlib.suppress(KeyError), ParameterServerStrategy(comm=comm, on_worker_lost=when_lost) as strategy:
+            role = strategy.extended.service
+            assert isinstance(role, Role)
+            if role.group is not None and role.group.arena is not None:
+                file = os.dup(role.group.arena._file)
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    variable = Variable(np.zeros(1_000_000))
+                variable.assign_add(np.ones(1_000_000))
+                assert variable.numpy().max() > 0
+                strategy.barrier()
+                if leaves and comm.rank == 1:
+                    raise KeyError("mine")
+        comm.Barrier()
+        if file >= 0:
+            held = os.fstat(file).st_blocks * 512
+            os.close(file)
+            assert held <= leaves * 2 * LANE_BYTES, "what a worker has sent before it left, the server may still take"
+    assert num_files[1] == num_files[2]
