@@ -106,7 +106,7 @@ class LocalServers(Servers):
         self._store.allocate(location.key, value)
 
     def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
-        arrays = into or _empty(locations)
+        arrays = into or [location.empty() for location in locations]
         for location, array in zip(locations, arrays, strict=True):
             array[...] = self._store.variables[location.key].value
         return arrays
@@ -190,7 +190,7 @@ class RemoteServers(Servers):
         channel.finish()
 
     def read(self, locations: Sequence[Location], into: Sequence[Array] = ()) -> Sequence[Array]:
-        arrays = into or _empty(locations)
+        arrays = into or [location.empty() for location in locations]
         if len(locations) == 1:
             location = locations[0]
             self._channels[location.server].start(location.read_call, Op.READ, location.key)
@@ -389,10 +389,6 @@ class RemoteServers(Servers):
 
 def _code_of_rule(number: int, rule: Rule) -> int:
     return Change.RULE + 8 * number + len(rule.numbers)
-
-
-def _empty(locations: Sequence[Location]) -> list[Array]:
-    return [np.empty(location.shape, location.dtype) for location in locations]
 
 
 def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:

@@ -42,6 +42,10 @@ class Location:
         """What changing it is called, for people."""
         return f"change of {self.name!r}"
 
+    def empty(self) -> Array:
+        """Return a new array that takes the values."""
+        return np.empty(self.shape, self.dtype)
+
 
 @final
 class RowsChange(NamedTuple):
