@@ -25,9 +25,7 @@ from mpidist.transport import (
     Service,
     ServiceGroup,
     Topology,
-    ends_normally,
     first_line,
-    is_shared_by,
     mark_shared,
     meet_ranks,
     name_ranks,
@@ -203,20 +201,24 @@ class Role(Service):
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         group, server = self.group, self.server
-        if group is None:
-            self.before_closing(None)
-        elif group.is_open:
+        is_open = group is not None and group.is_open
+        if group is not None and is_open:
             group.enter("close()")
-            is_own = error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks)
-            self.before_closing(text_of(error) if error is not None and is_own else None)
-        if self.servers is not None:
-            self.servers.close(error)
+        try:
+            if group is None or is_open:
+                self.before_closing(text_of(error) if group is not None and group.is_own(error) else None)
+        except BaseException as problem:  # no rank may wait for what this one does not do
+            error = problem if error is None else error
+            raise
+        finally:
+            if self.servers is not None:
+                self.servers.close(error)
         if group is None or server is None or not group.is_open:
             return
         if group.watchdog.broken is not None:  # `serve` has raised it
             group.abandon()
             return
-        if error is not None and not ends_normally(error) and not is_shared_by(error, group.ranks):
+        if group.is_own(error):
             group.watchdog.tell_leaving(text_of(error))
             group.abandon()
             return

@@ -13,7 +13,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
-from mpidist.transport import ServiceGroup, ends_normally, is_shared_by, mark_left, mark_shared, text_of
+from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
 
 __all__ = ["LocalServers", "RemoteServers", "Servers"]
 
@@ -302,10 +302,9 @@ class RemoteServers(Servers):
         return next((channel.broken for channel in self._channels if channel.broken is not None), None)
 
     def close(self, error: BaseException | None) -> None:
-        is_own = error is not None and not ends_normally(error) and not is_shared_by(error, self._group.ranks)
         if not self._group.is_open:
             return
-        lost = self.broken
+        is_own, lost = self._group.is_own(error), self.broken
         if is_own or lost is not None:
             self._leave(error if is_own else lost, is_own)
             return

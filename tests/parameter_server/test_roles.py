@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from mpidist.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError
 from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
+from mpidist.parameter_server import Role
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -42,6 +44,25 @@ def test_last_rank_serves_by_default(comm: Intracomm) -> None:
     assert strategy.num_replicas_in_sync == 1
     assert comm.allgather(strategy.is_chief) == [True, *[False] * (comm.size - 1)]
     end(strategy)
+
+
+@pytest.mark.core
+def test_nobody_waits_for_a_chief_whose_part_fails_as_it_ends(comm: Intracomm) -> None:
+    strategy, begun = ParameterServerStrategy(comm=comm, on_worker_lost="ignore"), time.monotonic()
+    role = strategy.extended.service
+    assert isinstance(role, Role)
+
+    def fail(reason: str | None) -> None:
+        raise KeyError("mine")
+
+    if strategy.is_chief:
+        role.before_closing = fail
+        with pytest.raises(KeyError, match="mine"):
+            strategy.close()
+    else:
+        end(strategy)
+    assert role.group is None or not role.group.is_open
+    assert time.monotonic() < begun + 10
 
 
 @pytest.mark.ranks(min=2)

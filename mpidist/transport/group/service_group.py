@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import Any, Final, cast, final
+from typing import Any, Final, TypeGuard, cast, final
 
 import numpy as np
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, open_groups
+from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.discovery import (
     agreed_token,
     communicators,
@@ -28,7 +28,7 @@ from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
-from mpidist.transport.shared_errors import following_of
+from mpidist.transport.shared_errors import following_of, is_shared_by
 from mpidist.transport.shared_memory import SharedArena
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
@@ -260,6 +260,10 @@ class ServiceGroup(OpenGroup):
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
         return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+
+    def is_own(self, error: BaseException | None) -> TypeGuard[BaseException]:
+        """Whether an exception that leaves the strategy is of this rank alone, and the others do not have it."""
+        return error is not None and not ends_normally(error) and not is_shared_by(error, self.ranks)
 
     def tell_leaving(self, text: str) -> None:
         """Tell the other ranks that this rank leaves because of an exception, if they do not know. Local.
