@@ -7,6 +7,7 @@ rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` o
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ class ServiceGroup(OpenGroup):
 
     def __init__(self, membership: Membership, topology: Topology, settings: Settings, awaited: AwaitedPeers) -> None:
         self.topology, self.settings = topology, settings
-        self._membership = membership
+        self._membership, self._awaited = membership, awaited
         self.comm = membership.comm.Dup()
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
@@ -219,8 +220,15 @@ class ServiceGroup(OpenGroup):
         notes = self.watchdog.stop_answering()
         own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
         request = self.comm.Iallreduce(own, united, load_mpi().BOR)
+        awaited, rank = self._awaited, self.topology.rank
+        awaited.ranks = [other for other in range(self.topology.size) if other != rank]
+        awaited.what, awaited.timeout = "close()", math.inf  # a server may do something else after serve()
         self.watchdog.begin()
-        poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
+        try:
+            poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
+        except BaseException:
+            self.abandon(has_ended=True)
+            raise
         if united[0]:  # MPI frees no communicator with messages left in it
             self.abandon(has_ended=True)
             return
