@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
+from types import NoneType
 from typing import Any, Final, TypeGuard, cast, final
 
 import numpy as np
 
-from mpidist.errors import UnavailableError
+from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.discovery import (
     agreed_token,
@@ -267,7 +268,8 @@ class ServiceGroup(OpenGroup):
 
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
-        return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+        broken = self.watchdog.broken  # a deadline of this rank ends nothing for the others
+        return self.may_miss_ranks and not self.is_needed and isinstance(broken, (NoneType, DeadlineExceededError))
 
     def is_own(self, error: BaseException | None) -> TypeGuard[BaseException]:
         """Whether an exception that leaves the strategy is of this rank alone, and the others do not have it."""
