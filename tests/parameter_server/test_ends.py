@@ -301,6 +301,31 @@ def test_a_worker_that_is_killed_is_named(job: Job) -> None:
     soon(note.at - ended.of("fault")[0].at, AT_ONCE_SECONDS)
 
 
+KILLED_AT_THE_END = """
+if not strategy.is_ps:
+    variable.assign_add(1.0)
+if is_faulty:
+    def die(group):
+        time.sleep(0.2)  # all others wait by then
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    type(strategy.extended.service.group).free = die
+attempt("close", strategy.close)
+os._exit(0)
+"""
+
+
+@again_if_slow
+def test_a_worker_that_is_killed_as_the_cluster_ends_is_noticed_by_all(job: Job) -> None:
+    """Its server has served all, and waits for no worker any more."""
+    ended = job(cluster(KILLED_AT_THE_END), THREE, is_blind=True)
+    for rank in (0, 2):
+        note = ended.of("close")[rank]
+        assert note.kind == "PeerFailedError", note
+        assert "the process of rank 1 of 3 ranks is gone" in note.text
+        soon(note.at - ended.of("fault")[1].at, 4 * AT_ONCE_SECONDS)
+
+
 LOST_AMONG_TWO = """
 if rank == 3:
     os.kill(os.getpid(), signal.SIGKILL)

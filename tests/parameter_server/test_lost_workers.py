@@ -107,6 +107,39 @@ def test_a_worker_that_fails_later_by_itself_leaves_the_others_alone(job: Job) -
     require_rest(ended, THREE)
 
 
+LATE_SERVER = """
+strategy.close()
+options = mpidist.CommunicationOptions(timeout_seconds=0.5)
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore", communication_options=options)
+rules = mpidist.experimental.server_rules
+rules.register("sleeps")(lambda value, gradient, memory: time.sleep(1.5))
+
+{begin}
+    if strategy.is_ps:
+        strategy.serve()
+        note("served")
+    else:
+        with strategy.scope():
+            variable = mpidist.Variable(0.0)
+        if is_faulty:
+            strategy.push(variable, 1.0, rules.Registered("sleeps"))
+            variable.numpy()
+        time.sleep(2.5)
+        variable.numpy()
+        note("end")
+"""
+
+
+@pytest.mark.parametrize("begin", ["if True:", "with strategy:"], ids=["bare", "with"])
+def test_others_finish_without_a_worker_that_a_server_has_not_answered_in_time(job: Job, begin: str) -> None:
+    ended = job(LATE_SERVER.format(begin=begin), THREE)
+    assert ended.status == 1
+    assert ended.err.count("The above exception was the direct cause") == 1, ended.err
+    assert "worker 1 (rank 1) is lost: mpidist.errors.UnavailableError: parameter server 0" in ended.err
+    assert set(ended.of("end")) == {0}
+    assert set(ended.of("served")) == {2}
+
+
 @pytest.mark.parametrize(
     ("placement", "arguments", "num_ps"),
     [(FOUR, "staleness=0", 1), (TWO_NODES, "num_ps=2", 2), (FIVE, "num_ps=3", 3)],

@@ -7,15 +7,17 @@ rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` o
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
+from types import NoneType
 from typing import Any, Final, TypeGuard, cast, final
 
 import numpy as np
 
-from mpidist.errors import UnavailableError
+from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport.failures import AwaitedPeers, GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
 from mpidist.transport.group.discovery import (
     agreed_token,
@@ -123,7 +125,7 @@ class ServiceGroup(OpenGroup):
 
     def __init__(self, membership: Membership, topology: Topology, settings: Settings, awaited: AwaitedPeers) -> None:
         self.topology, self.settings = topology, settings
-        self._membership = membership
+        self._membership, self._awaited = membership, awaited
         self.comm = membership.comm.Dup()
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
@@ -219,8 +221,15 @@ class ServiceGroup(OpenGroup):
         notes = self.watchdog.stop_answering()
         own, united = np.array([any(notes.sent)], np.int64), np.empty(1, np.int64)
         request = self.comm.Iallreduce(own, united, load_mpi().BOR)
+        awaited, rank = self._awaited, self.topology.rank
+        awaited.ranks = [other for other in range(self.topology.size) if other != rank]
+        awaited.what, awaited.timeout = "close()", math.inf  # a server may do something else after serve()
         self.watchdog.begin()
-        poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
+        try:
+            poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
+        except BaseException:
+            self.abandon(has_ended=True)
+            raise
         if united[0]:  # MPI frees no communicator with messages left in it
             self.abandon(has_ended=True)
             return
@@ -259,7 +268,8 @@ class ServiceGroup(OpenGroup):
 
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
-        return self.may_miss_ranks and not self.is_needed and self.watchdog.broken is None
+        broken = self.watchdog.broken  # a deadline of this rank ends nothing for the others
+        return self.may_miss_ranks and not self.is_needed and isinstance(broken, (NoneType, DeadlineExceededError))
 
     def is_own(self, error: BaseException | None) -> TypeGuard[BaseException]:
         """Whether an exception that leaves the strategy is of this rank alone, and the others do not have it."""
