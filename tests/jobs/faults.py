@@ -61,7 +61,7 @@ PROJECT = str(Path(mpidist.__file__).parents[1])
 DEADLINE_SECONDS = 1.0  # of the calls in HEAD
 AT_ONCE_SECONDS = 0.5  # what takes no time, on a busy machine
 SLACK_SECONDS = 0.5  # what a deadline may take longer
-_JOB_SECONDS = 25.0
+_JOB_SECONDS = 40.0
 _BURY_SECONDS = 5.0  # for ranks that a cut host keeps from their launcher: they end on their own
 _MARK = "FAULT_JOB"
 
