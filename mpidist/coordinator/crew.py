@@ -70,7 +70,7 @@ class Crew:
                 oldest = min(call.number for call in self._calls.values())  # those that wait are younger
                 mail.send(Kind.CALL, closure.number, oldest, closure.message)
                 got_on = True
-        if self._queue and len(self._left) == len(self._mails):
+        if self._queue and len(self._left) == len(self._mails) and not self._does_watchdog_raise():
             why = f"no worker is left: {self._reasons()}"
             self._fail(PeerFailedError(f"{self._queue[0].name!r} cannot be called: {why}"), why)
         if got_on:
@@ -196,6 +196,10 @@ class Crew:
         """Keep an error for the next call, and call no function that waits."""
         self.error = self.error or error
         self.cancel(why)
+
+    def _does_watchdog_raise(self) -> bool:
+        """Whether a worker has left because of an error of which a note of its watchdog tells, with more, or will."""
+        return not self._group.may_miss_ranks and any(self._left.values())
 
     def _reasons(self) -> str:
         texts = [f"{name_ranks([rank])} left: {text}" for rank, text in self._left.items() if text]

@@ -59,8 +59,9 @@ class LeavesError(BaseException):
 
 @pytest.mark.core
 @pytest.mark.ranks(min=4)
-def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> None:
-    """So that its traceback is not printed beside the other one."""
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm, seconds: float) -> None:
+    """So that its traceback is not printed beside the other one, also where all workers have left before."""
     with suppress(LeavesError, PeerFailedError), ParameterServerStrategy(comm=comm) as strategy:
         if strategy.is_ps:
             strategy.serve()
@@ -69,6 +70,7 @@ def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm) -> 
             raise LeavesError("tired")
         if not strategy.is_chief:
             coordinator.serve()
+        time.sleep(seconds)
         coordinator.schedule(wait, args=(0.3,))
         with pytest.raises(PeerFailedError, match="tired") as first:
             coordinator.join()
