@@ -44,6 +44,7 @@ from mpidist.transport.half import bfloat16, dtype_named
 from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     LINE_BYTES,
@@ -147,6 +148,7 @@ __all__ = [
     "shard_bounds",
     "size_text",
     "text_of",
+    "unknown_settings",
     "tuning_path",
     "value_text",
     "wait_for_devices",
