@@ -105,7 +105,7 @@ def unknown_settings(environ: Mapping[str, str]) -> list[str]:
     """Say of each `MPIDIST_` variable that means nothing which one may be meant."""
     texts = []
     for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
-        near = get_close_matches(name, _KNOWN, 1)
+        near = get_close_matches(name, _KNOWN, 1, cutoff=0.85)
         texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
     return texts
 
