@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -231,7 +233,7 @@ def test_json_is_what_later_runs_are_held_against(
     comm.barrier()
     assert "all ranks see what is expected" in said(capfd, comm, "--expect", path)
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(rank_facts, "_shared_bytes", lambda: 12345 << 20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=12345 << 20))
     text = row(said(capfd, comm, "--expect", path, status=1), "fail")
     assert comm.rank or text.startswith(f"/dev/shm on rank {comm.size - 1} (")
     assert comm.rank or "is 12.06 GiB; expected is" in text
