@@ -217,13 +217,16 @@ def test_program_trains_counts_and_is_saved(strategy: Any, tmp_path: Path) -> No
 
 
 def test_symmetric_arrays_are_reduced(strategy: Any) -> None:
-    if strategy.extended.replicas.tree is not None:
-        return  # a bare value is no replica's
-    ranks = strategy.num_replicas_in_sync
+    total = strategy.num_replicas_in_sync
     value, out = strategy.symmetric_empty(5, np.float32), strategy.symmetric_empty(5, np.float32)
     value[...] = up(np.arange(5, dtype=np.float32))
-    assert strategy.run(lambda: context().all_reduce("sum", value, out=out)) is out
-    assert down(out).tolist() == [ranks * at for at in range(5)]
+    expected = [float(total * at) for at in range(5)]
+    if strategy.extended.replicas.tree is None:
+        assert strategy.run(lambda: context().all_reduce("sum", value, out=out)) is out
+        assert down(out).tolist() == expected
+    else:  # several replicas cannot share one `out`
+        sums = strategy.run(lambda: down(context().all_reduce("sum", value)).tolist())
+        assert strategy.experimental_local_results(sums) == (expected,) * len(strategy.extended.replicas.ids_here)
 
 
 @pytest.fixture(params=[2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Final, final
@@ -28,10 +29,19 @@ class LastRound:
     Args:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         gone: Lists the ranks whose processes this rank finds gone. Local.
+        stall_seconds: When the lowest rank that waits tells whom it waits for; 0 for never.
+        tell: Tells people a line.
     """
 
-    def __init__(self, comm: Intracomm, gone: Callable[[], Collection[int]]) -> None:
-        self._comm, self._gone = comm, gone
+    def __init__(
+        self,
+        comm: Intracomm,
+        gone: Callable[[], Collection[int]],
+        stall_seconds: float = 0.0,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._comm, self._gone, self._tell = comm, gone, tell
+        self._tell_at = time.monotonic() + (stall_seconds or math.inf)
         self._lost = set(gone())
         self._known = set(self._lost)  # to all ranks that are not lost: what some rank has told
         self._awaited: dict[int, tuple[Any, Any]] = {}  # the message of each rank that has not come
@@ -48,7 +58,7 @@ class LastRound:
         own[sorted(self._lost)] = _GONE
         for rank in set(range(self._comm.size)) - {self._comm.rank}:
             self._exchange(rank, own)
-        poll(self._all_have_come, lambda: None)
+        poll(self._all_have_come, self._tell_once)
         lost = sorted(self._awaited)
         if not lost:
             return None
@@ -81,6 +91,15 @@ class LastRound:
             except load_mpi().Exception as error:
                 self._lose(rank, error)
         return self._lost.issuperset(self._awaited)
+
+    def _tell_once(self) -> None:
+        """Tell people whom the ranks that are done wait for; the lowest of these ranks does."""
+        if time.monotonic() < self._tell_at:
+            return
+        self._tell_at = math.inf
+        late = set(self._awaited) - self._lost
+        if late.union(self._lost).issuperset(range(self._comm.rank)):
+            self._tell(f"is done, and waits for the programs of {name_ranks(sorted(late))} to end")
 
     def _lose(self, rank: int, error: Exception) -> None:
         if not is_process_failure(error):

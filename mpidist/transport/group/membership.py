@@ -153,7 +153,7 @@ class Membership:
 
     def wait_for_live_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`: wait for ever, but for no rank that is lost."""
-        return LastRound(self._exit_comm, self.gone).wait()
+        return LastRound(self._exit_comm, self.gone, self._stall_seconds, job_abort.write_line).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""

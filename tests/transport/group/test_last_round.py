@@ -38,3 +38,16 @@ def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm,
     assert times[knows] < 1.8
     if not seconds:
         assert max(times) < 1.8, "who has come later was told"
+
+
+def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(comm: Intracomm) -> None:
+    own, lines = comm.Dup(), list[str]()
+    if comm.rank == 0:
+        time.sleep(0.5)
+    assert LastRound(own, list, 0.1, lines.append).wait() is None
+    told = comm.allgather(lines)
+    assert told[1] == ["is done, and waits for the programs of rank 0 to end"]
+    assert told[0] == []
+    assert not any(told[2:])
+    assert LastRound(own, list, 0.0, lines.append).wait() is None
+    assert comm.allgather(lines) == told
