@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpidist.parameter_server import (
     Change,
     Location,
     OnServers,
+    Push,
     Role,
     RowsChange,
     Rule,
@@ -67,6 +69,8 @@ class ParameterServerStrategy(Strategy):
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
         communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
             other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.
+        aggregate_in_node: Whether the workers of a node make their calls of `push` together: what they push is summed
+            in shared memory, and one of them sends the sum. Nodes do not wait for each other.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
 
     Raises:
@@ -88,13 +92,21 @@ class ParameterServerStrategy(Strategy):
         on_worker_lost: str = "abort",
         placement: str = "round_robin",
         communication_options: CommunicationOptions | None = None,
+        aggregate_in_node: bool = False,
         comm: Intracomm | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None and comm is None and num_ps is None and ps_ranks is None and os.environ.get("TF_CONFIG"):
             resolver = TFConfigClusterResolver()
         wanted = Wanted(
-            staleness, on_worker_lost, placement, variable_partitioner, num_ps, ps_ranks, communication_options
+            staleness,
+            on_worker_lost,
+            placement,
+            variable_partitioner,
+            num_ps,
+            ps_ranks,
+            communication_options,
+            aggregate_in_node,
         )
         role = Role.meet(comm, resolver, wanted)
         self._role = role
@@ -171,6 +183,10 @@ class ParameterServerStrategy(Strategy):
     def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
         """Change a nest of variables on the servers, with one request to each server. On workers.
 
+        With `aggregate_in_node=True` it is collective over the workers of this node, without those that wait in a call
+        of all workers, or have ended. They push for the same variables; the servers get the sum of the arrays, and all
+        rows of `IndexedSlices`, in the order of the workers.
+
         Args:
             variables: A nest of variables of this strategy.
             values: A nest of the same form: arrays, numbers or `IndexedSlices`, which are a request of their own.
@@ -179,11 +195,13 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: If the nests differ in form, or a value does not fit its variable.
             TypeError: If a leaf is no variable on a server, or `update` is none of these.
+            InvalidArgumentError: If the workers of a node push together, and differ. On all of them.
         """
-        servers = self._servers("push()")
+        self._servers("push()").push(partial(self._gather, variables, values, update))
+
+    def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:
             raise TypeError(f"push(): update must be one of {', '.join(_CHANGES)} or a rule, got {update!r}")
-        how = update if isinstance(update, Rule) else _CHANGES[update]
         leaves, form = nest.flatten(variables)
         given, its_form = nest.flatten(values)
         if form != its_form:
@@ -192,16 +210,16 @@ class ParameterServerStrategy(Strategy):
         arrays: list[Any] = []
         rows: list[RowsChange] = []
         for leaf, value in zip(leaves, given, strict=True):
-            shards = _shards_of(self, "push()", leaf)
+            shards = [shard.location for shard in _shards_of(self, "push()", leaf)]
             if isinstance(value, IndexedSlices):
-                rows += leaf.row_changes(value)
+                changes = {change.location.key: change for change in leaf.row_changes(value)}
+                rows += [changes.get(shard.key) or RowsChange.none(shard) for shard in shards]
                 continue
-            locations += [shard.location for shard in shards]
+            locations += shards
             arrays += leaf.split(value) if isinstance(leaf, ShardedVariable) else [leaf.cast(value)]
-        if locations:
-            servers.change(locations, arrays, how)
-        if rows:
-            servers.change_rows(rows, how)
+        if isinstance(update, Rule):
+            return Push(locations, arrays, rows, update, f"{update.name}{list(update.numbers)}")
+        return Push(locations, arrays, rows, _CHANGES[update], update)
 
     def _servers(self, call: str) -> Servers:
         self.extended.group.require_open(call)
