@@ -285,6 +285,6 @@ def _role_of(strategy: Any) -> Role:
         )
     if role.aggregates_in_node:
         raise ValueError(
-            "ClusterCoordinator needs aggregate_in_node=False: its functions push by themselves, whenever they are called"
+            "ClusterCoordinator needs aggregate_in_node=False: its functions push one by one, whenever they are called"
         )
     return role
