@@ -51,6 +51,7 @@ class Wanted(NamedTuple):
     ps_ranks: Sequence[int] | None
     options: CommunicationOptions | None = None
     aggregate_in_node: bool = False
+    replicas: int | None = None
 
     def check(self) -> None:
         """Raise what is wrong by itself."""
@@ -68,6 +69,11 @@ class Wanted(NamedTuple):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
         if not isinstance(self.aggregate_in_node, bool):
             raise TypeError(f"aggregate_in_node must be True or False, got {self.aggregate_in_node!r}")
+        replicas = self.replicas
+        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, (int, np.integer))):
+            raise TypeError(f"replicas must be a whole number or None, got {replicas!r}")
+        if replicas is not None and replicas < 1:
+            raise ValueError(f"replicas must be at least 1, the number of each worker, got {replicas}")
         if self.partitioner is not None and not callable(self.partitioner):
             raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
         if self.options is not None and not isinstance(self.options, CommunicationOptions):

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist import nest
+from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from mpidist.coordinator import ClusterCoordinator
 from mpidist.cross_device_ops import CollectiveAllReduce
@@ -28,6 +28,7 @@ from mpidist.parameter_server import (
     Wanted,
     read_together,
 )
+from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Intracomm, SyncGroup, choose_device
@@ -52,8 +53,8 @@ class ParameterServerStrategy(Strategy):
         strategy.close()
 
     A worker waits for no other worker, unless `staleness` is given. So reductions combine the replicas of this worker,
-    of which there is one. A change of a variable is applied once and whole; a read is a snapshot of the variable, with
-    all that this worker has changed before. One rank alone is worker and server in one.
+    of which there is one, unless `replicas` is given. A change of a variable is applied once and whole; a read is a
+    snapshot of the variable, with all that this worker has changed before. One rank alone is worker and server in one.
 
     Args:
         cluster_resolver: The tasks of the cluster: "chief", "worker", "ps" and "evaluator". By default a
@@ -71,6 +72,9 @@ class ParameterServerStrategy(Strategy):
             other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.
         aggregate_in_node: Whether the workers of a node make their calls of `push` together: what they push is summed
             in shared memory, and one of them sends the sum. Nodes do not wait for each other.
+        replicas: Number of replicas of each worker. `run` then calls its function for each of them, and distributed
+            values are `PerReplica` values of a worker's replicas. In `run`, what they assign is aggregated as the
+            variable says, and what they push is summed, before it goes to the servers.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
 
     Raises:
@@ -93,6 +97,7 @@ class ParameterServerStrategy(Strategy):
         placement: str = "round_robin",
         communication_options: CommunicationOptions | None = None,
         aggregate_in_node: bool = False,
+        replicas: int | None = None,
         comm: Intracomm | None = None,
     ) -> None:
         resolver = cluster_resolver
@@ -107,14 +112,19 @@ class ParameterServerStrategy(Strategy):
             ps_ranks,
             communication_options,
             aggregate_in_node,
+            replicas,
         )
         role = Role.meet(comm, resolver, wanted)
         self._role = role
         try:
             device = choose_device(role.topology)
             places = OnServers(role.servers, role.initialises, variable_partitioner, placement)
-            ops, name = CollectiveAllReduce(), type(self).__name__
-            extended = StrategyExtended.assemble(name, SyncGroup.solo(), ops, [device], None, places, service=role)
+            ops, name, group = CollectiveAllReduce(), type(self).__name__, SyncGroup.solo()
+            carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
+            devices = [device] * (1 if carried is None else carried.num_here)
+            extended = StrategyExtended.assemble(
+                name, group, ops, devices, None, places, replicas=carried, service=role
+            )
         except BaseException as error:
             role.close(error)
             raise
@@ -197,7 +207,17 @@ class ParameterServerStrategy(Strategy):
             TypeError: If a leaf is no variable on a server, or `update` is none of these.
             InvalidArgumentError: If the workers of a node push together, and differ. On all of them.
         """
-        self._servers("push()").push(partial(self._gather, variables, values, update))
+        servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
+        replica = context_stack.current_replica()
+        if replica is None or replica.strategy is not self or self.num_replicas_in_sync == 1:
+            servers.push(make)
+            return
+        push, error = None, None
+        try:
+            push = make()
+        except Exception as problem:  # of any kind: the other replicas must learn of it
+            error = problem
+        replica.joint_calls.write_together("push()", partial(_push_sum, servers), push, error)
 
     def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:
@@ -287,6 +307,17 @@ class Server:
                 role.close(error)
                 raise
             role.close(None)
+
+
+def _push_sum(servers: Servers, pushes: Sequence[Push], error: Exception | None) -> None:
+    """Push what the replicas of this worker push together."""
+
+    def make() -> Push:
+        if error is not None:
+            raise error
+        return Push.sum_of(pushes)
+
+    servers.push(make)
 
 
 def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:

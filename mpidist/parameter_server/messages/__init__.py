@@ -4,7 +4,7 @@ from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
-from mpidist.parameter_server.messages.locations import KnownList, Location, Push, RowsChange, by_server
+from mpidist.parameter_server.messages.locations import KnownList, Location, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -25,6 +25,7 @@ from mpidist.parameter_server.messages.protocol import (
     plan_messages,
     to_json,
 )
+from mpidist.parameter_server.messages.push import Push
 
 __all__ = [
     "CHUNK_BYTES",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-__all__ = ["KnownList", "Location", "Push", "RowsChange", "by_server"]
+__all__ = ["KnownList", "Location", "RowsChange", "by_server"]
 
 Array = np.ndarray[Any, Any]
 
@@ -79,25 +79,6 @@ class KnownList(NamedTuple):
 
     number: int
     places: tuple[int, ...]
-
-
-@final
-class Push(NamedTuple):
-    """What a worker pushes at once.
-
-    Attributes:
-        locations: The arrays that are changed as a whole.
-        values: A contiguous array for each of them, of the same shape and dtype.
-        rows: What changes rows of arrays, also if it has no rows on this worker.
-        how: A `Change`, or a rule.
-        update: The same for people, and for other workers.
-    """
-
-    locations: Sequence[Location]
-    values: Sequence[Array]
-    rows: Sequence[RowsChange]
-    how: Any
-    update: str
 
 
 def by_server(locations: Sequence[Location]) -> dict[int, list[int]]:

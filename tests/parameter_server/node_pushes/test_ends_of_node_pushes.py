@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from jobs.faults import FOUR, THREE, Ended, Job, Placement, again_if_slow, job
+from jobs.faults import THREE, Ended, Job, Placement, again_if_slow, job
 
 __all__ = ["job"]
 
 pytestmark = pytest.mark.no_mpi
-
-TWO_NODES = Placement((0, 0, 0, 1, 1), 1)  # with one server: three workers on a node, and one with the server
 
 PROGRAM = """
 strategy.close()
@@ -101,7 +99,7 @@ def test_a_killed_worker_ends_the_job_where_nobody_goes_on(job: Job) -> None:
 
 @again_if_slow
 def test_a_late_worker_is_named(job: Job) -> None:
-    ended = job(program(LATE, "abort", timeout=1), FOUR)
+    ended = job(program(LATE, "abort", timeout=1), Placement((0, 0, 0, 0), 1))
     assert ended.status != 0
     assert "DeadlineExceededError: push() on rank" in ended.err, ended
     assert "rank 1" in ended.err
