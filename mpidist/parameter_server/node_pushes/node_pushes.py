@@ -77,10 +77,10 @@ class NodePushes:
             self._wait("the memory of the last push", self._readers)
             refusal = self._push(make, send)
         except BaseException as error:
+            self._group.recorder.fail()
             self._break(error)
             raise
-        finally:
-            self._group.recorder.end(entry)
+        self._group.recorder.end(entry)
         if refusal is not None:  # all have learnt of it, and may push again
             raise refusal
 
@@ -92,9 +92,9 @@ class NodePushes:
         """
         if self._is_settled:
             return
-        self._is_settled = True
         leader, number = self._taking_part[0], self._last
         if leader is self._own:
+            self._is_settled = True
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
@@ -104,6 +104,7 @@ class NodePushes:
             lambda: [] if self._is_lost(leader) or leader.has_made(number) else [leader],
             GRACE_SECONDS,
         )
+        self._is_settled = True
         why = leader.failure_of(number)
         if why is not None:
             kind = UnavailableError if why.startswith(UnavailableError.__name__) else RuntimeError
