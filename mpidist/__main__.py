@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+import mpidist
 from mpidist.cli import doctor, flight, tune
+from mpidist.errors import TopologyError, UnavailableError
 
 __all__ = ["main"]
 
-_COMMANDS = (tune, flight, doctor)
+_COMMANDS = (doctor, tune, flight)
+_RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="python -m mpidist", description="Commands of mpidist.")
+    parser = argparse.ArgumentParser(prog="mpidist", description="Commands of mpidist. Also: python -m mpidist")
+    parser.add_argument("--version", action="version", version=f"mpidist {mpidist.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
@@ -31,12 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     chosen = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it
     try:
         status: int = chosen.run(chosen)
+    except (TopologyError, UnavailableError) as error:  # every process has it, and one of them tells
+        if _is_first(os.environ):
+            print(f"mpidist {chosen.command}: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the exit status of a shell for a program that SIGPIPE ended
     return status
+
+
+def _is_first(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher calls this process the first one, as far as it says."""
+    ranks = [environ[name] for name in _RANK_VARIABLES if name in environ]
+    return not ranks or ranks[0] == "0"
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mpidist.errors import DataLossError
+from mpidist.transport import bytes_of
 
 __all__ = [
     "COMMON",
     "Part",
     "PartFile",
-    "bytes_of",
     "part_of_rank",
     "publish",
     "read_manifest",
@@ -204,12 +204,6 @@ class PartFile:
         if _checksum(array) != checksum:
             raise DataLossError(f"{key} in {str(self._path)!r} is damaged: another checksum was written")
         return array if array.dtype == dtype else array.view(dtype).reshape(shape)
-
-
-def bytes_of(array: Array) -> Array:
-    """Return the bytes of a contiguous array, without a copy."""
-    flat: Array = array.reshape(-1).view(np.uint8)
-    return flat
 
 
 def _checksum(array: Array) -> int:

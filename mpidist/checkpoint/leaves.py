@@ -240,7 +240,7 @@ def form_of(value: Any) -> str:
 
 
 def _to_host(array: Any) -> Array:
-    host: Array = arrays.to_host(array) if arrays.is_device(array) else np.asarray(array)
+    host = arrays.on_host(array)
     return host.astype(_native(host.dtype), copy=False)
 
 

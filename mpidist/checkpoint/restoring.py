@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
-from mpidist.checkpoint.files import COMMON, PartFile, bytes_of, part_of_rank, read_manifest, recover
+from mpidist.checkpoint.files import COMMON, PartFile, part_of_rank, read_manifest, recover
 from mpidist.checkpoint.leaves import Leaf, Owner, State, form_of
-from mpidist.checkpoint.saving import leaves_in, replica_key, together
-from mpidist.transport import shard_bounds
+from mpidist.checkpoint.saving import leaves_in, replica_key
+from mpidist.transport import bytes_of, shard_bounds
 
 __all__ = ["restore"]
 
@@ -61,11 +62,11 @@ def restore(strategy: Any, place: Path, items: Mapping[str, Any], partial: bool)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
     extended.agree(_CALL, {"path": str(place)} | {f"names, {name}": "here" for name in leaves}, error)
-    with together(strategy, f"{_CALL} {str(place)!r}"):
+    with _together(strategy, f"{_CALL} {str(place)!r}"):
         if extended.group.topology.rank == 0:
             common = _read_common(strategy, place, leaves, partial)
     common = _share(extended, leaves, common)
-    with together(strategy, f"{_CALL} {str(place)!r}: parts of the ranks"):
+    with _together(strategy, f"{_CALL} {str(place)!r}: parts of the ranks"):
         own = _read_own(extended, place, leaves, common)
     restored = {}
     for name, leaf in leaves.items():
@@ -204,3 +205,19 @@ def _rebuilt(item: str, value: Any, restored: Mapping[str, Any]) -> Any:
     flat, structure = nest.flatten(value)
     new = [restored.get(item + path, leaf) for path, leaf in zip(nest.paths(structure), flat, strict=True)]
     return value if all(one is other for one, other in zip(new, flat, strict=True)) else nest.rebuild(value, new)
+
+
+@contextmanager
+def _together(strategy: Any, what: str) -> Iterator[None]:
+    """Raise an exception in the `with` body on all ranks that do the same as this one. Collective."""
+    service = strategy.extended.service
+    if service is None:
+        with strategy.extended.raise_together(what):
+            yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:  # of any kind: the other workers must learn of it
+        error = problem
+    service.meet_peers(what, error)

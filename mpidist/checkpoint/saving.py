@@ -7,8 +7,8 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final, NamedTuple, final
@@ -19,7 +19,6 @@ from mpidist import nest
 from mpidist.checkpoint.files import (
     COMMON,
     Part,
-    bytes_of,
     part_of_rank,
     publish,
     remove,
@@ -29,9 +28,9 @@ from mpidist.checkpoint.files import (
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
 from mpidist.context_stack import CurrentStrategy
 from mpidist.errors import DeadlineExceededError
-from mpidist.transport import text_of
+from mpidist.transport import bytes_of, text_of
 
-__all__ = ["BackgroundWriting", "Snapshot", "capture", "leaves_in", "replica_key", "together", "write_together"]
+__all__ = ["BackgroundWriting", "Snapshot", "capture", "leaves_in", "replica_key", "write_together"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
@@ -78,22 +77,6 @@ def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, 
 def replica_key(name: str, replica_id: int) -> str:
     """Name the array of one replica."""
     return f"{name} of replica {replica_id}"
-
-
-@contextmanager
-def together(strategy: Any, what: str) -> Iterator[None]:
-    """Raise an exception in the `with` body on all ranks that do the same as this one. Collective."""
-    service = strategy.extended.service
-    if service is None:
-        with strategy.extended.raise_together(what):
-            yield
-        return
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as problem:  # of any kind: the other workers must learn of it
-        error = problem
-    service.meet_peers(what, error)
 
 
 def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, about: Mapping[str, Any]) -> Snapshot:
@@ -158,9 +141,7 @@ def write_together(strategy: Any, snapshot: Snapshot, finish: Callable[[], None]
     with extended.raise_together("writing a checkpoint"):
         _write_parts(snapshot)
     with extended.raise_together("publishing a checkpoint"):
-        if snapshot.rank == 0:
-            publish(snapshot.folder, snapshot.place, snapshot.about, snapshot.all_parts)
-            finish()
+        _publish(snapshot, finish)
 
 
 @final
@@ -185,10 +166,8 @@ class BackgroundWriting(Thread):
         snapshot = self._snapshot
         try:
             _write_parts(snapshot)
-            if snapshot.rank == 0:
-                _wait_for_parts(snapshot)
-                publish(snapshot.folder, snapshot.place, snapshot.about, snapshot.all_parts)
-                self._finish()
+            _wait_for_parts(snapshot)
+            _publish(snapshot, self._finish)
         except Exception as problem:  # of any kind: `CheckpointManager.wait` raises it
             self.error = problem
             logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
@@ -251,7 +230,17 @@ def _write_parts(snapshot: Snapshot) -> None:
         write_part(snapshot.folder, name, part)
 
 
+def _publish(snapshot: Snapshot, finish: Callable[[], None]) -> None:
+    """Move the folder to its place, on rank 0."""
+    if snapshot.rank == 0:
+        publish(snapshot.folder, snapshot.place, snapshot.about, snapshot.all_parts)
+        finish()
+
+
 def _wait_for_parts(snapshot: Snapshot) -> None:
+    """Wait for the files of all ranks, on rank 0."""
+    if snapshot.rank != 0:
+        return
     until = time.monotonic() + _PARTS_SECONDS
     for name in snapshot.all_parts:
         while not (snapshot.folder / f"{name}.json").exists():

@@ -85,7 +85,7 @@ def broadcast(
 
 def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:
     if result.dtype.kind in "SU" and result.nbytes:  # sent as bytes: one text may be longer than a message
-        array, result = np.ascontiguousarray(array).reshape(-1).view(np.uint8), result.reshape(-1).view(np.uint8)
+        array, result = arrays.bytes_of(np.ascontiguousarray(array)), arrays.bytes_of(result)
     levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
         levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))

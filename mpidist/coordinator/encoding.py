@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.transport import bfloat16
+from mpidist.transport import bytes_of, dtype_named
 
 __all__ = ["MAX_BYTES", "Handle", "decode", "encode"]
 
@@ -40,7 +40,7 @@ def encode(item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lam
     about = [[array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape] for array in arrays]
     head = json.dumps([tree, about]).encode()
     parts = [np.frombuffer(_LENGTH.pack(len(head)) + head, np.uint8)]
-    parts += [array.reshape(-1).view(np.uint8) for array in arrays]
+    parts += [bytes_of(array) for array in arrays]
     nbytes = sum(part.size for part in parts)
     if nbytes > MAX_BYTES:
         raise ValueError(
@@ -56,7 +56,7 @@ def decode(data: Array, value_of: Callable[[Handle], Any] = lambda handle: None)
     tree, about = json.loads(data[start : start + length].tobytes())
     at, arrays = start + length, []
     for name, shape in about:
-        dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+        dtype = dtype_named(name)
         nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         arrays.append(data[at : at + nbytes].copy().view(dtype).reshape(shape))
         at += nbytes

@@ -225,7 +225,7 @@ def _checksum(leaves: list[Any]) -> int:
             continue
         checksum = zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), checksum)
         for numbers in _without_padding(array):
-            checksum = zlib.crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data, checksum)
+            checksum = zlib.crc32(arrays.bytes_of(np.ascontiguousarray(numbers)).data, checksum)
     return checksum
 
 

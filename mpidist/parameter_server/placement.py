@@ -115,8 +115,7 @@ class OnServers(VariablePlacement):
             self._num_unnamed += 1
         given = initial_value() if callable(initial_value) else initial_value
         given = np.asarray(given) if isinstance(given, (list, tuple)) else given
-        array = arrays.library_of(given).to_native(given)
-        array = arrays.to_host(array) if arrays.is_device(array) else array
+        array = arrays.on_host(arrays.library_of(given).to_native(given))
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if dtype is not None:
             array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, f"variable {name!r}")

@@ -24,12 +24,11 @@ from mpidist.parameter_server.messages import (
     Op,
     Outcome,
     Step,
-    bytes_of,
     from_json,
 )
 from mpidist.parameter_server.store import Store, Stored
 from mpidist.parameter_server.transfers import Changing, VariableList, change_rows, send_variables
-from mpidist.transport import AwaitedPeers, ServiceGroup, bfloat16, poll, repeat_of, text_of
+from mpidist.transport import AwaitedPeers, ServiceGroup, bytes_of, dtype_named, poll, repeat_of, text_of
 
 __all__ = ["ParameterServer"]
 
@@ -286,7 +285,7 @@ class ParameterServer:
         data = yield from connection.receive_all()
         end = header.rows  # of the description
         shape, dtype = from_json(data[:end])
-        value = data[end:].view(_dtype(dtype)).reshape(shape)
+        value = data[end:].view(dtype_named(dtype)).reshape(shape)
         arena, place = self._group.arena, None
         if arena is not None and value.nbytes >= IN_PLACE_BYTES:
             place = arena.take(value.nbytes)
@@ -351,7 +350,3 @@ class ParameterServer:
                 yield False
             connection.answer(Outcome.OK, rows=not workers.left)
         connection.has_ended = True
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return bfloat16() if name == "bfloat16" else np.dtype(name)

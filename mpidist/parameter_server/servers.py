@@ -296,12 +296,7 @@ class RemoteServers(Servers):
                 channel.start("the beginning of a call", Op.CALL, number, rows=oldest)
 
     def flush(self) -> None:
-        error: Exception | None = None
-        for channel in self._channels:
-            try:
-                channel.finish()
-            except Exception as problem:  # a change that fails on several servers is one error, not one of each call
-                error = error or problem
+        error = self._first_failure()  # a change that fails on several servers is one error, not one of each call
         if error is not None:
             raise error
 

@@ -8,8 +8,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import NO_PLACE, Change, bytes_of
+from mpidist.parameter_server.messages import NO_PLACE, Change
 from mpidist.parameter_server.rules import Memory, Rule, rule_named
+from mpidist.transport import bytes_of
 from mpidist.variables import change_rows
 
 __all__ = ["Store", "Stored", "Turn"]

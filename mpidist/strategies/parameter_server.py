@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
+from mpidist.collectives import host_outs
 from mpidist.coordinator import ClusterCoordinator
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
@@ -167,28 +168,36 @@ class ParameterServerStrategy(Strategy):
         """Say that this worker has done a step: what `staleness` counts. On workers."""
         self._servers("step_done()").step_done()
 
-    def read(self, variables: Any) -> Any:
+    def read(self, variables: Any, out: Any = None) -> Any:
         """Read a nest of variables, with one request to each server. On workers.
 
         Args:
             variables: A nest of variables of this strategy.
+            out: A nest of the same form, of arrays in host memory that take the values: of the variables' shapes and
+                dtypes. New arrays of some megabytes take longer to make than to fill. If the call fails, an array may
+                hold a part of the new value.
 
         Returns:
-            A nest of new arrays. Each is a snapshot of its variable.
+            A nest of arrays: new ones, or those of `out`. Each is a snapshot of its variable.
 
         Raises:
             TypeError: If a leaf is no variable on a server.
+            InvalidArgumentError: If an array of `out` cannot take the value of its variable.
         """
         self._servers("read()")
-        leaves, _ = nest.flatten(variables)
+        leaves, form = nest.flatten(variables)
         shards = [shard for leaf in leaves for shard in _shards_of(self, "read()", leaf)]
-        values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        outs = [] if out is None else host_outs(form, [(leaf.shape, leaf.dtype) for leaf in leaves], out)
+        values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves] if out is None else [*map(_received_in, outs)]
         parts = [
             leaf.parts_of(value) if isinstance(leaf, ShardedVariable) else [value]
             for leaf, value in zip(leaves, values, strict=True)
         ]
         read_together(shards, [part for of_leaf in parts for part in of_leaf])
-        return nest.rebuild(variables, values)
+        for one, value in zip(outs, values, strict=out is not None):
+            if one is not value:
+                one[...] = value
+        return nest.rebuild(variables, values) if out is None else out
 
     def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
         """Change a nest of variables on the servers, with one request to each server. On workers.
@@ -326,3 +335,9 @@ def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVaria
     if isinstance(variable, ShardedVariable) and variable.strategy is strategy:
         return variable.variables
     raise TypeError(f"{call} takes variables of this strategy, made in its scope, got {variable!r}")
+
+
+def _received_in(out: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array that a value is received in: `out`, or a new one for an `out` that bytes cannot be laid into."""
+    is_plain = out.flags.c_contiguous and out.dtype.isnative
+    return out if is_plain else np.empty(out.shape, out.dtype.newbyteorder("="))

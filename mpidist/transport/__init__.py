@@ -5,6 +5,7 @@ Nothing here depends on strategies, replicas or gradients.
 
 from mpidist.transport import arrays, cuda
 from mpidist.transport.agreement import Call, CallRecord, fingerprint_of, mismatch_error
+from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
     LEADER_BYTES,
@@ -21,7 +22,7 @@ from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
-from mpidist.transport.gpu import Launched
+from mpidist.transport.gpu import Launched, change_rows_of_gpu
 from mpidist.transport.group import (
     DeviceLevels,
     ErrorReport,
@@ -39,10 +40,11 @@ from mpidist.transport.group import (
     raise_together,
     widen,
 )
-from mpidist.transport.half import bfloat16
+from mpidist.transport.half import bfloat16, dtype_named
 from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_all_reduce
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     LINE_BYTES,
@@ -107,7 +109,9 @@ __all__ = [
     "all_reduce_rows",
     "arrays",
     "bfloat16",
+    "bytes_of",
     "are_several_gpus",
+    "change_rows_of_gpu",
     "choose_device",
     "on_device",
     "complete",
@@ -115,6 +119,7 @@ __all__ = [
     "count_text",
     "cuda",
     "mismatch_error",
+    "dtype_named",
     "ends_normally",
     "fingerprint_of",
     "first_line",
@@ -143,6 +148,7 @@ __all__ = [
     "shard_bounds",
     "size_text",
     "text_of",
+    "unknown_settings",
     "tuning_path",
     "value_text",
     "wait_for_devices",

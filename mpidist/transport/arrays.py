@@ -25,6 +25,7 @@ __all__ = [
     "NumPyScalars",
     "PythonNumbers",
     "are_on_one_device",
+    "bytes_of",
     "copied",
     "copied_here",
     "current_gpu",
@@ -37,6 +38,7 @@ __all__ = [
     "memory_bounds",
     "num_visible_gpus",
     "on_current_device",
+    "on_host",
     "read_only_view",
     "require_not_capturing",
     "share_memory",
@@ -236,6 +238,16 @@ def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
     """Copy an array to new host memory; a device array after all work on the current stream."""
     host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
+
+
+def on_host(array: NativeArray) -> np.ndarray[Any, Any]:
+    """Return an array in host memory: a device array is copied, any other one is returned itself."""
+    return to_host(array) if is_device(array) else array
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of a contiguous host array, without a copy."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def to_device(array: np.ndarray[Any, Any]) -> NativeArray:

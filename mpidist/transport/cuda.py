@@ -17,10 +17,12 @@ from typing import Any, Final, final
 
 from mpidist.transport.text import first_line
 
-__all__ = ["LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
+__all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
 
 LEAST_NCCL: Final = 21800  # 2.18: the oldest that CuPy 14 is built with
 _LEAST_CUPY: Final = 14
+
+INSTALL_CUPY: Final = "`pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings it (drivers of CUDA 12: 12 for 13)"
 
 
 @final
@@ -86,7 +88,7 @@ class Cuda:
     def support(self) -> GpuSupport:
         """What there is, found out in five steps, once; what fails says how to mend it."""
         if not self._has("cupy"):
-            return GpuSupport(reason="CuPy is not installed; `pip install mpidist[cuda12]` or `[cuda13]` brings it")
+            return GpuSupport(reason=f"CuPy is not installed; {INSTALL_CUPY}")
         try:
             cupy = self.cupy
         except ImportError as error:

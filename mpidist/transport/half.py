@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-__all__ = ["HalfAccumulator", "bfloat16"]
+__all__ = ["HalfAccumulator", "bfloat16", "dtype_named"]
 
 _BLOCK: Final = 1 << 15  # elements, whose buffers fit into a core's second-level cache
 _ABSOLUTE: Final = np.int32(0x7FFFFFFF)
@@ -126,3 +126,8 @@ def bfloat16() -> np.dtype[Any]:
 
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, bfloat16 as well, which NumPy does not know."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)

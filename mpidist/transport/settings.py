@@ -6,9 +6,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Final, TypeVar, final
 
-__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "Settings"]
+__all__ = ["LEAST_CHUNK_BYTES", "MOST_CHUNK_BYTES", "Settings", "unknown_settings"]
 
 # Limits of the size of chunks in which device memory is staged through the host.
 LEAST_CHUNK_BYTES: Final = 256 << 10
@@ -18,6 +19,23 @@ _T = TypeVar("_T")
 _LOG_LEVELS: Final[dict[str, str | None]] = {
     level: level for level in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 }
+
+# All variables that the library reads, here and elsewhere.
+_KNOWN: Final = (
+    "MPIDIST_CHECK",
+    "MPIDIST_DEVICE_MPI",
+    "MPIDIST_FLIGHT_DIR",
+    "MPIDIST_LOG",
+    "MPIDIST_NCCL",
+    "MPIDIST_ON_ERROR",
+    "MPIDIST_PRETEND_NODES",
+    "MPIDIST_RANK_PID",
+    "MPIDIST_STAGING_BYTES",
+    "MPIDIST_STALL_SECONDS",
+    "MPIDIST_TIMEOUT_SECONDS",
+    "MPIDIST_TRANSPORT",
+    "MPIDIST_TUNE_DIR",
+)
 
 _TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
 
@@ -81,6 +99,15 @@ class Settings:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("mpidist %(levelname)s %(message)s"))
             logger.addHandler(handler)
+
+
+def unknown_settings(environ: Mapping[str, str]) -> list[str]:
+    """Say of each `MPIDIST_` variable that means nothing which one may be meant."""
+    texts = []
+    for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
+        near = get_close_matches(name, _KNOWN, 1, cutoff=0.85)
+        texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
+    return texts
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: dict[str, _T], default: _T, upper: bool = False) -> _T:

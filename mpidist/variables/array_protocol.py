@@ -35,13 +35,7 @@ def _forward(operate: Operator) -> Operator:
 
 
 def _reflected(operate: Operator) -> Operator:
-    def apply(self: ReadsAsArray, other: Any) -> Any:
-        view = self._read_view()
-        if type(view) is not np.ndarray:
-            view, other = _together(view, other)
-        return operate(other, view)
-
-    return apply
+    return _forward(lambda own, other: operate(other, own))
 
 
 def _together(view: Any, other: Any) -> tuple[Any, Any]:
@@ -130,8 +124,7 @@ class ReadsAsArray(ABC):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the value in the current context, in host memory: a new array."""
-        value = self.read_value()
-        return arrays.to_host(value) if arrays.is_device(value) else np.asarray(value)
+        return arrays.on_host(self.read_value())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -189,8 +182,7 @@ class ReadsAsArray(ABC):
         return int(self._read_view())
 
     def __index__(self) -> int:
-        view = self._read_view()
-        return operator.index(arrays.to_host(view) if arrays.is_device(view) else view)
+        return operator.index(arrays.on_host(self._read_view()))
 
     def __float__(self) -> float:
         return float(self._read_view())

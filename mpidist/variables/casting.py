@@ -44,7 +44,7 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         array = array.astype(dtype, copy=False)
     if arrays.is_device(target):
         return array if arrays.is_device(array) else arrays.to_device(array)
-    return arrays.to_host(array) if arrays.is_device(array) else array
+    return arrays.on_host(array)
 
 
 def _from_number(value: Any, dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:

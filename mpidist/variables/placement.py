@@ -118,7 +118,7 @@ class OncePerNode(VariablePlacement):
         with self._group.call(self._record("placing of a variable")):
             pass  # agreed on before the allocation, which may fail and leave the group usable
         (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
-        self._group.shared.write(array, arrays.to_host(value) if arrays.is_device(value) else value)
+        self._group.shared.write(array, arrays.on_host(value))
         return array
 
     def write(self, name: str, change: Callable[[], None], error: Exception | None = None) -> None:

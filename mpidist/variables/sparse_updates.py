@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mpidist.transport import arrays
+from mpidist.transport import arrays, change_rows_of_gpu
 from mpidist.values import IndexedSlices
 from mpidist.variables.casting import cast_for
 
@@ -138,33 +138,8 @@ def change_rows(call: str, target: Any, indices: np.ndarray[Any, Any], values: A
     if call == "scatter_div" and target.dtype.kind in "iu":
         ufunc = np.floor_divide
     if arrays.is_device(target):
-        for part in _without_repeats(indices):
-            _change_once(ufunc, target, arrays.to_device(indices[part]), values[arrays.to_device(part)])
+        change_rows_of_gpu(ufunc, target, indices, values)
     elif ufunc is None:
         target[indices] = values
     else:
         ufunc.at(target, indices, values)
-
-
-def _change_once(ufunc: np.ufunc | None, target: Any, indices: Any, values: Any) -> None:
-    """Change rows of device memory, each once."""
-    target[indices] = values if ufunc is None else ufunc(target[indices], values)
-
-
-def _without_repeats(indices: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Cut rows into parts in each of which no row is changed twice, the first changes of all rows first.
-
-    A GPU changes the rows of one part at once, in any order: so each row's changes are made in theirs, and the numbers
-    are those of the host, on every rank.
-
-    Returns:
-        For each part the places in `indices`.
-    """
-    order = np.argsort(indices, kind="stable")
-    ordered = indices[order]
-    is_first = np.ones(indices.size, bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    places = np.arange(indices.size)
-    repeats = places - np.maximum.accumulate(np.where(is_first, places, 0))  # the changes of the row before this one
-    by_repeats = np.argsort(repeats, kind="stable")
-    return [order[part] for part in np.split(by_repeats, np.cumsum(np.bincount(repeats))[:-1]) if part.size]

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from mpi_session import clean_environment
 from standin.nccl import StandIn
 
+import mpidist
 from mpidist.__main__ import main
-from mpidist.cli import doctor
+from mpidist.cli import doctor, rank_facts
 from mpidist.cli.cuda_aware_mpi import Answer
+from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.errors import UnavailableError
-from mpidist.transport import cuda
+from mpidist.transport import cuda, load_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-def said(capfd: pytest.CaptureFixture[str], comm: Intracomm) -> str:
+def said(capfd: pytest.CaptureFixture[str], comm: Intracomm, *arguments: str, status: int = 0) -> str:
     """Run the command on all ranks, and return what the first printed, which alone prints."""
-    assert main(["doctor"]) == 0
+    assert main(["doctor", *arguments]) == status
     texts: list[str] = comm.allgather(capfd.readouterr().out)
     assert texts[1:] == [""] * (comm.size - 1)
     return texts[0]
+
+
+def row(text: str, title: str) -> str:
+    """Return what the line of a title says; "" if there is none."""
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith(f"  {title} ")]
+    return lines[0][1] if lines else ""
 
 
 @pytest.mark.no_mpi
@@ -37,9 +49,10 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
         command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
-    for text in ("1 rank on 1 node.", "launcher:           none: this process was started alone", "GPUs:  ", "NCCL:  "):
+    for text in ("1 rank on 1 node.", "  launcher  none: this process was started alone", "GPUs "):
         assert text in done.stdout
-    assert "one rank, which sends to nobody" in done.stdout
+    assert "ok  one rank: there is nothing to reduce" in done.stdout
+    assert not any(line.endswith(" ") for line in done.stdout.splitlines())
 
 
 @pytest.mark.no_mpi
@@ -62,10 +75,8 @@ def test_it_says_what_is_missing_and_what_to_do(
 
     with cuda.provided_by(cuda.Cuda(load, lambda name: False)):
         text = said(capfd, comm)
-    assert "CuPy:               none" in text
-    assert text.count("GPUs:               none; CuPy is not installed; `pip install mpidist[cuda12]`") == 1
-    assert "MPI on GPU memory:  no: this MPI library is not built for CUDA" in text
-    assert comm.size == 1 or "Within nodes, device memory:   through the host: ranks 0-" in text
+    assert text.count("none: CuPy is not installed; `pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings it") == 1
+    assert "NCCL" not in text.replace("cupy-cuda13x[ctk]", "")
 
 
 def test_it_shows_gpus_and_nccl(comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
@@ -73,10 +84,11 @@ def test_it_shows_gpus_and_nccl(comm: Intracomm, capfd: pytest.CaptureFixture[st
     with cuda.provided_by(world.cuda):
         text = said(capfd, comm)
     world.close()
-    assert "CuPy:               14.2.0" in text
-    assert "GPUs:               8 (unknown), driver for CUDA 13.0" in text
-    assert "NCCL:               2.28.9" in text
-    assert comm.size == 1 or text.endswith("Within nodes, device memory:   NCCL\n")
+    assert row(text, "CuPy") == "14.2.0"
+    assert row(text, "GPUs") == "8 (unknown), driver for CUDA 13.0"
+    assert row(text, "NCCL") == "2.28.9"
+    assert comm.size == 1 or "  ok" in text
+    assert comm.size == 1 or "NCCL can join the GPUs of each node" in text
 
 
 @pytest.mark.ranks(min=2)
@@ -85,15 +97,17 @@ def test_it_tells_ranks_apart_and_nodes(
 ) -> None:
     world = StandIn(comm, nccl_version=22809 if comm.rank else 23004)
     with cuda.provided_by(world.cuda):
-        one_node = said(capfd, comm)
+        one_node = said(capfd, comm, status=1)
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
         each_alone = said(capfd, comm)
     world.close()
-    assert "NCCL:               rank 0: 2.30.4\n" in one_node
-    assert "NCCL:               rank 1: 2.28.9\n" in one_node or comm.size > 2
-    assert "device memory:   refused: ranks that use NCCL together must have one version" in one_node
-    assert each_alone.count("\nNode ") == comm.size
-    assert "one rank on each node, which sends to nobody there" in each_alone
+    assert row(one_node, "NCCL") == "rank 0: 2.30.4"
+    others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
+    assert f"{others}: 2.28.9\n" in one_node
+    assert "NCCL is refused: ranks that use NCCL together must have one version" in row(one_node, "fail")
+    assert each_alone.count("\nNode 0 (") == 1
+    assert comm.size == 2 or f"\n{comm.size - 1} nodes alike (" in each_alone
+    assert "refused" not in each_alone
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -106,20 +120,18 @@ def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
         tries.append(device)
         return [sys.executable, "-c", "print('right')" if works else "import os; os.abort()"]
 
-    monkeypatch.setattr(doctor, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
-    monkeypatch.setattr(doctor, "child_command", command)
+    monkeypatch.setattr(rank_facts, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
+    monkeypatch.setattr(rank_facts, "child_command", command)
     world = StandIn(comm)
     with cuda.provided_by(world.cuda):
         text = said(capfd, comm)
         assert len(tries) == (comm.rank == 0), "once on a node"
     world.close()
     if works:
-        assert (
-            "MPI on GPU memory:  yes: a child process sent device memory and got the right numbers; MPIDIST_D" in text
-        )
+        assert "MPI on GPU memory  yes: a child process sent device memory and got the right numbers; MPIDIST_D" in text
     else:
         assert (
-            "MPI on GPU memory:  no: a child process was ended by SIGABRT; device memory goes through the host" in text
+            "MPI on GPU memory  no: a child process was ended by SIGABRT; device memory goes through the host" in text
         )
 
 
@@ -155,9 +167,121 @@ def test_it_shows_tasks_of_a_cluster(
 def test_it_shows_what_is_odd_about_a_cluster(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "cluster:" not in said(capfd, comm)
+    assert not row(said(capfd, comm), "cluster")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     text = said(capfd, comm)
     assert "a heterogeneous job of Slurm with 2 components; SlurmClusterResolver(component_jobs=" in text
     monkeypatch.setenv("TF_CONFIG", "{")
-    assert "cluster:            refused: TF_CONFIG is not JSON" in said(capfd, comm)
+    assert row(said(capfd, comm), "cluster").startswith("refused: TF_CONFIG is not JSON")
+
+
+def test_it_makes_a_sum_of_all_ranks(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = said(capfd, comm)
+    if comm.size == 1:
+        assert "one rank: there is nothing to reduce" in row(text, "ok")
+        return
+    assert re.search(rf"all-reduce of {comm.size} ranks: right everywhere; 8 B in .* [um]s, 16 MiB in .* m?s", text)
+
+    def sums(self: CollectiveAllReduce, op: str, value: Any) -> Any:
+        total = all_reduce(self, op, value)
+        return total + 1 if comm.rank == 1 and total.size > 1 else total
+
+    all_reduce = CollectiveAllReduce.all_reduce
+    monkeypatch.setattr(CollectiveAllReduce, "all_reduce", sums)
+    assert "all-reduce: 5 of the sums that ranks got were wrong" in row(said(capfd, comm, status=1), "fail")
+
+
+def test_it_finds_variables_that_mean_nothing(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECOND", "5")
+    text = row(said(capfd, comm), "warn")
+    assert text == "the variable MPIDIST_TIMEOUT_SECOND means nothing; is MPIDIST_TIMEOUT_SECONDS meant?"
+
+
+@pytest.mark.ranks(min=2)
+def test_it_warns_of_more_ranks_and_threads_than_cores(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert f"{comm.size} ranks share 1 core of a node" in said(capfd, comm)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2 * comm.size)))
+    for name in rank_facts.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    text = said(capfd, comm)
+    assert "OMP_NUM_THREADS is not set" in text
+    assert "Set it to 2" in text
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    text = said(capfd, comm)
+    assert row(text, "threads") == "OMP_NUM_THREADS=2"
+    assert "warn" not in text
+
+
+def test_json_is_what_later_runs_are_held_against(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = comm.bcast(str(tmp_path / "node.json"))
+    text = said(capfd, comm, "--json")
+    if comm.rank == 0:
+        page = json.loads(text)
+        assert page["nodes"][0]["ranks"] == list(range(comm.size))
+        assert page["nodes"][0]["facts"]["MPI"] in load_mpi().Get_library_version().replace("      ", " ")
+        assert page["findings"][0]["mark"] == "ok"
+        Path(path).write_text(text)
+    comm.barrier()
+    assert "all ranks see what is expected" in said(capfd, comm, "--expect", path)
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=12345 << 20))
+    text = row(said(capfd, comm, "--expect", path, status=1), "fail")
+    assert comm.rank or text.startswith(f"/dev/shm on rank {comm.size - 1} (")
+    assert comm.rank or "is 12.06 GiB; expected is" in text
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"nodes": []}', '{"nodes": [{"facts": 3}]}'])
+def test_a_file_of_something_else_is_refused(
+    comm: Intracomm, capfd: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "node.json"
+    if content is not None:
+        path.write_text(content)
+    assert (
+        "--expect takes a file that `doctor --json` has printed" in said(capfd, comm, "--expect", str(path), status=2)
+        or comm.rank
+    )
+
+
+@pytest.mark.no_mpi
+def test_an_error_of_all_processes_is_told_by_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in ("0", "1"):
+        environ = {**clean_environment(), "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": rank}
+        command = [sys.executable, "-m", "mpidist", "doctor"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert ("each would be alone in a world of 1" in done.stderr) == (rank == "0")
+
+
+@pytest.mark.no_mpi
+def test_the_command_tells_its_version(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capfd.readouterr().out == f"mpidist {mpidist.__version__}\n"
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "none: this process was started alone"),
+        ({"SLURM_JOB_ID": "7"}, "none: this process was started alone, in Slurm's job 7"),
+        ({"PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, "mpiexec of MPICH, or of one of its kin"),
+        ({"PMI_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "srun --mpi=pmi2, in Slurm's job 7, step 1"),
+        ({"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "srun --mpi=pmix, in Slurm's job 7, step 1"),
+        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "PRTE_LAUNCHED": "1"}, "mpiexec of Open MPI"),
+    ],
+)
+def test_launchers_are_told_apart(environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_facts.launcher_text(environ) == expected

@@ -309,12 +309,63 @@ def test_nests_are_read_and_changed_together(comm: Intracomm, num_ps: int) -> No
         twice = strategy.read([variables[4], variables[4]])
         assert twice[0].tolist() == twice[1].tolist() == found["rest"][0].tolist()
         assert strategy.read([]) == []
+        assert strategy.read([], out=[]) == []
 
     on_workers(comm, work, num_ps=num_ps)
 
 
 def mapped(nest: dict[str, Any], function: Any) -> dict[str, Any]:
     return {name: type(part)(map(function, part)) for name, part in nest.items()}
+
+
+@pytest.mark.core
+def test_nests_are_read_into_arrays_that_are_kept(comm: Intracomm) -> None:
+    """Of any layout: side by side in one buffer, columns of a matrix, the other byte order, other parts of shards."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            variables = [Variable(np.full(size, float(at), np.float32)) for at, size in enumerate([3, LARGE, 0])]
+            variables.append(Variable(np.float32(8.0)))
+        buffer = np.zeros((3 + LARGE) * 2 + 1, np.float32)
+        swapped = np.dtype(np.float32).newbyteorder()
+        outs = [buffer[:3], buffer[3 : 3 + 2 * LARGE : 2], np.zeros(0, np.float32), np.zeros((), swapped)]
+        for step in range(3):
+            kept = strategy.read(variables, out=outs)
+            assert kept is outs
+            for at, (size, out) in enumerate(zip([3, LARGE, 0], outs, strict=False)):
+                assert out.tolist() == [at + step] * size
+            assert outs[3] == 8.0 + step
+            assert not buffer[4 : 3 + 2 * LARGE : 2].any()
+            strategy.barrier()
+            if strategy.is_chief:
+                strategy.push(variables, [1.0] * 4)
+            strategy.barrier()
+
+    on_workers(comm, work)
+
+
+def test_arrays_that_cannot_take_what_is_read_are_refused(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        variables = {"a": made(strategy, np.arange(3.0)), "b": made(strategy, np.zeros(2))}
+        a, b = np.full(3, 9.0), np.full(2, 9.0)
+        read_only = b.copy()
+        read_only.setflags(write=False)
+        for out, text in [
+            ([a, b], "same form"),
+            ({"a": a}, "same form"),
+            ({"a": a, "b": b[:1]}, r"out 1 must be an array f64\[2\], got f64\[1\]"),
+            ({"a": a, "b": b.astype(np.float32)}, "got f32"),
+            ({"a": a, "b": [9.0, 9.0]}, "same form"),
+            ({"a": a, "b": 9.0}, "must be an array"),
+            ({"a": a, "b": read_only}, "read-only"),
+            ({"a": a, "b": a[1:]}, "share memory"),
+        ]:
+            with pytest.raises(InvalidArgumentError, match=text):
+                strategy.read(variables, out=out)
+        assert [*a, *b] == [9.0] * 5
+        assert strategy.read(variables, out={"a": a, "b": b})["a"].tolist() == [0.0, 1.0, 2.0]
+
+    on_workers(comm, work)
 
 
 def test_nests_that_do_not_fit_are_refused(comm: Intracomm) -> None:

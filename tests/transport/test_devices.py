@@ -76,7 +76,7 @@ def test_without_cupy_there_are_no_gpus() -> None:
 
 @needs_no_cupy
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda12"):
+    with pytest.raises(UnavailableError, match=r"/gpu:1 was asked for, and this process sees 0 GPUs.*cuda13"):
         Device("gpu", 1).use()
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpidist.transport.settings import Settings
+import mpidist
+from mpidist.transport.settings import Settings, unknown_settings
 
 pytestmark = pytest.mark.no_mpi
 
@@ -120,3 +123,18 @@ def test_a_users_own_handler_is_enough(logger: logging.Logger) -> None:
     Settings(log_level="WARNING").apply_log_level()
     assert logger.handlers == [own]
     assert logger.level == logging.WARNING
+
+
+def test_variables_that_mean_nothing_are_named_with_what_may_be_meant() -> None:
+    environ = {"MPIDIST_LOGG": "info", "MPIDIST_CHECK": "1", "MPIDIST_XYZZY": "", "OTHER": "1"}
+    assert unknown_settings(environ) == [
+        "the variable MPIDIST_LOGG means nothing; is MPIDIST_LOG meant?",
+        "the variable MPIDIST_XYZZY means nothing",
+    ]
+
+
+def test_all_variables_that_the_library_reads_are_known() -> None:
+    sources = Path(mpidist.__file__).parent.rglob("*.py")
+    names = {name for path in sources for name in re.findall(r"\"(MPIDIST_[A-Z_]*[A-Z])\"", path.read_text())}
+    assert len(names) > 10
+    assert unknown_settings(dict.fromkeys(names, "")) == []

@@ -104,3 +104,14 @@ def test_results_in_rank_order_do_not_depend_on_the_transport(
         with Strategy(None, options, cross_device_ops=HierarchicalCopyAllReduce(), comm=comm) as strategy:
             results.append(strategy.reduce("SUM", value) + strategy.reduce("MEAN", value))
     assert all(bits(one) == bits(other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.ranks(min=2)
+def test_a_variable_that_means_nothing_is_told_once(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SEKONDS", "5")
+    for _ in range(2):
+        Strategy(comm=comm).close()
+    told = [record.message for record in caplog.records if "MPIDIST_TIMEOUT_SEKONDS means nothing" in record.message]
+    assert len(told) == (comm.rank == 0)

@@ -16,7 +16,16 @@ from mpidist.nest import form_text
 from mpidist.transport import SharedArrays, fingerprint_of, places_digest
 from mpidist.transport import arrays as native
 
-__all__ = ["CheckedOuts", "check_outs", "copy_overwritten", "native_outs", "flatten_out", "target_arrays", "write_outs"]
+__all__ = [
+    "CheckedOuts",
+    "check_outs",
+    "copy_overwritten",
+    "host_outs",
+    "native_outs",
+    "flatten_out",
+    "target_arrays",
+    "write_outs",
+]
 
 
 def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
@@ -53,6 +62,26 @@ def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any
     return [
         _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
     ]
+
+
+def host_outs(
+    structure: nest.Structure, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
+) -> list[np.ndarray[Any, Any]]:
+    """List the arrays of an argument `out` of a call that reduces nothing, and fills host memory. Local.
+
+    Args:
+        structure: The form of the nest of results.
+        wanted: Shape and dtype of each result.
+        out: The nest of arrays.
+
+    Raises:
+        InvalidArgumentError: See `flatten_out` and `check_outs`.
+    """
+    outs = flatten_out(structure, False, out)
+    arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
+    specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
+    check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
+    return arrays
 
 
 def _native(out: Any, same: Any) -> Any:

@@ -26,14 +26,22 @@ from mpidist.parameter_server.messages.protocol import (
     Op,
     Outcome,
     Piece,
-    bytes_of,
     is_read_in_place,
     join_bytes,
     plan_messages,
     plan_stream,
     to_json,
 )
-from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi, never_free, poll, repeat_of
+from mpidist.transport import (
+    AwaitedPeers,
+    ServiceGroup,
+    bytes_of,
+    is_process_failure,
+    load_mpi,
+    never_free,
+    poll,
+    repeat_of,
+)
 
 __all__ = ["GRACE_SECONDS", "Channel"]
 

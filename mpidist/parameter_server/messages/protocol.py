@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
+from mpidist.transport import bytes_of
+
 __all__ = [
     "ANSWER",
     "CHUNK_BYTES",
@@ -34,7 +36,6 @@ __all__ = [
     "Piece",
     "Step",
     "Outcome",
-    "bytes_of",
     "from_json",
     "is_read_in_place",
     "join_bytes",
@@ -208,12 +209,6 @@ def plan_stream(sizes: tuple[int, ...]) -> Iterator[tuple[Piece, ...]]:
                 together, space = [], CHUNK_BYTES
     if together:
         yield tuple(together)
-
-
-def bytes_of(array: Any) -> Bytes:
-    """Return the bytes of a contiguous array, without a copy."""
-    flat: Bytes = array.reshape(-1).view(np.uint8)
-    return flat
 
 
 def join_bytes(arrays: Sequence[Any], memory: Bytes) -> Bytes:

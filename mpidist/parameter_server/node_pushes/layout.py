@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.parameter_server.messages import Location, Push, RowsChange, bytes_of
-from mpidist.transport import LINE_BYTES, Reduction, shard_bounds
+from mpidist.parameter_server.messages import Location, Push, RowsChange
+from mpidist.transport import LINE_BYTES, Reduction, bytes_of, shard_bounds
 
 __all__ = ["Layout"]
 

@@ -3,10 +3,12 @@
 from mpidist.transport.gpu.background import Background
 from mpidist.transport.gpu.events import Events, Launched, is_complete, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu.rows import change_rows_of_gpu
 
 __all__ = [
     "Background",
     "DeviceKernels",
+    "change_rows_of_gpu",
     "Events",
     "Launched",
     "is_complete",

@@ -14,7 +14,7 @@ from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
-from mpidist.transport.cuda import Cuda
+from mpidist.transport.cuda import INSTALL_CUPY, Cuda
 from mpidist.transport.device_over_mpi import (
     DeviceMpiCommunicator,
     HostStagedCommunicator,
@@ -51,10 +51,7 @@ _DEVICE_MPI: Final = (
     "MPI cannot take device memory, which MPIDIST_DEVICE_MPI=1 says that MPI can; unset it, and device memory goes "
     "through the host"
 )
-_KERNELS: Final = (
-    "the GPU's kernels could not be compiled; CuPy needs NVRTC for that: `pip install mpidist[cuda12]` or `[cuda13]` "
-    "brings it"
-)
+_KERNELS: Final = f"the GPU's kernels could not be compiled; CuPy needs NVRTC for that: {INSTALL_CUPY}"
 _START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
 
 

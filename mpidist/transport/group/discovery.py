@@ -9,8 +9,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, Final
 
 import numpy
 
@@ -18,7 +18,7 @@ from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs import CostModel, TuningKey, load_tuned
 from mpidist.transport.failures import open_groups
 from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mpi, mark_rank, require_no_child
-from mpidist.transport.settings import Settings
+from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep, set_crowded
@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("mpidist.transport")
+
+_warned: Final[set[str]] = set()
 
 
 def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
@@ -130,7 +132,17 @@ def _agreed_settings(comm: Intracomm) -> Settings:
             if len(values) > 1:
                 who = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in values.items())
                 raise TopologyError(f"the {what} of {name} must be the same on all ranks: {who}")
+    if comm.rank == 0:
+        _warn_of_unknown(variables)
     return settings
+
+
+def _warn_of_unknown(variables: Mapping[str, str]) -> None:
+    """Warn once in a process of settings that mean nothing."""
+    for text in unknown_settings(variables):
+        if text not in _warned:
+            _warned.add(text)
+            logger.warning("mpidist: %s", text)
 
 
 def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:

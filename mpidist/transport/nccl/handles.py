@@ -195,7 +195,7 @@ def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) 
         except KeyError as status:  # CuPy has no word for NCCL's newer ones
             raise UnavailableError(f"NCCL's status {status}") from status
 
-    return Background(cuda, "mpidist NCCL", make, _discard)
+    return Background(cuda, "mpidist NCCL", make, lambda handle: _discard([handle]))
 
 
 def start_init_in_one_process(cuda: Cuda, devices: Sequence[int]) -> Background[list[Handle]]:
@@ -225,20 +225,14 @@ def start_init_in_one_process(cuda: Cuda, devices: Sequence[int]) -> Background[
             raise
         return [Handle(cuda, comm, device) for comm, device in zip(comms, devices, strict=True)]
 
-    return Background(cuda, "mpidist NCCL", make, _discard_all)
+    return Background(cuda, "mpidist NCCL", make, _discard)
 
 
-def _discard_all(handles: list[Handle]) -> None:
-    """Abort communicators of one process that came too late, if `abort_all` has not."""
-    taken = _take(handles, "they came too late")
+def _discard(handles: list[Handle]) -> None:
+    """Abort communicators that came too late, or that not all ranks could make, if `abort_all` has not."""
+    taken = _take(handles, "it came too late, or not all ranks could make it")
     if taken:
         _Ending("the abort of communicators", lambda: _abort(taken), taken).join(_PROMPT_SECONDS)
-
-
-def _discard(handle: Handle) -> None:
-    """Abort a communicator that not all ranks could make, if `abort_all` has not."""
-    if _take([handle], "not all ranks could make it"):
-        _Ending("the abort of a communicator", lambda: _abort([handle]), [handle]).join(_PROMPT_SECONDS)
 
 
 @atexit.register

