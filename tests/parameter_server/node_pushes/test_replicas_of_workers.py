@@ -118,6 +118,54 @@ def test_what_replicas_must_not_do_is_refused(comm: Intracomm) -> None:
     on_workers(comm, work, replicas=2)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_update_changes_a_variable_once_for_all_replicas(comm: Intracomm, num_shards: int) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            weights = Variable(np.zeros(4))
+
+        def merged(strategy: ParameterServerStrategy, gradients: Any) -> None:
+            mean = strategy.reduce("MEAN", gradients)
+            strategy.extended.update(weights, lambda variable, delta: variable.assign_add(delta), args=(mean,))
+
+        def step() -> None:
+            mpidist.get_replica_context().merge_call(merged, args=(np.full(4, replica_id() + 1.0),))
+
+        strategy.run(step)
+        strategy.extended.update(weights, lambda variable: variable.assign_add(10.0))
+        strategy.barrier()
+        assert weights.numpy().tolist() == [12.0 * num_workers(comm)] * 4
+        gradients = strategy.run(lambda: np.ones(4) * replica_id())
+        with pytest.raises(ValueError, match="reduce the PerReplica first"):
+            strategy.extended.update(weights, lambda variable, delta: None, args=(gradients,))
+
+    on_workers(comm, work, replicas=3, variable_partitioner=partitioners.FixedShardsPartitioner(num_shards))
+
+
+def test_a_replica_that_assigns_alone_is_named(comm: Intracomm) -> None:
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            total = Variable(np.zeros(2), aggregation="SUM")
+
+        def alone() -> None:
+            if replica_id() == 0:
+                total.assign_add(np.ones(2))
+
+        def fails() -> None:
+            if replica_id() == 1:
+                raise KeyError("mine")
+            total.assign_add(np.ones(2))
+
+        with pytest.raises(InvalidArgumentError, match="replica 1 returned from the function, while replica 0 called"):
+            strategy.run(alone)
+        with pytest.raises(KeyError, match="mine"):
+            strategy.run(fails)
+        strategy.barrier()
+        assert total.numpy().tolist() == [0.0, 0.0]
+
+    on_workers(comm, work, replicas=2)
+
+
 @pytest.mark.parametrize(("replicas", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_wrong_numbers_are_refused(comm: Intracomm, replicas: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="replicas must be"):
