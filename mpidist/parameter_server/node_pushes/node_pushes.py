@@ -219,11 +219,13 @@ class NodePushes:
         """Take shared memory for a push, where that of the last one is too small."""
         if self._memory.size >= nbytes:
             return
-        arena = self._group.arena
-        place = None if arena is None else arena.take(nbytes)
-        if place is None:
-            raise UnavailableError(f"{_CALL} needs {size_text(nbytes)} of shared memory, and there is too little")
-        self._memory, self._place = self._own.part[place : place + nbytes], place
+        arena, more = self._group.arena, self._memory.size // 2  # rows may grow, and what was taken is not given back
+        for size in (nbytes + more, nbytes):
+            place = None if arena is None else arena.take(size)
+            if place is not None:
+                self._memory, self._place = self._own.part[place : place + size], place
+                return
+        raise UnavailableError(f"{_CALL} needs {size_text(nbytes)} of shared memory, and there is too little")
 
     def _wait(self, what: str, late: Callable[[], list[Board]], more_seconds: float = 0.0) -> None:
         """Wait until no worker is late any more."""
