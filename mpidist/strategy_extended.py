@@ -239,7 +239,8 @@ class StrategyExtended:
         self.require_not_mixed("update")
         if self.replicas.tree is not None:
             self.require_cross_replica("update", "call it in the function of ReplicaContext.merge_call")
-            result = update_copies(var, self._group, self.replicas, fn, args, kwargs or {})
+            is_one = self.service is not None or var.is_mirrored_over(self._group)
+            result = update_copies(var, is_one, self.replicas, fn, args, kwargs or {})
             return result if group else (result,)
         entry = context_stack.Entry(self.strategy, is_update=True)
         given, named = (local_components(part) for part in (list(args), dict(kwargs or {})))

@@ -235,7 +235,8 @@ CollectiveAllReduce(options=)
 OneDeviceStrategy(device=)
 experimental.CentralStorageStrategy(compute_devices=, parameter_device=, *, comm=)
 experimental.ParameterServerStrategy(cluster_resolver=, variable_partitioner=, *, num_ps=, ps_ranks=, staleness=, \
-on_worker_lost=, placement=, communication_options=, comm=)
+on_worker_lost=, placement=, communication_options=, aggregate_in_node=, \
+replicas=, comm=)
 Server(cluster_or_strategy, job_name=, task_index=, protocol=, config=, start=)
 experimental.coordinator.ClusterCoordinator(strategy)
 experimental.coordinator.ClusterCoordinator.schedule(self, fn, args=, kwargs=)

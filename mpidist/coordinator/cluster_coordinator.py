@@ -61,7 +61,7 @@ class ClusterCoordinator:
 
     Raises:
         TypeError: If `strategy` is none.
-        ValueError: If the strategy has no parameter servers, or bounds staleness.
+        ValueError: If the strategy has no parameter servers, bounds staleness, or aggregates in a node.
         RuntimeError: On a parameter server.
         InvalidArgumentError: If another worker makes another call.
     """
@@ -282,5 +282,9 @@ def _role_of(strategy: Any) -> Role:
         raise ValueError(
             f"ClusterCoordinator needs staleness=None, got {role.staleness}: its functions run on any worker, and the "
             "chief makes no steps"
+        )
+    if role.aggregates_in_node:
+        raise ValueError(
+            "ClusterCoordinator needs aggregate_in_node=False: its functions push one by one, whenever they are called"
         )
     return role

@@ -2,7 +2,8 @@
 
 cluster          one rank's part: `roles` says which rank is a worker, which one a server
 servers          what a worker asks for; `messages/` carries it
-server           the loop that answers; `meetings` knows what workers wait for each other for, `attendance` who is lost
+pushing_servers  the same where the workers of a node push together, as `node_pushes/` lets them
+server           the loop that answers; `attendance/` knows who is lost, and what workers wait for each other for
 transfers        how the server sends variables, and takes in their changes, in steps
 store, rules     the variables on a server, and how they change
 placement        on which server a variable lives; `partitioners` cut it into shards
@@ -11,7 +12,7 @@ variable         what a program holds; `sharded_variable` of several shards
 
 from mpidist.parameter_server import partitioners, rules
 from mpidist.parameter_server.cluster import Role, Wanted
-from mpidist.parameter_server.messages import Change, Location, RowsChange
+from mpidist.parameter_server.messages import Change, Location, Push, RowsChange
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import Servers
@@ -22,6 +23,7 @@ __all__ = [
     "Change",
     "Location",
     "OnServers",
+    "Push",
     "Role",
     "Rule",
     "RowsChange",

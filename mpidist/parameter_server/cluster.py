@@ -13,9 +13,11 @@ from mpidist import errors
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
-from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.attendance import Workers
 from mpidist.parameter_server.messages import Channel, lanes_to
+from mpidist.parameter_server.node_pushes import BOARD_BYTES, NodePushes, boards_of
 from mpidist.parameter_server.placement import PLACEMENTS
+from mpidist.parameter_server.pushing_servers import NodeServers
 from mpidist.parameter_server.roles import Roles, Task, check_counts, roles_by_rank, roles_of_tasks, task_of
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.parameter_server.servers import LocalServers, RemoteServers, Servers
@@ -48,6 +50,8 @@ class Wanted(NamedTuple):
     num_ps: int | None
     ps_ranks: Sequence[int] | None
     options: CommunicationOptions | None = None
+    aggregate_in_node: bool = False
+    replicas: int | None = None
 
     def check(self) -> None:
         """Raise what is wrong by itself."""
@@ -63,6 +67,13 @@ class Wanted(NamedTuple):
         ):
             if given not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
+        if not isinstance(self.aggregate_in_node, bool):
+            raise TypeError(f"aggregate_in_node must be True or False, got {self.aggregate_in_node!r}")
+        replicas = self.replicas
+        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, (int, np.integer))):
+            raise TypeError(f"replicas must be a whole number or None, got {replicas!r}")
+        if replicas is not None and replicas < 1:
+            raise ValueError(f"replicas must be at least 1, the number of each worker, got {replicas}")
         if self.partitioner is not None and not callable(self.partitioner):
             raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
         if self.options is not None and not isinstance(self.options, CommunicationOptions):
@@ -114,6 +125,7 @@ class Role(Service):
         worker_ranks: The workers, as `group` numbers them.
         awaited: What the watchdog of `group` asks.
         staleness: As the workers asked for.
+        aggregates_in_node: Whether the workers of a node push together.
         coordinator: What schedules functions on the workers, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
     """
@@ -131,6 +143,7 @@ class Role(Service):
         self.rank, self.worker_ranks = rank, roles.workers
         self.awaited = awaited
         self.staleness: int | None = None
+        self.aggregates_in_node = False
         self.coordinator: object = None
         self.before_closing: Callable[[str | None], None] = lambda reason: None
 
@@ -164,7 +177,9 @@ class Role(Service):
         if fields["timeout_seconds"] != "None":
             group.timeout_seconds = float(fields["timeout_seconds"])
         names = [f"parameter server {server} (rank {at})" for server, at in enumerate(self.roles.servers)]
-        lanes = lanes_to(group, workers, servers)
+        self.aggregates_in_node = fields["aggregate_in_node"] == "True"
+        lanes = lanes_to(group, workers, servers, BOARD_BYTES if self.aggregates_in_node else 0)
+        boards = boards_of(group, workers) if self.aggregates_in_node else []
         if rank in self.roles.servers:
             known = Workers(workers, self.staleness, group.timeout_seconds, group.status_lines)
             self.server = ParameterServer(group, awaited, known, names[peers.index(rank)], lanes)
@@ -173,6 +188,8 @@ class Role(Service):
                 Channel(group, awaited, at, name, lanes.get(at)) for at, name in zip(servers, names, strict=True)
             ]
             self.servers = RemoteServers(group, channels, goes_on, self.staleness is not None)
+            if boards:
+                self.servers = NodeServers(self.servers, NodePushes(group, awaited, boards, goes_on))
 
     def serve(self) -> None:
         """See `ParameterServerStrategy.serve`."""

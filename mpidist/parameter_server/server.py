@@ -10,8 +10,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.parameter_server.attendance import Attendance
-from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.attendance import Attendance, Workers
 from mpidist.parameter_server.messages import (
     HEADER_BYTES,
     IN_PLACE_BYTES,

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
 import numpy as np
 
 from mpidist.errors import InvalidArgumentError
-from mpidist.parameter_server.messages import GRACE_SECONDS, Change, Channel, Location, Op, RowsChange, Step, to_json
+from mpidist.parameter_server.messages import (
+    GRACE_SECONDS,
+    Change,
+    Channel,
+    KnownList,
+    Location,
+    Op,
+    Push,
+    RowsChange,
+    Step,
+    by_server,
+    to_json,
+)
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.store import Store
 from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
@@ -55,6 +67,15 @@ class Servers(ABC):
     @abstractmethod
     def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
         """Change some rows of arrays, with one request to each server."""
+
+    def push(self, make: Callable[[], Push]) -> None:
+        """Change what `make` returns. Where workers push together, the others learn of an exception of `make`."""
+        push = make()
+        if push.locations:
+            self.change(push.locations, push.values, push.how)
+        rows = [change for change in push.rows if change.indices.size]
+        if rows:
+            self.change_rows(rows, push.how)
 
     @abstractmethod
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
@@ -152,19 +173,6 @@ class LocalServers(Servers):
 
 
 @final
-class _KnownList(NamedTuple):
-    """A list of variables that a server has numbered.
-
-    Attributes:
-        number: The number; of one variable, its key.
-        places: Where the variables lie in the server's shared memory; of one variable, the server's answers tell.
-    """
-
-    number: int
-    places: tuple[int, ...]
-
-
-@final
 class RemoteServers(Servers):
     """The servers of other ranks.
 
@@ -179,7 +187,7 @@ class RemoteServers(Servers):
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
         self._goes_on, self._has_bound = goes_on, has_bound
-        self._lists: list[dict[tuple[int, ...], _KnownList]] = [{} for _ in channels]
+        self._lists: list[dict[tuple[int, ...], KnownList]] = [{} for _ in channels]
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
     def allocate(self, location: Location, value: Array) -> None:
@@ -196,7 +204,7 @@ class RemoteServers(Servers):
             self._channels[location.server].start(location.read_call, Op.READ, location.key)
             self._finish_read(location.server, arrays)
             return arrays
-        parts = _by_server(locations)
+        parts = by_server(locations)
         lists = self._known_lists(locations, parts)
         for server, places in parts.items():
             self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server].number)
@@ -226,7 +234,7 @@ class RemoteServers(Servers):
             call = location.change_call
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
-        parts = _by_server(locations)
+        parts = by_server(locations)
         lists = self._known_lists(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
@@ -234,7 +242,7 @@ class RemoteServers(Servers):
             self._channels[server].start(call, Op.CHANGE, lists[server].number, data, change=change, numbers=numbers)
 
     def change_rows(self, changes: Sequence[RowsChange], how: int | Rule) -> None:
-        parts = _by_server([change.location for change in changes])
+        parts = by_server([change.location for change in changes])
         for server in parts:
             self._channels[server].finish()  # errors come before anything is sent
         for server, places in parts.items():
@@ -342,7 +350,7 @@ class RemoteServers(Servers):
         channel.finish(GRACE_SECONDS)
         channel.data(arrays, places or (channel.number,))
 
-    def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, _KnownList]:
+    def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, KnownList]:
         """Return each server's list, once nothing is under way: errors come before anything is asked."""
         lists = {
             server: self._known_list(server, [locations[place].key for place in places])
@@ -352,10 +360,10 @@ class RemoteServers(Servers):
             self._channels[server].finish()
         return lists
 
-    def _known_list(self, server: int, keys: Sequence[int]) -> _KnownList:
+    def _known_list(self, server: int, keys: Sequence[int]) -> KnownList:
         """Return the list of variables as a server knows it; tell the server the list where it is new."""
         if len(keys) == 1:
-            return _KnownList(keys[0], ())
+            return KnownList(keys[0], ())
         lists, wanted = self._lists[server], tuple(keys)
         known = lists.get(wanted)
         if known is None:
@@ -366,7 +374,7 @@ class RemoteServers(Servers):
             channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
             channel.finish()
             channel.data([places])
-            known = lists[wanted] = _KnownList(number, tuple(places.tolist()))
+            known = lists[wanted] = KnownList(number, tuple(places.tolist()))
         return known
 
     def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
@@ -383,11 +391,3 @@ class RemoteServers(Servers):
 
 def _code_of_rule(number: int, rule: Rule) -> int:
     return Change.RULE + 8 * number + len(rule.numbers)
-
-
-def _by_server(locations: Sequence[Location]) -> dict[int, list[int]]:
-    """Return the places in a list of locations, by server."""
-    parts: dict[int, list[int]] = {}
-    for place, location in enumerate(locations):
-        parts.setdefault(location.server, []).append(place)
-    return parts

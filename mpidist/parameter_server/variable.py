@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import numpy as np
 
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
+from mpidist.options import ReduceOp
 from mpidist.parameter_server.messages import Change, Location, RowsChange
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import Servers
-from mpidist.values import DistributedValues, IndexedSlices, local_component
+from mpidist.values import Contributions, DistributedValues, IndexedSlices, local_component
 from mpidist.variables import (
+    AGGREGATED_CALLS,
     ReadsAsArray,
     SparseUpdates,
     Variable,
@@ -21,6 +24,7 @@ from mpidist.variables import (
     VariableSynchronization,
     cast_for,
     checked_rows,
+    is_python_number,
 )
 
 if TYPE_CHECKING:
@@ -127,7 +131,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the values of a worker's replicas are aggregated, before they go to the server."""
+        """How what a worker's replicas assign in `run` is aggregated, before it goes to the server."""
         return self._traits.aggregation
 
     def read_value(self) -> Any:
@@ -165,6 +169,9 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value on the server, and return the variable. Waits for no other worker.
 
+        Where this worker has several replicas, all of them call it together in `Strategy.run`, and what they assign is
+        aggregated first: the server gets one change.
+
         Args:
             value: An array of the variable's shape and of the same kind of number, or a number.
             use_locking: Of no effect: a server changes variables one by one.
@@ -172,7 +179,8 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
             read_value: `False` returns `None`.
 
         Raises:
-            ValueError: If the shape or the kind of number differs, or an integer is too large for the dtype.
+            ValueError: If the shape or the kind of number differs, or an integer is too large for the dtype; if several
+                replicas assign with aggregation NONE, or a Python number with SUM, which would count once for each.
             TypeError: If the value is neither an array nor a number.
             UnavailableError: If the server is lost.
             RuntimeError: If another strategy is current.
@@ -234,12 +242,90 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
         self._require_current(call)
         if how == Change.SUB and self.dtype.kind == "b":
             raise TypeError(f"{self._what} is of dtype bool, of which nothing can be subtracted")
-        self.servers.change([self.location], [self.cast(value)], how)
+        replica = self._sharing_replica()
+        if replica is None:
+            self.servers.change([self.location], [self.cast(value)], how)
+        else:
+            self._change_together(replica, call, partial(self._contribution, value), partial(self._aggregate, how))
         return self if read_value else None
 
     def _scatter(self, call: str, delta: Any) -> None:
         self._require_current(call)
-        self.servers.change_rows(self.row_changes(delta), _SCATTER[call])
+        replica, how = self._sharing_replica(), _SCATTER[call]
+        if replica is None:
+            self.servers.change_rows(self.row_changes(delta), how)
+        else:
+            make = partial(self._rows_contribution, call, delta)
+            self._change_together(replica, call, make, partial(self._aggregate_rows, how))
+
+    def _sharing_replica(self) -> context_stack.CurrentReplica | None:
+        """Return the current replica in `run`, if this worker has several."""
+        entry = context_stack.innermost()
+        if entry is None or entry.replica_context is None or self._strategy.num_replicas_in_sync == 1:
+            return None
+        return entry.replica_context
+
+    def _change_together(
+        self,
+        replica: context_stack.CurrentReplica,
+        call: str,
+        make: Callable[[], Any],
+        change: Callable[[Sequence[Any]], None],
+    ) -> None:
+        """Let the replicas of this worker make one change, of what `make` returns on each of them."""
+        argument, error = None, None
+        try:
+            if self.aggregation is VariableAggregation.NONE:
+                raise ValueError(
+                    f"{call} of {self._what} with aggregation NONE by several replicas of a worker: say how their "
+                    "values become one, by Variable(..., aggregation='SUM'), 'MEAN' or 'ONLY_FIRST_REPLICA'"
+                )
+            argument = make()
+        except Exception as problem:  # of any kind: the other replicas must learn of it
+            error = problem
+
+        def change_once(given: Sequence[Any], wrong: Exception | None) -> None:
+            if wrong is not None:
+                raise wrong
+            change(given)
+
+        replica.joint_calls.write_together(f"{call} of {self._what}", change_once, argument, error)
+
+    def _contribution(self, value: Any) -> Any:
+        count = self._strategy.num_replicas_in_sync
+        if self.aggregation is VariableAggregation.SUM and is_python_number(value):
+            raise ValueError(
+                f"{value!r} is assigned to {self._what} with aggregation SUM: it would count {count} times, once for "
+                "each replica. Assign an array that this replica contributes"
+            )
+        return self.cast(value)
+
+    def _aggregate(self, how: int, given: Sequence[Any]) -> None:
+        """Change the variable by what the replicas assign together."""
+        value = given[0]
+        if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            op, ops = ReduceOp[self.aggregation.name], self._strategy.extended.cross_device_ops
+            value = ops.all_reduce(op, Contributions(given), call=f"assignment to {self._what}")
+        self.servers.change([self.location], [self.cast(value)], how)
+
+    def _rows_contribution(self, call: str, delta: Any) -> tuple[Any, Any]:
+        is_aggregated = self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA or call in AGGREGATED_CALLS
+        if not is_aggregated:
+            raise NotImplementedError(
+                f"{call} of {self._what} has no {self.aggregation} over replicas; choose aggregation "
+                "ONLY_FIRST_REPLICA, or change the rows outside of strategy.run()"
+            )
+        indices, values = checked_rows(delta, self._like, self._what)
+        return indices, values
+
+    def _aggregate_rows(self, how: int, given: Sequence[tuple[Any, Any]]) -> None:
+        """Change rows of the variable by those of all replicas, one after the other."""
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            given = given[:1]
+        indices, values = (np.concatenate(parts) for parts in zip(*given, strict=True))
+        if self.aggregation is VariableAggregation.MEAN:
+            values = (values / len(given)).astype(self.dtype, copy=False)
+        self.servers.change_rows(self.changes_of_rows(indices, values), how)
 
     def _require_current(self, call: str) -> None:
         entry = context_stack.innermost()

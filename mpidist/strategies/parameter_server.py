@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist import nest
+from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from mpidist.collectives import host_outs
 from mpidist.coordinator import ClusterCoordinator
@@ -18,6 +19,7 @@ from mpidist.parameter_server import (
     Change,
     Location,
     OnServers,
+    Push,
     Role,
     RowsChange,
     Rule,
@@ -27,6 +29,7 @@ from mpidist.parameter_server import (
     Wanted,
     read_together,
 )
+from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_extended import StrategyExtended
 from mpidist.transport import Intracomm, SyncGroup, choose_device
@@ -51,8 +54,8 @@ class ParameterServerStrategy(Strategy):
         strategy.close()
 
     A worker waits for no other worker, unless `staleness` is given. So reductions combine the replicas of this worker,
-    of which there is one. A change of a variable is applied once and whole; a read is a snapshot of the variable, with
-    all that this worker has changed before. One rank alone is worker and server in one.
+    of which there is one, unless `replicas` is given. A change of a variable is applied once and whole; a read is a
+    snapshot of the variable, with all that this worker has changed before. One rank alone is worker and server in one.
 
     Args:
         cluster_resolver: The tasks of the cluster: "chief", "worker", "ps" and "evaluator". By default a
@@ -68,6 +71,11 @@ class ParameterServerStrategy(Strategy):
         placement: `"round_robin"` puts variables on servers in turn, `"bytes"` on the server with the fewest bytes.
         communication_options: Their `timeout_seconds` say how long a worker waits for the answer to a request, and for
             other workers; by default `MPIDIST_TIMEOUT_SECONDS`. The other fields are of no effect.
+        aggregate_in_node: Whether the workers of a node make their calls of `push` together: what they push is summed
+            in shared memory, and one of them sends the sum. Nodes do not wait for each other.
+        replicas: Number of replicas of each worker. `run` then calls its function for each of them, and distributed
+            values are `PerReplica` values of a worker's replicas. In `run`, what they assign is aggregated as the
+            variable says, and what they push is summed, before it goes to the servers.
         comm: An intra-communicator of mpi4py; by default `MPI.COMM_WORLD`.
 
     Raises:
@@ -89,21 +97,35 @@ class ParameterServerStrategy(Strategy):
         on_worker_lost: str = "abort",
         placement: str = "round_robin",
         communication_options: CommunicationOptions | None = None,
+        aggregate_in_node: bool = False,
+        replicas: int | None = None,
         comm: Intracomm | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None and comm is None and num_ps is None and ps_ranks is None and os.environ.get("TF_CONFIG"):
             resolver = TFConfigClusterResolver()
         wanted = Wanted(
-            staleness, on_worker_lost, placement, variable_partitioner, num_ps, ps_ranks, communication_options
+            staleness,
+            on_worker_lost,
+            placement,
+            variable_partitioner,
+            num_ps,
+            ps_ranks,
+            communication_options,
+            aggregate_in_node,
+            replicas,
         )
         role = Role.meet(comm, resolver, wanted)
         self._role = role
         try:
             device = choose_device(role.topology)
             places = OnServers(role.servers, role.initialises, variable_partitioner, placement)
-            ops, name = CollectiveAllReduce(), type(self).__name__
-            extended = StrategyExtended.assemble(name, SyncGroup.solo(), ops, [device], None, places, service=role)
+            ops, name, group = CollectiveAllReduce(), type(self).__name__, SyncGroup.solo()
+            carried = None if replicas is None else Replicas.in_blocks(replicas, group.topology)
+            devices = [device] * (1 if carried is None else carried.num_here)
+            extended = StrategyExtended.assemble(
+                name, group, ops, devices, None, places, replicas=carried, service=role
+            )
         except BaseException as error:
             role.close(error)
             raise
@@ -180,6 +202,10 @@ class ParameterServerStrategy(Strategy):
     def push(self, variables: Any, values: Any, update: str | Rule = "assign_add") -> None:
         """Change a nest of variables on the servers, with one request to each server. On workers.
 
+        With `aggregate_in_node=True` it is collective over the workers of this node, without those that wait in a call
+        of all workers, or have ended. They push for the same variables; the servers get the sum of the arrays, and all
+        rows of `IndexedSlices`, in the order of the workers.
+
         Args:
             variables: A nest of variables of this strategy.
             values: A nest of the same form: arrays, numbers or `IndexedSlices`, which are a request of their own.
@@ -188,11 +214,23 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: If the nests differ in form, or a value does not fit its variable.
             TypeError: If a leaf is no variable on a server, or `update` is none of these.
+            InvalidArgumentError: If the workers of a node push together, and differ. On all of them.
         """
-        servers = self._servers("push()")
+        servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
+        replica = context_stack.current_replica()
+        if replica is None or replica.strategy is not self or self.num_replicas_in_sync == 1:
+            servers.push(make)
+            return
+        push, error = None, None
+        try:
+            push = make()
+        except Exception as problem:  # of any kind: the other replicas must learn of it
+            error = problem
+        replica.joint_calls.write_together("push()", partial(_push_sum, servers), push, error)
+
+    def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:
             raise TypeError(f"push(): update must be one of {', '.join(_CHANGES)} or a rule, got {update!r}")
-        how = update if isinstance(update, Rule) else _CHANGES[update]
         leaves, form = nest.flatten(variables)
         given, its_form = nest.flatten(values)
         if form != its_form:
@@ -201,16 +239,16 @@ class ParameterServerStrategy(Strategy):
         arrays: list[Any] = []
         rows: list[RowsChange] = []
         for leaf, value in zip(leaves, given, strict=True):
-            shards = _shards_of(self, "push()", leaf)
+            shards = [shard.location for shard in _shards_of(self, "push()", leaf)]
             if isinstance(value, IndexedSlices):
-                rows += leaf.row_changes(value)
+                changes = {change.location.key: change for change in leaf.row_changes(value)}
+                rows += [changes.get(shard.key) or RowsChange.none(shard) for shard in shards]
                 continue
-            locations += [shard.location for shard in shards]
+            locations += shards
             arrays += leaf.split(value) if isinstance(leaf, ShardedVariable) else [leaf.cast(value)]
-        if locations:
-            servers.change(locations, arrays, how)
-        if rows:
-            servers.change_rows(rows, how)
+        if isinstance(update, Rule):
+            return Push(locations, arrays, rows, update, f"{update.name}{list(update.numbers)}")
+        return Push(locations, arrays, rows, _CHANGES[update], update)
 
     def _servers(self, call: str) -> Servers:
         self.extended.group.require_open(call)
@@ -278,6 +316,17 @@ class Server:
                 role.close(error)
                 raise
             role.close(None)
+
+
+def _push_sum(servers: Servers, pushes: Sequence[Push], error: Exception | None) -> None:
+    """Push what the replicas of this worker push together."""
+
+    def make() -> Push:
+        if error is not None:
+            raise error
+        return Push.sum_of(pushes)
+
+    servers.push(make)
 
 
 def _shards_of(strategy: Strategy, call: str, variable: Any) -> list[ServerVariable]:

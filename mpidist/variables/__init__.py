@@ -1,16 +1,17 @@
 """Variables: arrays that a strategy keeps on every rank."""
 
 from mpidist.variables.array_protocol import ReadsAsArray
-from mpidist.variables.casting import cast_for
+from mpidist.variables.casting import cast_for, is_python_number
 from mpidist.variables.mirrored import MirroredVariable
 from mpidist.variables.placement import OncePerNode, OnEachRank, VariablePlacement
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization
-from mpidist.variables.sparse_updates import SparseUpdates, change_rows, checked_rows
+from mpidist.variables.sparse_updates import AGGREGATED_CALLS, SparseUpdates, change_rows, checked_rows
 from mpidist.variables.sync_on_read import SyncOnReadVariable
 from mpidist.variables.updating import update_copies
 from mpidist.variables.variable import Variable
 
 __all__ = [
+    "AGGREGATED_CALLS",
     "MirroredVariable",
     "OnEachRank",
     "OncePerNode",
@@ -24,5 +25,6 @@ __all__ = [
     "cast_for",
     "change_rows",
     "checked_rows",
+    "is_python_number",
     "update_copies",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpidist import context_stack, nest
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, on_device
+from mpidist.transport import on_device
 from mpidist.values import PerReplica, join_components, local_components
 from mpidist.variables.variable import Variable
 
@@ -16,7 +16,7 @@ __all__ = ["update_copies"]
 
 def update_copies(
     var: Variable,
-    group: SyncGroup,
+    is_one: bool,
     replicas: Replicas,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -25,8 +25,8 @@ def update_copies(
     """Call a function for each copy of a variable on this rank: `StrategyExtended.update`. Local.
 
     Args:
-        var: The variable: of a mirrored one the rank has one copy, else one for each replica.
-        group: The ranks.
+        var: The variable.
+        is_one: Whether the replicas of this rank share one copy; else each has its own.
         replicas: Which replicas this rank carries.
         fn: The function.
         args: The function's arguments after the variable. Of a distributed value the component of the copy's replica.
@@ -36,20 +36,19 @@ def update_copies(
         What the function returned: of the one copy, or joined to `PerReplica` values.
 
     Raises:
-        ValueError: If a mirrored variable is to be updated by a `PerReplica`.
+        ValueError: If the one copy is to be updated by a `PerReplica`.
     """
     given: tuple[Any, Any] = list(args), dict(kwargs)
-    is_mirrored = var.is_mirrored_over(group)
-    if is_mirrored and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
+    if is_one and any(isinstance(leaf, PerReplica) for leaf in nest.flatten(given)[0]):
         raise ValueError(
             f"update: variable {var.name!r} has one value for all replicas, and a PerReplica was passed: reduce the "
             "PerReplica first, as with strategy.extended.reduce_to('mean', value, var)"
         )
-    num_copies = 1 if is_mirrored else replicas.num_here
+    num_copies = 1 if is_one else replicas.num_here
     results = []
     for at in range(num_copies):
         entry = context_stack.Entry(var.strategy, is_update=True, copy_number=at)
         own_args, own_kwargs = local_components(given, at, num_copies)
         with on_device(replicas.devices, at):
             results.append(context_stack.call(entry, fn, var, *own_args, **own_kwargs))
-    return results[0] if is_mirrored else join_components(results)
+    return results[0] if is_one else join_components(results)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mpidist.parameter_server import rules
-from mpidist.parameter_server.attendance import Attendance
-from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.attendance import Attendance, Workers
 from mpidist.parameter_server.messages import (
     CHUNK_BYTES,
     LANE_BYTES,

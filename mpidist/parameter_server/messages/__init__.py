@@ -4,7 +4,7 @@ from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
-from mpidist.parameter_server.messages.locations import Location, RowsChange
+from mpidist.parameter_server.messages.locations import KnownList, Location, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -24,6 +24,7 @@ from mpidist.parameter_server.messages.protocol import (
     plan_messages,
     to_json,
 )
+from mpidist.parameter_server.messages.push import Push
 
 __all__ = [
     "CHUNK_BYTES",
@@ -37,6 +38,7 @@ __all__ = [
     "INLINE_BYTES",
     "IN_PLACE_BYTES",
     "LANE_BYTES",
+    "KnownList",
     "Lane",
     "Location",
     "MAX_NUMBERS",
@@ -44,9 +46,11 @@ __all__ = [
     "Op",
     "Outcome",
     "Piece",
+    "Push",
     "RowsChange",
     "Step",
     "WHOLE_NUMBERS",
+    "by_server",
     "from_json",
     "is_read_in_place",
     "lanes_to",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
-__all__ = ["Location", "RowsChange"]
+__all__ = ["KnownList", "Location", "RowsChange", "by_server"]
 
 Array = np.ndarray[Any, Any]
 
@@ -60,3 +61,29 @@ class RowsChange(NamedTuple):
     location: Location
     indices: Array
     values: Array
+
+    @classmethod
+    def none(cls, location: Location) -> RowsChange:
+        """Change no row."""
+        return cls(location, np.empty(0, np.int64), np.empty((0, *location.shape[1:]), location.dtype))
+
+
+@final
+class KnownList(NamedTuple):
+    """A list of variables that a server has numbered.
+
+    Attributes:
+        number: The number; of one variable, its key.
+        places: Where the variables lie in the server's shared memory; of one variable, the server's answers tell.
+    """
+
+    number: int
+    places: tuple[int, ...]
+
+
+def by_server(locations: Sequence[Location]) -> dict[int, list[int]]:
+    """Return the places in a list of locations, by server."""
+    parts: dict[int, list[int]] = {}
+    for place, location in enumerate(locations):
+        parts.setdefault(location.server, []).append(place)
+    return parts

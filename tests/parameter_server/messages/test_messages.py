@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.attendance import Workers
 from mpidist.parameter_server.messages import HEADER_BYTES, INLINE_BYTES, Change, Op, Outcome, plan_messages, to_json
 from mpidist.parameter_server.messages.protocol import ANSWER, CHUNK_BYTES, DATA, HEADER, MESSAGE_BYTES, REQUEST
 from mpidist.parameter_server.server import ParameterServer

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, final
 
-from mpidist.parameter_server.meetings import Workers
+from mpidist.parameter_server.attendance.meetings import Workers
 from mpidist.parameter_server.messages import Connection
 from mpidist.transport import AwaitedPeers, ServiceGroup, is_process_failure, load_mpi
 

@@ -9,7 +9,7 @@ from typing import Any, final
 from mpidist.parameter_server.messages import Outcome
 from mpidist.transport import name_ranks
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "differences_of"]
 
 Answer = tuple[int, str]
 StatusLines = Callable[[Iterable[int]], list[str]]
@@ -115,21 +115,14 @@ class Workers:
 
     def _compare(self, meeting: _Meeting) -> Answer:
         everyone = {self.ranks[worker]: meeting.arrived[worker] for worker in sorted(meeting.arrived)}
-        names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
-        if "error" in names:  # then that is what differs
-            names = ["error"]
-        lines = []
-        for name in names:
-            groups: dict[str, list[int]] = {}
-            for rank, fields in everyone.items():
-                groups.setdefault(fields.get(name, "none"), []).append(rank)
-            if len(groups) > 1 or name == "error":
-                lines += [f"  {name}: {value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
+        lines = differences_of(everyone)
         if not lines:
             return Outcome.OK, ""
         call = next(iter(everyone.values()))["call"]
-        head = f"{call}: the workers did not make the same calls in the same order, with the same arguments"
-        return Outcome.REFUSED, "\n".join([head if "error" not in names else f"{call}: an error on a worker", *lines])
+        head = "the workers did not make the same calls in the same order, with the same arguments"
+        if any("error" in fields for fields in everyone.values()):
+            head = "an error on a worker"
+        return Outcome.REFUSED, "\n".join([f"{call}: {head}", *lines])
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout if self._timeout else float("inf")
@@ -147,3 +140,21 @@ class _Meeting:
     def __init__(self) -> None:
         self.arrived: dict[int, dict[str, Any]] = {}
         self.answer: Answer | None = None
+
+
+def differences_of(everyone: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Say what ranks did not pass alike, a line for each field: by rank, what the rank passes, by name.
+
+    If a rank passes an "error", that is what differs, and nothing else is said.
+    """
+    names = list(dict.fromkeys(name for fields in everyone.values() for name in fields))
+    if "error" in names:
+        names = ["error"]
+    lines = []
+    for name in names:
+        groups: dict[str, list[int]] = {}
+        for rank, fields in everyone.items():
+            groups.setdefault(fields.get(name, "none"), []).append(rank)
+        if len(groups) > 1 or name == "error":
+            lines += [f"  {name}: {value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
+    return lines
