@@ -434,7 +434,6 @@ TOUCH_PRIVATES = {
     "transport/failures/test_deadlines.py": {"_rest"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl.py": {"_run"},
-    "parameter_server/messages/test_lanes.py": {"_file"},
     "transport/shared_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
     "variables/test_per_node_variables.py": {"_value"},

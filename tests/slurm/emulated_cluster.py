@@ -123,6 +123,8 @@ class EmulatedCluster:
         for package, tool in _TOOLS.items():
             if shutil.which(tool, path=_SYSTEM_PATH) is None:
                 return f"there is no {tool}, of the package {package}"
+        if not [*Path("/usr").glob("lib*/libpmix.so"), *Path("/usr/lib").glob("*/libpmix.so")]:
+            return "there is no libpmix.so, of the package libpmix-dev"  # srun loads it by this name
         tried = subprocess.run([*_UNSHARE, "--pid", "--fork", "true"], capture_output=True, text=True, check=False)
         return tried.stderr.strip()
 

@@ -64,6 +64,12 @@ if strategy.is_chief:
 while True:
     strategy.reduce("sum", 1.0)
 """
+WORK_IN_FIRST_ATTEMPT = """
+import os, sys, time
+sys.stdout.flush()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    time.sleep(600)
+"""
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -86,12 +92,11 @@ def require_lines(ended: Ended, *lines: str) -> None:
     assert (ended.state, ended.code, ended.output.splitlines()) == ("COMPLETED", 0, [*lines])
 
 
-@pytest.mark.long
 def test_training_on_two_nodes(submit_job: Submit) -> None:
     job = submit_job("train.sbatch", TRAIN)
     require_lines(
         job.end(),
-        f"job {job.number}, attempt 0: 4 ranks on 2 nodes",
+        f"job {job.number}, attempt 0; ranks: 4, nodes: 2",
         "4 ranks on 2 nodes; node 0 (n1): ranks 0-1; node 1 (n2): ranks 2-3; the sum is 10",
     )
 
@@ -101,7 +106,7 @@ def test_training_by_one_task(submit_job: Submit) -> None:
     job = submit_job("train.sbatch", TRAIN, *ONE_TASK)
     require_lines(
         job.end(),
-        f"job {job.number}, attempt 0: 1 ranks on 1 nodes",
+        f"job {job.number}, attempt 0; ranks: 1, nodes: 1",
         "1 rank on 1 node; node 0 (n1): rank 0; the sum is 1",
     )
 
@@ -134,6 +139,17 @@ def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
     assert len(job.processes()) > 4
     assert job.cancel().state == "CANCELLED"
     assert job.processes() == []
+
+
+@pytest.mark.long
+def test_requeued_job_goes_on_in_the_same_file(submit_job: Submit) -> None:
+    job = submit_job("train.sbatch", TRAIN + WORK_IN_FIRST_ATTEMPT, *TWO_NODES, "--requeue")
+    job.wait_for_output("the sum is 3")
+    job.requeue()
+    ended = job.end()
+    assert (ended.state, ended.code) == ("COMPLETED", 0), ended
+    assert f"job {job.number}, attempt 1; ranks: 2, nodes: 2" in ended.output
+    assert ended.output.count("the sum is 3") == 2
 
 
 @pytest.mark.long
