@@ -74,12 +74,6 @@ class BatchJob:
         assert code, shown
         return Ended(state[1], int(code[1]), self._output())
 
-    def requeue(self) -> None:
-        """Put the job back into the queue, and start it again at once rather than in two minutes."""
-        self.cluster.call("scontrol", "requeue", self.number)
-        self._wait_until(lambda: self._states() == {"PENDING"}, "did not get into the queue")
-        self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-
     def processes(self) -> list[str]:
         """Return the commands of all processes of the job, on all nodes."""
         own = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}"}

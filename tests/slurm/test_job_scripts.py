@@ -64,12 +64,6 @@ if strategy.is_chief:
 while True:
     strategy.reduce("sum", 1.0)
 """
-WORK_IN_FIRST_ATTEMPT = """
-import os, sys, time
-sys.stdout.flush()
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    time.sleep(600)
-"""
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -139,17 +133,6 @@ def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
     assert len(job.processes()) > 4
     assert job.cancel().state == "CANCELLED"
     assert job.processes() == []
-
-
-@pytest.mark.long
-def test_requeued_job_goes_on_in_the_same_file(submit_job: Submit) -> None:
-    job = submit_job("train.sbatch", TRAIN + WORK_IN_FIRST_ATTEMPT, *TWO_NODES, "--requeue")
-    job.wait_for_output("the sum is 3")
-    job.requeue()
-    ended = job.end()
-    assert (ended.state, ended.code) == ("COMPLETED", 0), ended
-    assert f"job {job.number}, attempt 1; ranks: 2, nodes: 2" in ended.output
-    assert ended.output.count("the sum is 3") == 2
 
 
 @pytest.mark.long
