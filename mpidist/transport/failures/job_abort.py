@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
-from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
+from mpidist.transport.failures.exit_code import status_of, store_code, watch_exits, where_raised
 from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.text import text_of
 
@@ -235,6 +235,7 @@ def _abort(job: Job, code: int) -> None:
     # MPI's own end may hang, where a launcher is busy with another rank's. This thread needs nothing of Python.
     with suppress(OSError, RuntimeError):  # out of files, or of memory: then MPI has to do
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    store_code(os.environ, code)
     job.abort(code)
 
 

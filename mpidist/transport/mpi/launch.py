@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import os.path
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 from mpidist.errors import TopologyError
 
-__all__ = ["check_before_init", "check_launch"]
+__all__ = ["check_before_init", "check_launch", "choose_netmod"]
 
 logger = logging.getLogger("mpidist.transport")
+
+_NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # which of its ways to other nodes MPICH takes: "ucx" or "ofi"
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
@@ -136,6 +138,27 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
     launch = _find_launch(environ, library)
     if launch is not None and "PMIX_NAMESPACE" in environ and not speaks_pmi:
         raise TopologyError(_wrong_launch(launch, library, environ, command))
+
+
+def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> None:
+    """Set libfabric as MPICH's way to other nodes, before MPI_Init, where Slurm's PMI-2 would garble the other way's.
+
+    MPICH prefers UCX. But UCX's addresses are too long for the lines of Slurm's PMI-2: by what the memory happens to
+    hold, MPI_Init fails, or waits for ever. A netmod that the user has set stays.
+
+    Args:
+        environ: The environment, which is changed.
+        library_version: What `MPI.Get_library_version()` says.
+    """
+    library = _recognise(library_version)
+    device = next((line for line in library_version.splitlines() if line.startswith("MPICH Device:")), "")
+    if library.name != "MPICH" or "ucx" not in device or "ofi" not in device or _NETMOD in environ:
+        return
+    launch = _find_launch(environ, library)
+    has_several_nodes = _number(environ, "SLURM_STEP_NUM_NODES") > 1 or _number(environ, "SLURM_HET_SIZE") > 1
+    if launch is not None and launch.by_srun and "PMI_FD" in environ and has_several_nodes:
+        environ[_NETMOD] = "ofi"
+        logger.info("%s=ofi: srun's PMI-2 does not carry the addresses of UCX", _NETMOD)
 
 
 def _recognise(library_version: str) -> _Library:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.mpi.launch import check_before_init
+from mpidist.transport.mpi.launch import check_before_init, choose_netmod
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -43,6 +43,7 @@ def load_mpi() -> ModuleType:
         ) from error
     if starts_mpi:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())
+        choose_netmod(os.environ, MPI.Get_library_version())
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
     return MPI
 

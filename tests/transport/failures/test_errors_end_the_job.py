@@ -382,3 +382,10 @@ def test_a_forked_worker_harms_nothing(job: Job, end: str, status: int) -> None:
     assert "child: reduce in a forked process: a strategy belongs to the process that made it; make" in ended.out
     assert f"status {status}" in ended.out
     assert ended.out.count("done") == 3
+
+
+def test_exit_code_is_written_where_a_script_asks_for_it(job: Job, tmp_path: Path) -> None:
+    """Of the rank that ends the job, not of those that follow it."""
+    file = tmp_path / "code"
+    job("sys.exit(3) if rank == 1 else reduce_for_ever()", MPIDIST_EXIT_CODE_FILE=str(file))
+    assert file.read_text() == "3\n"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mpidist.errors import TopologyError
-from mpidist.transport.mpi.launch import check_before_init, check_launch
+from mpidist.transport.mpi.launch import check_before_init, check_launch, choose_netmod
 
 pytestmark = pytest.mark.no_mpi
 
@@ -257,3 +257,46 @@ def test_module_imports_no_mpi() -> None:
     code = "import sys, mpidist.transport.mpi.launch; sys.exit('mpi4py.MPI' in sys.modules)"
     root = str(pathlib.Path(__file__).parents[3])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root})
+
+
+MPICH_OF_TWO_NETMODS = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\n"
+NETMOD = "MPIR_CVAR_CH4_NETMOD"
+SRUN = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "9"}
+
+
+@pytest.mark.parametrize("step", [SRUN, {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}])
+def test_netmod_that_pmi2_of_slurm_carries(step: dict[str, str]) -> None:
+    environ = dict(step)
+    choose_netmod(environ, MPICH_OF_TWO_NETMODS)
+    assert environ == {**step, NETMOD: "ofi"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "library"),
+    [
+        ({**SRUN, NETMOD: "ucx"}, MPICH_OF_TWO_NETMODS),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, MPICH_OF_TWO_NETMODS),
+        ({**STEP, **HYDRA}, MPICH_OF_TWO_NETMODS),
+        (HYDRA, MPICH_OF_TWO_NETMODS),
+        ({}, MPICH_OF_TWO_NETMODS),
+        (SRUN, MPICH),
+        (SRUN, INTEL),
+        (SRUN, CRAY),
+        (SRUN, OPEN_MPI),
+    ],
+    ids=[
+        "the user's",
+        "one node",
+        "mpiexec in a job",
+        "mpiexec",
+        "alone",
+        "libfabric alone",
+        "Intel",
+        "Cray",
+        "Open MPI",
+    ],
+)
+def test_netmod_that_stays(environ: dict[str, str], library: str) -> None:
+    before = dict(environ)
+    choose_netmod(environ, library)
+    assert environ == before

@@ -1,0 +1,162 @@
+"""Batch jobs of an emulated cluster: submitted with sbatch, as a user would, and what became of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import pytest
+from mpi_session import clean_environment
+from slurm.emulated_cluster import EmulatedCluster
+
+import mpidist
+
+__all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "submit"]
+
+PROJECT: Final = Path(mpidist.__file__).parents[1]
+_ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
+LIBRARIES: Final = tuple(_ENVIRONMENTS)
+_JOB_SECONDS: Final = 100.0  # far more than a job needs, also on a busy machine
+_BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
+
+
+@final
+@dataclass(frozen=True)
+class Ended:
+    """A job that has come to its end.
+
+    Attributes:
+        state: What Slurm says of it, such as COMPLETED.
+        code: The exit code that Slurm has of it.
+        output: What it wrote.
+    """
+
+    state: str
+    code: int
+    output: str
+
+
+@final
+@dataclass(frozen=True)
+class BatchJob:
+    """A job that was submitted.
+
+    Attributes:
+        cluster: Where.
+        number: Slurm's number; of a heterogeneous job, that of the first component.
+        folder: Where it was submitted, and writes its output.
+    """
+
+    cluster: EmulatedCluster
+    number: str
+    folder: Path
+
+    def wait_for_output(self, text: str) -> None:
+        """Wait until the job has written something."""
+        self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
+
+    def cancel(self) -> Ended:
+        """Cancel the job as `scancel` does, and wait for its end."""
+        self.cluster.call("scancel", self.number)
+        return self.end()
+
+    def end(self) -> Ended:
+        """Wait for the end of the job, and of all its processes."""
+        self._wait_until(lambda: not self._states() & _BEFORE_THE_END, "did not end")
+        shown = self._show()
+        state, code = re.search(r"JobState=(\w+)", shown), re.search(r" ExitCode=(\d+):", shown)
+        assert state, shown
+        assert code, shown
+        return Ended(state[1], int(code[1]), self._output())
+
+    def processes(self) -> list[str]:
+        """Return the commands of all processes of the job, on all nodes."""
+        own = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}"}
+        commands = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                command = (path / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            except OSError:  # it has ended
+                continue
+            if own <= {*variables}:
+                commands.append(command)
+        return commands
+
+    def _show(self) -> str:
+        return self.cluster.call("scontrol", "show", "job", "--oneliner", self.number)
+
+    def _states(self) -> set[str]:
+        return set(re.findall(r"JobState=(\w+)", self._show()))
+
+    def _output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.number}.out")))
+
+    def _wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:
+        limit = time.monotonic() + _JOB_SECONDS
+        while not is_so():
+            if time.monotonic() > limit:
+                said, shown = self._output(), self._show()
+                self.cluster.call("scancel", "--signal=KILL", "--full", self.number)
+                pytest.fail(f"job {self.number} {otherwise} within {_JOB_SECONDS:.0f} s; {shown}; it wrote:\n{said}")
+            time.sleep(0.1)
+
+
+def submit(
+    cluster: EmulatedCluster,
+    folder: Path,
+    library: str,
+    script: str | Path,
+    program: str,
+    *options: str,
+    arguments: tuple[str, ...] = (),
+    **variables: str,
+) -> BatchJob:
+    """Submit a job script, with a program for its ranks.
+
+    Args:
+        cluster: Where.
+        folder: For the program and the job's output.
+        library: One of LIBRARIES: the environment with it is the job's.
+        script: The name of the project's job script, or the path of another one.
+        program: The text of the program; "" writes none.
+        options: Of sbatch.
+        arguments: Of the program.
+        variables: More of the environment.
+    """
+    environment = PROJECT / _ENVIRONMENTS[library]
+    if not environment.exists():
+        pytest.skip(f"there is no {environment.name}: `make test` makes it")
+    if program:
+        (folder / "program.py").write_text(program)
+    inherited = clean_environment()
+    inherited.pop("USER", None)  # cron, containers and some sites do not set it
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), "program.py", *arguments],
+        cwd=folder,
+        env={
+            **inherited,
+            **cluster.environment,
+            "VIRTUAL_ENV": str(environment),
+            "PYTHONPATH": str(PROJECT),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            # There may be more ranks than cores: one that waits gives its own up soon.
+            "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=_JOB_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return BatchJob(cluster, done.stdout.strip().partition(";")[0], folder)

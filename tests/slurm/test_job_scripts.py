@@ -1,0 +1,159 @@
+"""The job scripts of the project, submitted to a real Slurm of several nodes, with each MPI library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, submit
+from slurm.emulated_cluster import EmulatedCluster
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(180)]
+
+Submit = Callable[..., BatchJob]
+
+ONE_TASK = ("--nodes=1", "--ntasks-per-node=1")
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
+# scikit-learn leaves in the heap what MPICH once sent along with its addresses when MPI started after it.
+TRAIN = """
+import sklearn.datasets
+import mpidist
+
+with mpidist.MultiWorkerMirroredStrategy() as strategy:
+    total = strategy.reduce("sum", strategy.topology.rank + 1)
+    if strategy.is_chief:
+        print(f"{strategy.topology}; the sum is {total}")
+"""
+SERVE = """
+import os
+import sklearn.datasets
+import mpidist
+from mpidist.experimental import ParameterServerStrategy
+
+with ParameterServerStrategy(num_ps=int(os.environ["NUM_PS"])) as strategy:
+    if strategy.is_ps:
+        strategy.serve()
+    else:
+        with strategy.scope():
+            total = mpidist.Variable(0.0)
+        total.assign_add(strategy.topology.rank + 1)
+        strategy.barrier()
+        if strategy.is_chief:
+            print(f"{strategy.topology.size} workers; the sum is {float(total)}")
+"""
+END = """
+import sys
+import mpidist
+
+strategy = mpidist.MultiWorkerMirroredStrategy()
+if strategy.topology.rank == 1:
+    if sys.argv[1] == "1":
+        raise KeyError("no such picture")
+    sys.exit(int(sys.argv[1]))
+while True:
+    strategy.reduce("sum", 1.0)
+"""
+WORK = """
+import mpidist
+
+strategy = mpidist.MultiWorkerMirroredStrategy()
+if strategy.is_chief:
+    print("works", flush=True)
+while True:
+    strategy.reduce("sum", 1.0)
+"""
+
+
+@pytest.fixture(params=LIBRARIES)
+def submit_job(cluster: EmulatedCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Submit:
+    """Submit a job script, with each MPI library."""
+    return partial(submit, cluster, tmp_path, request.param)
+
+
+@pytest.fixture
+def plain_roles(tmp_path: Path) -> Path:
+    """The script of roles without its second component."""
+    first, _, rest = (PROJECT / "slurm" / "roles.sbatch").read_text().partition("#SBATCH hetjob\n")
+    script = tmp_path / "roles.sbatch"
+    script.write_text(first + "".join(line for line in rest.splitlines(True) if not line.startswith("#SBATCH")))
+    return script
+
+
+def require_lines(ended: Ended, *lines: str) -> None:
+    """Require that a job came to a good end, and wrote this and nothing else."""
+    assert (ended.state, ended.code, ended.output.splitlines()) == ("COMPLETED", 0, [*lines])
+
+
+def test_training_on_two_nodes(submit_job: Submit) -> None:
+    job = submit_job("train.sbatch", TRAIN)
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; ranks: 4, nodes: 2",
+        "4 ranks on 2 nodes; node 0 (n1): ranks 0-1; node 1 (n2): ranks 2-3; the sum is 10",
+    )
+
+
+@pytest.mark.long
+def test_training_by_one_task(submit_job: Submit) -> None:
+    job = submit_job("train.sbatch", TRAIN, *ONE_TASK)
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; ranks: 1, nodes: 1",
+        "1 rank on 1 node; node 0 (n1): rank 0; the sum is 1",
+    )
+
+
+@pytest.mark.long
+def test_workers_and_servers(submit_job: Submit) -> None:
+    """A heterogeneous job: two workers on a node each, and a server on a third."""
+    job = submit_job("roles.sbatch", SERVE, *TWO_NODES, ":", *ONE_TASK)
+    require_lines(job.end(), f"job {job.number}: workers: 2, parameter servers: 1", "2 workers; the sum is 3.0")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", [1, 3, 75])
+def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
+    ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()
+    assert (ended.state, ended.code) == ("FAILED", code), ended
+    assert ended.output.count("Traceback") == 1, ended.output
+
+
+@pytest.mark.long
+def test_exit_code_of_a_heterogeneous_job(submit_job: Submit) -> None:
+    ended = submit_job("roles.sbatch", END, *ONE_TASK, ":", *ONE_TASK, arguments=("3",)).end()
+    assert (ended.state, ended.code) == ("FAILED", 3), ended
+
+
+@pytest.mark.long
+def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
+    job = submit_job("train.sbatch", WORK)
+    job.wait_for_output("works")
+    assert len(job.processes()) > 4
+    assert job.cancel().state == "CANCELLED"
+    assert job.processes() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["train.sbatch", "roles.sbatch"])
+def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
+    ended = submit_job(script, "").end()
+    assert ended.state == "FAILED"
+    assert ended.code, ended.output
+    assert "can't open file" in ended.output
+
+
+@pytest.mark.long
+def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
+    job = submit_job(plain_roles, SERVE, NUM_PS="2")
+    require_lines(job.end(), f"job {job.number}: workers: 2, parameter servers: 2", "2 workers; the sum is 3.0")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ps", ["0", "4", "many"])
+def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path, num_ps: str) -> None:
+    ended = submit_job(plain_roles, SERVE, NUM_PS=num_ps).end()
+    assert (ended.state, ended.code) == ("FAILED", 2), ended
+    text = "the job has 4 tasks: needed are 1 or more servers, and 1 or more workers"
+    assert ended.output.splitlines() == [f"NUM_PS is '{num_ps}', and {text}"]
