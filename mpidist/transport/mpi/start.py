@@ -26,7 +26,7 @@ _EXIT_CODE: Final = 1
 _LEAST_TIMEOUT_SECONDS: Final = (
     10.0  # processes of a job begin, and import, at unlike times; no shorter deadline ends it
 )
-_LAUNCHER_SECONDS: Final = 0.2  # to pass on what a rank wrote, and to end the job
+_FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote, and to end the job
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5  # all ranks of a node reach the deadline together, and one says why
 
 
@@ -125,6 +125,7 @@ class _Watch:
         prefix = f"[rank {self._rank.rank} on {socket.gethostname()}] "
         sys.stdout.flush()
         os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))
+        time.sleep(_FORWARD_SECONDS)
         ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
-        time.sleep(_LAUNCHER_SECONDS)
+        time.sleep(_FORWARD_SECONDS)
         os._exit(_EXIT_CODE)
