@@ -4,6 +4,8 @@ One MPI rank is one replica. A strategy runs a step function on every rank and c
 within a node, across nodes, on NumPy or CuPy arrays.
 """
 
+import os as _os
+
 from mpidist import checkpoint as checkpoint
 from mpidist import cluster_resolver as cluster_resolver
 from mpidist import context_stack as _context_stack
@@ -40,6 +42,7 @@ from mpidist.strategies import Server as Server
 from mpidist.strategies import make_default as _make_default
 from mpidist.strategy import Strategy as Strategy
 from mpidist.strategy_extended import StrategyExtended as StrategyExtended
+from mpidist.transport import open_groups as _open_groups
 from mpidist.values import DistributedValues as DistributedValues
 from mpidist.values import IndexedSlices as IndexedSlices
 from mpidist.values import Mirrored as Mirrored
@@ -94,3 +97,4 @@ __version__ = "0.1.0"
 
 _context_stack.set_default_factory(_make_default)
 _explain_absent_names(__name__)
+_open_groups.end_job_before_start(_os.environ)

@@ -51,16 +51,16 @@ Job = Callable[..., Ended]
 def job(tmp_path: Path) -> Job:
     """Run a program on 3 ranks of the MPI library that these tests run with."""
 
-    def run(body: str, ranks: int = 3, head: str = HEAD, **variables: str) -> Ended:
+    def run(body: str, ranks: int = 3, head: str = HEAD, soon: float = SOON_SECONDS, **variables: str) -> Ended:
         script = tmp_path / "program.py"
         script.write_text(head + body)
         command = [*Launcher.find(None).command, "-n", str(ranks), sys.executable, str(script)]
-        return end_of(command, **variables)
+        return end_of(command, soon, **variables)
 
     return run
 
 
-def end_of(command: list[str], **variables: str) -> Ended:
+def end_of(command: list[str], soon: float = SOON_SECONDS, **variables: str) -> Ended:
     environment = {
         **clean_environment(),
         "PYTHONPATH": PROJECT,
@@ -71,11 +71,9 @@ def end_of(command: list[str], **variables: str) -> Ended:
     }
     try:
         for _ in range(3):
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=SOON_SECONDS, check=False
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=soon, check=False)
             if "listener thread failed to start" not in done.stderr:  # of Open MPI's launcher, beside others
                 break
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"the job did not end within {SOON_SECONDS} s; it wrote {error.stdout!r} and {error.stderr!r}")
+        pytest.fail(f"the job did not end within {soon} s; it wrote {error.stdout!r} and {error.stderr!r}")
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "end_job",
     "install",
+    "install_before_start",
     "register_job",
     "report",
     "uninstall",
@@ -108,6 +109,31 @@ def install(job: Job) -> None:
     if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _save_on_signal)
         _undo.append(lambda: _default(signal.SIGUSR1))
+
+
+def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
+    """Make an uncaught exception, or an exit with another code than 0, end the job also before MPI is started.
+
+    Args:
+        job: The callbacks that end the job. The first strategy of several ranks replaces them.
+        can_end: Whether `job` can still end it, in this process.
+    """
+    hook = sys.excepthook
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _jobs or issubclass(kind, KeyboardInterrupt) or not can_end():  # the launcher sends Ctrl-C to all ranks
+            hook(kind, error, trace)
+        else:
+            register_job(job)
+            _fail(kind, error, trace)
+
+    def end_with_code(error: SystemExit) -> None:
+        if not _jobs and can_end():
+            register_job(job)
+            _end_with_code(error)
+
+    sys.excepthook = fail
+    watch_exits(end_with_code)
 
 
 def uninstall() -> None:

@@ -14,7 +14,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
-from mpidist.transport.mpi import Intracomm, load_mpi
+from mpidist.transport.mpi import Intracomm, ask_launcher_to_abort, load_mpi, rank_before_start
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import count_text, last_line, text_of
 
@@ -23,6 +23,7 @@ __all__ = [
     "add",
     "advance_others",
     "remove",
+    "end_job_before_start",
     "has_lower_rank_ended",
     "is_thread_of_a_group",
     "save_flights",
@@ -153,6 +154,34 @@ def install_job_abort(world: Intracomm, aborts: bool) -> None:
     job_abort.register_job(job)
     if aborts:
         job_abort.install(job)
+
+
+def end_job_before_start(environ: Mapping[str, str]) -> None:
+    """Make a failure of this rank's program end the job, also before MPI is started. Local; starts no MPI.
+
+    Other ranks may wait in MPI_Init for this one by then, for ever. Does nothing where the launcher ends the job on its
+    own, in a process that no launcher started, and with `MPIDIST_ON_ERROR=raise`.
+    """
+    rank = rank_before_start(environ)
+    if rank is None or environ.get("MPIDIST_ON_ERROR", "").strip() == "raise":
+        return
+    own = os.getpid()
+
+    def abort(code: int) -> None:
+        ask_launcher_to_abort(environ, code)
+        os._exit(code)
+
+    job = job_abort.Job(
+        abort,
+        rank.rank,
+        socket.gethostname(),
+        tell_end,
+        save_flights,
+        is_thread_of_a_group,
+        has_lower_rank_ended,
+        leave,
+    )
+    job_abort.install_before_start(job, lambda: os.getpid() == own and rank_before_start(environ) is not None)
 
 
 def num_open() -> int:

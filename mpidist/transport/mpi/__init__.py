@@ -3,6 +3,7 @@
 from mpidist.transport.mpi.child_process import is_forked_from_rank, mark_rank, require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start
 from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
@@ -12,12 +13,14 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
     "all_reduce_rows",
+    "ask_launcher_to_abort",
     "check_launch",
     "command_line",
     "is_forked_from_rank",
     "is_process_failure",
     "load_mpi",
     "mark_rank",
+    "rank_before_start",
     "ranks_in_world",
     "require_no_child",
     "ring_all_reduce",

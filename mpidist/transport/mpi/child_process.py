@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
 
-__all__ = ["is_forked_from_rank", "mark_rank", "require_no_child"]
+__all__ = ["is_forked_from_rank", "launcher_here", "mark_rank", "require_no_child"]
 
 # A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
@@ -103,19 +103,38 @@ def _end_endless_pool(text: str, rank_pid: int) -> None:
         os.kill(rank_pid, signal.SIGTERM)
 
 
+def launcher_here() -> int | None:
+    """Return the id of the launcher's process that started this process, or a parent of it."""
+    above = os.getppid()
+    while above > 1:
+        found = _name_and_parent(above)
+        if found is None:
+            return None
+        if found[0] in _LAUNCHERS:
+            return above
+        above = found[1]
+    return None
+
+
 def _is_below(pid: int) -> bool:
     """Whether a process is an ancestor of this process, without a launcher between them."""
     parent = os.getppid()
     while parent > 1 and parent != pid:
-        try:
-            # 1234 (python) S 1230 ...; the name may hold spaces and brackets
-            head, _, tail = Path(f"/proc/{parent}/stat").read_text().rpartition(")")
-        except OSError:  # gone meanwhile, or not for this user to see
+        found = _name_and_parent(parent)
+        if found is None or found[0] in _LAUNCHERS:
             return False
-        if head.partition("(")[2] in _LAUNCHERS:
-            return False
-        parent = int(tail.split()[1])
+        parent = found[1]
     return parent == pid
+
+
+def _name_and_parent(pid: int) -> tuple[str, int] | None:
+    """Read the name of a process and the id of its parent; `None` if it is gone, or not for this user to see."""
+    try:
+        # 1234 (python) S 1230 ...; the name may hold spaces and brackets
+        head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return None
+    return head.partition("(")[2], int(tail.split()[1])
 
 
 def _is_open(number: str) -> bool:

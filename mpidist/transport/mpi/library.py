@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi.launch import check_before_init, choose_netmod
+from mpidist.transport.mpi.start import start_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -44,7 +45,8 @@ def load_mpi() -> ModuleType:
     if starts_mpi:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())
         choose_netmod(os.environ, MPI.Get_library_version())
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+        level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}")
+        start_mpi(MPI, level, mpi4py.rc.errors, os.environ)
     return MPI
 
 

@@ -1,0 +1,117 @@
+"""What is known of a job's ranks before MPI is started: by the launcher's variables, and the node's processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.text import name_ranks
+
+__all__ = ["LaunchedRank"]
+
+# In which variables a launcher passes the rank, the number of ranks, and the number of ranks on this node.
+_VARIABLES: Final = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
+)
+
+
+@final
+@dataclass(frozen=True)
+class LaunchedRank:
+    """This process as one of several that a launcher started.
+
+    Attributes:
+        rank: The rank in the world.
+        size: How many ranks the launcher started.
+        local_size: How many of them on this node; 0 if the launcher does not say.
+        launcher: The id of the launcher's process on this node.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+    launcher: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> LaunchedRank | None:
+        """Describe this process; `None` for one that no launcher started, or a launcher started alone."""
+        found = _numbers(environ)
+        if found is None or found[1] < 2:
+            return None
+        launcher = launcher_here()
+        return None if launcher is None else cls(*found, launcher)
+
+    def arrive(self) -> socket.socket:
+        """Show other ranks of this node that this rank has come to start MPI, until the returned socket is closed.
+
+        The name of the socket is no file: the system forgets it with the process.
+        """
+        sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with suppress(OSError):  # it only helps to name ranks in a warning
+            sign.bind(self._sign_of(self.rank))
+        return sign
+
+    def arrived(self) -> list[int]:
+        """List the ranks of this node that have come to start MPI, this rank among them."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            return [rank for rank in range(self.size) if rank == self.rank or self._has_arrived(asking, rank)]
+
+    def missing(self) -> str:
+        """Say which ranks have not come to start MPI, as far as this node knows."""
+        arrived, alive = self.arrived(), self._alive()
+        working = [rank for rank in alive if rank not in arrived]
+        here = {*arrived, *alive}
+        parts = []
+        if working:
+            processes = ", ".join(str(alive[rank]) for rank in working)
+            parts.append(f"{name_ranks(working)} (process {processes}) did not come to start it")
+        if self.local_size == self.size:
+            ended = [rank for rank in range(self.size) if rank not in here]
+            if ended:
+                parts.append(f"the program of {name_ranks(ended)} has ended")
+        elif self.local_size > len(here):
+            parts.append(f"{self.local_size - len(here)} of the {self.local_size} programs on this node have ended")
+        if not parts:
+            return f"all ranks known on this node have come, {name_ranks(arrived)} of {self.size}"
+        return ", and ".join(parts)
+
+    def _sign_of(self, rank: int) -> str:
+        return f"\0mpidist-starts-{os.getuid()}-{self.launcher}-{rank}"
+
+    def _has_arrived(self, asking: socket.socket, rank: int) -> bool:
+        try:
+            asking.connect(self._sign_of(rank))
+        except OSError:
+            return False
+        return True
+
+    def _alive(self) -> dict[int, int]:
+        """Find the processes that the launcher started on this node, and that have not ended, by rank."""
+        alive = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):  # it has ended meanwhile, or is another user's
+                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == self.launcher and state not in "ZXx":
+                    pairs = (path / "environ").read_text(errors="replace").split("\0")
+                    found = _numbers(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
+                    if found is not None:
+                        alive[found[0]] = int(path.name)
+        return dict(sorted(alive.items()))
+
+
+def _numbers(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """Read the rank, the number of ranks, and the number of ranks on this node, 0 if unknown."""
+    for rank, size, local_size in _VARIABLES:
+        numbers = [environ.get(name, "") for name in (rank, size)]
+        if all(number.isdecimal() for number in numbers):
+            local = environ.get(local_size, "")
+            return int(numbers[0]), int(numbers[1]), int(local) if local.isdecimal() else 0
+    return None

@@ -1,0 +1,53 @@
+"""The end of a job that the launcher brings about by request, where MPI is not started and cannot be asked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.mpi.launched_rank import LaunchedRank
+
+__all__ = ["ask_launcher_to_abort", "rank_before_start"]
+
+_ANSWER_SECONDS: Final = 1.0
+
+
+def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
+    """Describe this process as a rank whose launcher waits for ever if the process ends before it starts MPI.
+
+    MPICH's launcher, Hydra, and those built on it do. Those of Open MPI and Slurm end the job on their own, or are told
+    to by an option.
+
+    Returns:
+        `None` if this process is no such rank, has started MPI, or is a child of a rank, with a rank's environment.
+    """
+    if not environ.get("PMI_FD", "").isdecimal() or "MPI_LOCALNRANKS" not in environ:
+        return None
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        return None
+    rank = LaunchedRank.of(environ)
+    return rank if rank is not None and launcher_here() == os.getppid() else None
+
+
+def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: bool = False) -> None:
+    """Ask Hydra to end all ranks of the job with an exit code, as MPI_Abort does, in the words of PMI-1. Local.
+
+    Args:
+        environ: The environment. Without Hydra's variables, nothing is asked.
+        code: The exit code.
+        is_connected: Whether MPI has begun to start, and has greeted the launcher.
+    """
+    if "MPI_LOCALNRANKS" not in environ:
+        return
+    with suppress(OSError, KeyError, ValueError), socket.socket(fileno=os.dup(int(environ["PMI_FD"]))) as launcher:
+        if not is_connected:
+            launcher.settimeout(_ANSWER_SECONDS)
+            launcher.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+            launcher.recv(256)
+        launcher.sendall(f"cmd=abort exitcode={code}\n".encode())

@@ -1,0 +1,131 @@
+"""MPI_Init, which waits for all ranks of the job: watched, so that the wait is neither silent nor endless."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final, final
+
+from mpidist.transport.mpi.launched_rank import LaunchedRank
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort
+from mpidist.transport.settings import Settings
+
+__all__ = ["start_mpi"]
+
+logger = logging.getLogger("mpidist.transport")
+
+_EXIT_CODE: Final = 1
+_LEAST_TIMEOUT_SECONDS: Final = (
+    10.0  # processes of a job begin, and import, at unlike times; no shorter deadline ends it
+)
+_FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote, and to end the job
+_LOWER_RANK_FIRST_SECONDS: Final = 0.5  # all ranks of a node reach the deadline together, and one says why
+
+
+def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[str, str]) -> None:
+    """Start MPI, and watch the wait for the other ranks. Collective.
+
+    mpi4py holds Python's lock while MPI starts, so no other thread could watch. A call through ctypes lets go of the
+    lock. Where the library's function cannot be reached so, or nobody is waited for, mpi4py starts MPI.
+
+    Args:
+        mpi: `mpi4py.MPI`, which has not started MPI.
+        thread_level: The thread support to ask for.
+        errors: `mpi4py.rc.errors`.
+        environ: The environment.
+    """
+    rank = LaunchedRank.of(environ)
+    settings = _settings(environ)
+    is_watched = settings.stall_seconds or settings.timeout_seconds
+    init = None if rank is None or not is_watched or errors != "exception" else _init_function(mpi)
+    if rank is None or init is None:
+        mpi.Init_thread(thread_level)
+        return
+    with _Watch(rank, settings):
+        code = init(None, None, thread_level, ctypes.byref(ctypes.c_int()))
+    if code:
+        raise RuntimeError(f"MPI_Init_thread failed on rank {rank.rank} with error code {code}")
+    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does: an error of MPI becomes an exception
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+def _settings(environ: Mapping[str, str]) -> Settings:
+    try:
+        return Settings.from_environment(environ)
+    except ValueError:  # building the strategy raises it, on all ranks
+        return Settings()
+
+
+def _init_function(mpi: ModuleType) -> Callable[..., Any] | None:
+    """Find MPI_Init_thread of the very library that mpi4py calls; `None` if the function is hidden."""
+    try:
+        function: Callable[..., Any] = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+    except (OSError, AttributeError, TypeError):
+        return None
+    return function
+
+
+@final
+class _Watch:
+    """A thread that watches the time while the main thread waits in MPI_Init."""
+
+    def __init__(self, rank: LaunchedRank, settings: Settings) -> None:
+        self._rank, self._settings = rank, settings
+        self._is_over = threading.Event()
+        self._begun = time.monotonic()
+        self._waiting = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="mpidist-start", daemon=True)
+
+    def __enter__(self) -> None:
+        self._sign = self._rank.arrive()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._sign.close()
+
+    def _watch(self) -> None:
+        stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
+        if stall and (timeout is None or stall < max(timeout, _LEAST_TIMEOUT_SECONDS)):
+            if self._is_over.wait(stall):
+                return
+            if self._is_speaker():
+                logger.warning("mpidist: %s", self._text())
+        if timeout is None:
+            return
+        until = self._begun + max(timeout, _LEAST_TIMEOUT_SECONDS)
+        if self._is_over.wait(max(0.0, until - time.monotonic())):
+            return
+        if not self._is_speaker() and self._is_over.wait(_LOWER_RANK_FIRST_SECONDS):
+            return
+        self._end()
+
+    def _is_speaker(self) -> bool:
+        return self._rank.rank == self._rank.arrived()[0]
+
+    def _text(self) -> str:
+        waited = time.monotonic() - self._begun
+        return f"starting MPI on rank {self._rank.rank} has waited {waited:.0f} s, and {self._rank.missing()}"
+
+    def _end(self) -> None:
+        """Say where the program waits, and end it: the launcher then ends the job."""
+        frame = sys._current_frames().get(self._waiting)
+        lines = ["Traceback (most recent call last):\n", *traceback.format_stack(frame)] if frame else []
+        lines.append(f"mpidist.errors.DeadlineExceededError: {self._text()}. Every rank must come to build its first")
+        text = "".join(lines) + " strategy; see which rank's program has ended, or does not come this far"
+        prefix = f"[rank {self._rank.rank} on {socket.gethostname()}] "
+        sys.stdout.flush()
+        os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))
+        time.sleep(_FORWARD_SECONDS)
+        ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
+        time.sleep(_FORWARD_SECONDS)
+        os._exit(_EXIT_CODE)

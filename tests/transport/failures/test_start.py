@@ -1,0 +1,90 @@
+"""Jobs in which a rank does not come to start MPI: none waits in silence, or for ever where a deadline is set."""
+
+from __future__ import annotations
+
+import pytest
+from jobs.failing import LONG_SECONDS, Job, job
+
+__all__ = ["job"]
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+LAUNCHED = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+"""
+BUILD = """
+strategy = mpidist.MultiWorkerMirroredStrategy()
+sys.stdout.write(f"sum {strategy.reduce('sum', 1.0)}\\n")
+strategy.close()
+"""
+WARNING = "starting MPI on rank 0 has waited"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "last"),
+    [("raise KeyError('mine')", 1, "KeyError: 'mine'"), ("sys.exit(3)", 3, "sys.exit(3)")],
+    ids=["exception", "exit"],
+)
+def test_a_rank_that_fails_before_its_first_strategy_ends_the_job(job: Job, fault: str, status: int, last: str) -> None:
+    """Whether the other ranks wait in MPI_Init for the rank, or do not come there for long."""
+    program = LAUNCHED + f"import mpidist\nif rank == 1:\n    time.sleep(0.5)\n    {fault}\n"
+    program += f"if rank == 2:\n    time.sleep({LONG_SECONDS})\n"
+    ended = job(program + BUILD, head="")
+    assert ended.status == status
+    if last.startswith("Key"):
+        assert ended.err.count(last) == ended.err.count("Traceback") == 1
+
+
+def test_a_mistake_of_all_ranks_is_printed_once(job: Job) -> None:
+    ended = job(LAUNCHED + "import mpidist\ntime.sleep(rank)\nraise KeyError('ours')\n", head="")
+    assert ended.status == 1
+    assert ended.err.count("KeyError: 'ours'") == 1
+
+
+def test_an_exit_in_good_order_ends_no_job(job: Job) -> None:
+    ended = job(
+        LAUNCHED + "import mpidist\nif rank:\n    time.sleep(0.5)\n    print(f'came {rank}')\nsys.exit(0)\n", head=""
+    )
+    assert (ended.status, sorted(ended.out.split())) == (0, ["1", "2", "came", "came"])
+
+
+def test_a_rank_that_comes_late_is_named_once(job: Job) -> None:
+    program = LAUNCHED + "import mpidist\nif rank == 1:\n    time.sleep(2.5)\n"
+    ended = job(program + BUILD, head="", MPIDIST_STALL_SECONDS="0.5")
+    assert (ended.status, ended.out.count("sum 3.0")) == (0, 3)
+    assert ended.err.count("has waited") == ended.err.count(WARNING) == 1
+    assert "and rank 1 (process " in ended.err
+    assert ") did not come to start it" in ended.err
+
+
+def test_ranks_that_do_not_come_until_the_deadline_end_the_job(job: Job) -> None:
+    """A short deadline counts as 10 s there. The rank that leaves does so before it has imported anything."""
+    program = (
+        LAUNCHED + f"if rank == 2:\n    os._exit(0)\nif rank == 1:\n    time.sleep({LONG_SECONDS})\nimport mpidist\n"
+    )
+    ended = job(program + BUILD, head="", soon=40, MPIDIST_STALL_SECONDS="1", MPIDIST_TIMEOUT_SECONDS="2")
+    assert ended.status == 1
+    assert ended.err.count(f"mpidist: {WARNING} 1 s") == 1
+    last = ended.lines_of(0)[-1]
+    assert last.startswith(f"mpidist.errors.DeadlineExceededError: {WARNING} 10 s, and rank 1 (process ")
+    assert ") did not come to start it, and the program of rank 2 has ended. Every rank must" in last
+    assert "strategy = mpidist.MultiWorkerMirroredStrategy()" in ended.err  # where the program waits
+
+
+def test_the_watch_leaves_no_thread_and_errors_of_mpi_are_exceptions(job: Job) -> None:
+    program = """
+import sys, threading
+import mpidist
+strategy = mpidist.MultiWorkerMirroredStrategy()
+from mpi4py import MPI
+names = [thread.name for thread in threading.enumerate()]
+assert "mpidist-start" not in names, names
+try:
+    MPI.COMM_WORLD.Send(bytearray(1), 99)
+except MPI.Exception:
+    sys.stdout.write(f"threads {MPI.Query_thread() == MPI.THREAD_MULTIPLE}\\n")
+strategy.close()
+"""
+    ended = job(program, head="")
+    assert (ended.status, ended.out.count("threads True")) == (0, 3), ended
