@@ -24,6 +24,7 @@ _LOG_LEVELS: Final[dict[str, str | None]] = {
 _KNOWN: Final = (
     "MPIDIST_CHECK",
     "MPIDIST_DEVICE_MPI",
+    "MPIDIST_EXIT_CODE_FILE",
     "MPIDIST_FLIGHT_DIR",
     "MPIDIST_LOG",
     "MPIDIST_NCCL",

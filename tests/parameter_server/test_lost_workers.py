@@ -83,6 +83,18 @@ def require_rest(ended: Ended, placement: Placement, num_ps: int = 1) -> None:
 
 
 @pytest.mark.core
+def test_ranks_that_have_ended_tell_once_for_whom_they_wait(job: Job) -> None:
+    """One worker works long after the strategy, and nothing is wrong: the others wait for ever, but not in silence."""
+    body = program("pass") + "\nif rank == 1:\n    strategy.close()\n    time.sleep(2.5)\n    note('done')\n"
+    ended = job(body, THREE, MPIDIST_STALL_SECONDS="1")
+    assert ended.status == 0, ended
+    assert set(ended.of("done")) == {1}
+    told = [line for rank in range(3) for line in ended.lines_of(rank) if "to come to theirs" in line]
+    text = "has come to its end, and has waited 1 s for rank 1 of 3 ranks to come to theirs"
+    assert told == [f"{text}; it waits on while their processes live"], ended.err
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("begin", ["if True:", "with strategy:"], ids=["bare", "with"])
 @pytest.mark.parametrize(
     ("fault", "status", "line"),

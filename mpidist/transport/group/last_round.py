@@ -41,6 +41,7 @@ class LastRound:
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._comm, self._gone, self._tell = comm, gone, tell
+        self._stall_seconds = stall_seconds
         self._tell_at = time.monotonic() + (stall_seconds or math.inf)
         self._lost = set(gone())
         self._known = set(self._lost)  # to all ranks that are not lost: what some rank has told
@@ -97,9 +98,12 @@ class LastRound:
         if time.monotonic() < self._tell_at:
             return
         self._tell_at = math.inf
-        late = set(self._awaited) - self._lost
-        if late.union(self._lost).issuperset(range(self._comm.rank)):
-            self._tell(f"is done, and waits for the programs of {name_ranks(sorted(late))} to end")
+        late = sorted(set(self._awaited) - self._lost)
+        if late and self._lost.union(late).issuperset(range(self._comm.rank)):
+            self._tell(
+                f"has come to its end, and has waited {self._stall_seconds:g} s for {name_ranks(late)} of "
+                f"{self._comm.size} ranks to come to theirs; it waits on while their processes live"
+            )
 
     def _lose(self, rank: int, error: Exception) -> None:
         if not is_process_failure(error):

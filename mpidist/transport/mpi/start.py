@@ -23,9 +23,7 @@ __all__ = ["start_mpi"]
 logger = logging.getLogger("mpidist.transport")
 
 _EXIT_CODE: Final = 1
-_LEAST_TIMEOUT_SECONDS: Final = (
-    10.0  # processes of a job begin, and import, at unlike times; no shorter deadline ends it
-)
+_LEAST_TIMEOUT_SECONDS: Final = 10.0  # processes begin and import at unlike times: no shorter deadline ends the job
 _FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote, and to end the job
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5  # all ranks of a node reach the deadline together, and one says why
 

@@ -46,7 +46,8 @@ def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(comm: Intraco
         time.sleep(0.5)
     assert LastRound(own, list, 0.1, lines.append).wait() is None
     told = comm.allgather(lines)
-    assert told[1] == ["is done, and waits for the programs of rank 0 to end"]
+    text = f"has come to its end, and has waited 0.1 s for rank 0 of {comm.size} ranks to come to theirs"
+    assert told[1] == [f"{text}; it waits on while their processes live"]
     assert told[0] == []
     assert not any(told[2:])
     assert LastRound(own, list, 0.0, lines.append).wait() is None
