@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Servers"]
 
 _LEAST_SHARD_BYTES = 16 << 20
+_LEAST_KEPT_BYTES = 64 << 10  # below, a new array is made sooner than an old one is checked
 
 
 class Servers(Contestant):
@@ -47,7 +48,8 @@ class Servers(Contestant):
                 variable.assign_add(one, read_value=False)
                 strategy.flush()
 
-            return add, lambda: strategy.read([variable], kept)
+            is_small = one.nbytes < _LEAST_KEPT_BYTES
+            return add, variable.read_value if is_small else lambda: strategy.read(variable, kept[0])
 
         def push() -> None:
             strategy.push(variables, ones)

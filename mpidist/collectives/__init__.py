@@ -3,12 +3,12 @@
 from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.arguments import (
     NO_MIRRORED,
+    HostOuts,
     MirroredLeaves,
     axes_of,
     axes_text,
     axes_tuple,
     axis_of,
-    host_outs,
     native_dtype,
     ranks_of,
     rebuild_results,
@@ -40,7 +40,7 @@ __all__ = [
     "axes_text",
     "axis_of",
     "broadcast",
-    "host_outs",
+    "HostOuts",
     "native_dtype",
     "rebuild_results",
     "replica_components",

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
-from mpidist.collectives import host_outs
+from mpidist.collectives import HostOuts
 from mpidist.coordinator import ClusterCoordinator
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.options import CommunicationOptions
@@ -116,7 +116,7 @@ class ParameterServerStrategy(Strategy):
             replicas,
         )
         role = Role.meet(comm, resolver, wanted)
-        self._role = role
+        self._role, self._read_outs = role, HostOuts()
         try:
             device = choose_device(role.topology)
             places = OnServers(role.servers, role.initialises, variable_partitioner, placement)
@@ -187,15 +187,18 @@ class ParameterServerStrategy(Strategy):
         self._servers("read()")
         leaves, form = nest.flatten(variables)
         shards = [shard for leaf in leaves for shard in _shards_of(self, "read()", leaf)]
-        outs = [] if out is None else host_outs(form, [(leaf.shape, leaf.dtype) for leaf in leaves], out)
-        values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves] if out is None else [*map(_received_in, outs)]
+        if out is None:
+            outs = values = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        else:
+            outs = self._read_outs.check(form, [(leaf.shape, leaf.dtype) for leaf in leaves], out)
+            values = outs if self._read_outs.is_plain else [*map(_received_in, outs)]
         parts = [
             leaf.parts_of(value) if isinstance(leaf, ShardedVariable) else [value]
             for leaf, value in zip(leaves, values, strict=True)
         ]
         read_together(shards, [part for of_leaf in parts for part in of_leaf])
-        for one, value in zip(outs, values, strict=out is not None):
-            if one is not value:
+        if values is not outs:
+            for one, value in zip(outs, values, strict=True):
                 one[...] = value
         return nest.rebuild(variables, values) if out is None else out
 

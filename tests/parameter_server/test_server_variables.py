@@ -350,6 +350,12 @@ def test_arrays_that_cannot_take_what_is_read_are_refused(comm: Intracomm) -> No
         a, b = np.full(3, 9.0), np.full(2, 9.0)
         read_only = b.copy()
         read_only.setflags(write=False)
+        assert strategy.read(variables, out={"a": a, "b": b})["a"] is a
+        a[:] = b[:] = 9.0
+        b.setflags(write=False)
+        with pytest.raises(InvalidArgumentError, match="read-only"):  # also after a call with the same array
+            strategy.read(variables, out={"a": a, "b": b})
+        b.setflags(write=True)
         for out, text in [
             ([a, b], "same form"),
             ({"a": a}, "same form"),

@@ -27,10 +27,10 @@ from mpidist.collectives.arguments.operands import (
 )
 from mpidist.collectives.arguments.out_arrays import (
     CheckedOuts,
+    HostOuts,
     check_outs,
     copy_overwritten,
     flatten_out,
-    host_outs,
     native_outs,
     target_arrays,
     write_outs,
@@ -59,7 +59,7 @@ __all__ = [
     "flatten_out",
     "names_of",
     "native_dtype",
-    "host_outs",
+    "HostOuts",
     "native_outs",
     "ranks_of",
     "rebuild_results",

@@ -20,7 +20,6 @@ __all__ = [
     "CheckedOuts",
     "check_outs",
     "copy_overwritten",
-    "host_outs",
     "native_outs",
     "flatten_out",
     "target_arrays",
@@ -62,26 +61,6 @@ def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any
     return [
         _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
     ]
-
-
-def host_outs(
-    structure: nest.Structure, wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
-) -> list[np.ndarray[Any, Any]]:
-    """List the arrays of an argument `out` of a call that reduces nothing, and fills host memory. Local.
-
-    Args:
-        structure: The form of the nest of results.
-        wanted: Shape and dtype of each result.
-        out: The nest of arrays.
-
-    Raises:
-        InvalidArgumentError: See `flatten_out` and `check_outs`.
-    """
-    outs = flatten_out(structure, False, out)
-    arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
-    specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
-    check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
-    return arrays
 
 
 def _native(out: Any, same: Any) -> Any:
@@ -220,6 +199,54 @@ class CheckedOuts:
             if out is not array and (out.shape, out.dtype) != form:
                 return False
         return True
+
+
+@final
+class HostOuts:
+    """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
+
+    Attributes:
+        is_plain: Whether bytes can be laid into all outs of the last call: they are contiguous, in native byte order.
+    """
+
+    def __init__(self) -> None:
+        self.is_plain = False
+        self._outs: list[Callable[[], Any]] = []
+        self._wanted: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+
+    def check(
+        self, structure: nest.Structure, wanted: list[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
+    ) -> list[np.ndarray[Any, Any]]:
+        """List the arrays of the argument `out`. Local.
+
+        Args:
+            structure: The form of the nest of results.
+            wanted: Shape and dtype of each result.
+            out: The nest of arrays.
+
+        Raises:
+            InvalidArgumentError: See `flatten_out` and `check_outs`.
+        """
+        outs = flatten_out(structure, False, out)
+        if self._are_known(outs, wanted):
+            return outs
+        arrays = native_outs(outs, [None] * len(outs), [None] * len(outs))
+        specs = [Spec(shape, dtype, False) for shape, dtype in wanted]
+        check_outs(arrays, [None] * len(arrays), specs, [spec.dtype for spec in specs])
+        self.is_plain = all(array.flags.c_contiguous and array.dtype.isnative for array in arrays)
+        are_same = self.is_plain and set(map(type, outs)) <= {np.ndarray}
+        self._outs, self._wanted = [weakref.ref(one) for one in outs] if are_same else [], wanted
+        return arrays
+
+    def _are_known(self, outs: Sequence[Any], wanted: list[tuple[tuple[int, ...], np.dtype[Any]]]) -> bool:
+        return (
+            len(outs) == len(self._outs)
+            and wanted == self._wanted
+            and all(
+                ref() is out and out.flags.carray and (out.shape, out.dtype) == form  # carray: writeable, contiguous
+                for ref, out, form in zip(self._outs, outs, wanted, strict=True)
+            )
+        )
 
 
 def _is_target(out: Any, shared: SharedArrays) -> bool:
