@@ -47,15 +47,15 @@ class BatchSource(ABC):
     def __init__(self, batches: Iterable[Any], order_fields: Mapping[str, int]) -> None:
         self.batches, self.order_fields = batches, order_fields
 
-    def steps_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """Read what is left of a pass: at each step what this rank reads, and `parts_of` it. Local.
+    def steps_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, int, Sequence[Any]]]:
+        """Read what is left of a pass: at each step what this rank reads, how much it is, and `parts_of` it. Local.
 
         Args:
             epoch: The number of the pass.
             num_seen: How much of the pass to leave out, at its beginning.
         """
         for batch in self.batches_from(epoch, num_seen):
-            yield batch, self.parts_of(batch)
+            yield batch, self.num_in(batch), self.parts_of(batch)
 
     @abstractmethod
     def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
@@ -77,11 +77,12 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
         """Describe what must be equal on all ranks in a batch, by name.
 
         Args:
             batch: What this rank read at a step.
+            num_in_batch: What `num_in` returned.
             is_first: Whether the batch is the first one of a pass.
         """
 
@@ -135,11 +136,10 @@ class GlobalBatches(BatchSource):
             parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
         return parts
 
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
-        leaves, _ = nest.flatten(batch)
-        fields = {"global batch": f"{_length_of(leaves)} rows"}
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
+        fields = {"global batch": f"{num_in_batch} rows"}
         if is_first and self._compares_numbers:
-            fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
+            fields["checksum of the first batch"] = f"{_checksum(nest.flatten(batch)[0]):08x}"
         return fields
 
     @property
@@ -175,7 +175,7 @@ class OwnBatches(BatchSource):
     def parts_of(self, batch: Any) -> Sequence[Any]:
         return tuple(batch)
 
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
         return {}
 
     @property

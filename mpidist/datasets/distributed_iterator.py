@@ -212,12 +212,11 @@ class DistributedIterator(Iterator[Any]):
             if self._steps is None:
                 steps = source.steps_from(position.epoch, position.num_seen)
                 self._steps = ReadAhead(steps, self._num_ahead) if self._num_ahead else steps
-            batch, parts = next(self._steps, (_END, ()))
+            batch, num_seen, parts = next(self._steps, (_END, 0, ()))
             if batch is _END:
                 return _Step(_END, source.end_fields)
             part = self._joined(parts)
-            fields = source.common_fields(batch, not self._num_steps)
-            return _Step(part, fields, num_seen=source.num_in(batch))
+            return _Step(part, source.common_fields(batch, num_seen, not self._num_steps), num_seen=num_seen)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return _Step(None, {}, problem)
 
