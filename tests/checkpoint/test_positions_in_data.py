@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from mpi_session import clean_environment
+from jobs.faults import environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
 
@@ -319,9 +319,8 @@ def test_jobs_of_other_ranks_and_batches_see_every_sample_once_an_epoch(tmp_path
     for num_ranks, batch_size, num_steps in jobs:
         command = [*Launcher.find(None).command, "-n", str(num_ranks), sys.executable, str(script)]
         arguments = [str(tmp_path / "kept"), str(batch_size), str(num_steps)]
-        environment = {**clean_environment(), "PYTHONPATH": str(Path(mpidist.__file__).parents[1])}
         done = subprocess.run(
-            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+            [*command, *arguments], env=environment(), capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
         for line in done.stdout.splitlines():
