@@ -23,6 +23,7 @@ from mpidist.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from mpidist.cross_device_ops import NcclAllReduce as NcclAllReduce
 from mpidist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+from mpidist.datasets import Batches as Batches
 from mpidist.datasets import DistributedDataset as DistributedDataset
 from mpidist.datasets import DistributedIterator as DistributedIterator
 from mpidist.datasets import InputContext as InputContext
@@ -52,6 +53,7 @@ from mpidist.variables import VariableAggregation as VariableAggregation
 from mpidist.variables import VariableSynchronization as VariableSynchronization
 
 __all__ = [
+    "Batches",
     "CollectiveAllReduce",
     "CollectiveCommunication",
     "CommunicationImplementation",

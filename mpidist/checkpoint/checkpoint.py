@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from mpidist import context_stack, nest
 from mpidist.checkpoint.restoring import restore
 from mpidist.checkpoint.saving import capture, write_together
 from mpidist.context_stack import CurrentStrategy
+from mpidist.datasets import DistributedDataset, DistributedIterator
 from mpidist.parameter_server import ServerVariable, ShardedVariable
 from mpidist.transport import open_groups
 from mpidist.variables import Variable
 
 __all__ = ["Checkpoint"]
 
+_OF_A_STRATEGY: Final = (Variable, ServerVariable, ShardedVariable, DistributedDataset, DistributedIterator)
+
 
 @final
 class Checkpoint:
-    """Named nests of variables, arrays, numbers, texts and NumPy's random number generators, saved and restored as one.
+    """Named nests of variables, arrays, numbers, texts, data sets and NumPy's generators, saved and restored as one.
 
         checkpoint = mpidist.checkpoint.Checkpoint(weights=weights, optimizer=moments, rng=rng, epoch=0)
         checkpoint.epoch += 1
         checkpoint.write("last")
 
     A name of the checkpoint is an attribute. Variables, arrays and generators are restored in place; numbers and texts
-    are replaced in the checkpoint, so read them there: `checkpoint.epoch`.
+    are replaced in the checkpoint, so read them there: `checkpoint.epoch`. Of a distributed data set, or of its
+    iterator, the position is saved: the next pass goes on there, so that no sample is skipped and none is seen twice.
 
     What is equal on all ranks is written once, by rank 0: variables whose copies are equal, and whatever else is found
     to be equal. Where ranks differ, each rank writes its own. A variable with `ON_READ` is written for each replica,
     and is restored to another number of replicas by its aggregation.
 
-    Make it in the strategy's scope, or pass a variable of the strategy.
+    Make it in the strategy's scope, or pass a variable or a data set of the strategy.
 
     Args:
         items: Nests by name.
@@ -108,7 +112,7 @@ class Checkpoint:
             FileNotFoundError: If there is no such folder. On every rank.
             DataLossError: If a file is missing or damaged, or of another program. On every rank.
             ValueError: If names, shapes or dtypes differ, or what differed by rank is restored to another number of
-                ranks. On every rank.
+                ranks; or if the rest of a pass over data would be another one. On every rank.
         """
         self._items.update(restore(self.strategy, Path(path), self._items, partial))
 
@@ -119,7 +123,7 @@ class Checkpoint:
 def _strategy_of(items: dict[str, Any]) -> CurrentStrategy:
     """Find the strategy whose ranks save together."""
     leaves = [leaf for value in items.values() for leaf in nest.flatten(value)[0]]
-    found = [leaf.strategy for leaf in leaves if isinstance(leaf, (Variable, ServerVariable, ShardedVariable))]
+    found = [leaf.strategy for leaf in leaves if isinstance(leaf, _OF_A_STRATEGY)]
     spread: list[Any] = [one for one in found if one.extended.topology.size > 1 or one.extended.service is not None]
     if context_stack.current() is not None:
         return spread[0] if spread else context_stack.current_strategy()

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.context_stack import CurrentStrategy
+from mpidist.datasets import DistributedDataset, DistributedIterator
 from mpidist.parameter_server import ServerVariable, ShardedVariable
 from mpidist.transport import arrays, value_text
 from mpidist.values import PerReplica
@@ -68,6 +69,13 @@ class Leaf(ABC):
     @abstractmethod
     def states(self) -> list[State]:
         """Return the state; of a replica's leaf, that of each replica of this rank. May be a view of the leaf."""
+
+    def require_fitting(self, state: State) -> None:  # noqa: B027
+        """Refuse a state of the leaf's form that the leaf cannot take. Before anything is restored.
+
+        Raises:
+            ValueError: If it cannot.
+        """
 
     @abstractmethod
     def restore(self, state: State) -> Any:
@@ -192,6 +200,28 @@ class _GeneratorLeaf(Leaf):
         return self._generator
 
 
+@final
+class _PositionLeaf(Leaf):
+    """The position in a distributed data set, or in one pass over it."""
+
+    def __init__(self, name: str, dataset: DistributedDataset | DistributedIterator) -> None:
+        super().__init__(name, dataset.state_dict())
+        self._dataset = dataset
+
+    def states(self) -> list[State]:
+        return [self._dataset.state_dict()]
+
+    def require_fitting(self, state: State) -> None:
+        try:
+            self._dataset.require_fitting(state)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def restore(self, state: State) -> Any:
+        self._dataset.load_state_dict(state)
+        return self._dataset
+
+
 def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
     """Find the kind of a leaf.
 
@@ -208,14 +238,16 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
         return _leaf_of_variable(name, value, strategy)
     if isinstance(value, np.random.Generator):
         return _GeneratorLeaf(name, value)
+    if isinstance(value, (DistributedDataset, DistributedIterator)):
+        return _leaf_of_dataset(name, value, strategy)
     if _is_plain(value):
         return _PlainLeaf(name, value)
     try:
         return _ArrayLeaf(name, value)
     except TypeError as error:
         raise TypeError(
-            f"{name}: a checkpoint holds variables, arrays, numbers, texts and random number generators of NumPy, in "
-            f"nests, and got {value_text(value)}: {error}"
+            f"{name}: a checkpoint holds variables, arrays, numbers, texts, distributed data sets and random number "
+            f"generators of NumPy, in nests, and got {value_text(value)}: {error}"
         ) from None
 
 
@@ -230,12 +262,23 @@ def _leaf_of_variable(name: str, variable: Any, strategy: Any) -> Leaf:
     return _MirroredLeaf(name, variable, Owner.ALL)
 
 
+def _leaf_of_dataset(name: str, dataset: DistributedDataset | DistributedIterator, strategy: Any) -> Leaf:
+    if dataset.strategy is not strategy:
+        raise ValueError(f"{name} is a data set of {dataset.strategy}, and the checkpoint is of {strategy}")
+    if strategy.extended.service is not None:
+        raise ValueError(
+            f"{name} is a data set of {strategy}, whose workers do not step together, so that one position does not "
+            "tell what all of them have had: save what each worker has had by itself"
+        )
+    return _PositionLeaf(name, dataset)
+
+
 def form_of(value: Any) -> str:
-    """Say what a state must be like: dtype and shape of an array, the kind of a generator."""
+    """Say what a state must be like: dtype and shape of an array, the kind of a generator; a position in data."""
     if hasattr(value, "shape") and not _is_plain(value):
         return f"{np.dtype(value.dtype).name}{list(value.shape)}"
     if isinstance(value, dict):
-        return f"generator {value.get('bit_generator')}"
+        return f"generator {value['bit_generator']}" if "bit_generator" in value else "position in data"
     return "number or text"
 
 

@@ -155,7 +155,9 @@ def _state(place: Path, part: PartFile, key: str, leaf: Leaf) -> State:
     form = form_of(part.values[key]) if key in part.values else part.form(key)
     if form != leaf.form:
         raise ValueError(f"{leaf.name} is {leaf.form}, and {key} in {str(place)!r} is {form}")
-    return part.values[key] if leaf.dtype is None else part.array(key, leaf.dtype)
+    state = part.values[key] if leaf.dtype is None else part.array(key, leaf.dtype)
+    leaf.require_fitting(state)
+    return state
 
 
 def _require_same_names(place: Path, leaves: set[str], saved: set[str]) -> None:

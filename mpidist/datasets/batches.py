@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import zip_longest
-from typing import Any, Final, final
+from itertools import islice, zip_longest
+from typing import Any, Final, cast, final
 
 import numpy as np
 
@@ -37,10 +38,32 @@ class BatchSource(ABC):
 
     Attributes:
         batches: A re-iterable with what this rank reads at each step.
+        unit: What tells how much of a pass the program has had: `"samples"` or `"steps"`.
+        order_fields: What the order of the batches depends on, by name, besides the epoch. JSON can hold it.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
+    unit: str
+
+    def __init__(self, batches: Iterable[Any], order_fields: Mapping[str, int]) -> None:
+        self.batches, self.order_fields = batches, order_fields
+
+    def steps_from(self, epoch: int, num_seen: int) -> Iterator[tuple[Any, int, Sequence[Any]]]:
+        """Read what is left of a pass: at each step what this rank reads, how much it is, and `parts_of` it. Local.
+
+        Args:
+            epoch: The number of the pass.
+            num_seen: How much of the pass to leave out, at its beginning.
+        """
+        for batch in self.batches_from(epoch, num_seen):
+            yield batch, self.num_in(batch), self.parts_of(batch)
+
+    @abstractmethod
+    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
+        """Return what is left of a pass: what this rank reads at each step."""
+
+    @abstractmethod
+    def num_in(self, batch: Any) -> int:
+        """Return how much of a pass a step's batch is."""
 
     @abstractmethod
     def parts_of(self, batch: Any) -> Sequence[Any]:
@@ -54,11 +77,12 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
         """Describe what must be equal on all ranks in a batch, by name.
 
         Args:
             batch: What this rank read at a step.
+            num_in_batch: What `num_in` returned.
             is_first: Whether the batch is the first one of a pass.
         """
 
@@ -86,10 +110,22 @@ class GlobalBatches(BatchSource):
         compares_numbers: Whether ranks compare a checksum of the first batch of each pass.
     """
 
+    unit = "samples"
+
     def __init__(self, batches: Iterable[Any], replicas: Replicas, compares_numbers: bool) -> None:
-        super().__init__(batches)
+        told = {name: getattr(batches, name, None) for name in ("seed", "num_samples")}
+        super().__init__(batches, {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)})
         self._replicas = replicas
         self._compares_numbers = compares_numbers
+
+    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
+        batches: Any = self.batches
+        if _tells_epoch(batches):
+            return cast("Iterable[Any]", batches.iter_from(epoch, num_seen))
+        return _without_first(batches, num_seen) if num_seen else self.batches
+
+    def num_in(self, batch: Any) -> int:
+        return _length_of(nest.flatten(batch)[0])
 
     def parts_of(self, batch: Any) -> Sequence[Any]:
         leaves, _ = nest.flatten(batch)
@@ -100,11 +136,10 @@ class GlobalBatches(BatchSource):
             parts.append(nest.rebuild(batch, [leaf[start:stop] for leaf in leaves]))
         return parts
 
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
-        leaves, _ = nest.flatten(batch)
-        fields = {"global batch": f"{_length_of(leaves)} rows"}
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
+        fields = {"global batch": f"{num_in_batch} rows"}
         if is_first and self._compares_numbers:
-            fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
+            fields["checksum of the first batch"] = f"{_checksum(nest.flatten(batch)[0]):08x}"
         return fields
 
     @property
@@ -122,15 +157,25 @@ class OwnBatches(BatchSource):
     Args:
         pipelines: This rank's input pipelines, re-iterables of batches.
         num_per_step: How many batches a step takes from each pipeline, each batch for another replica.
+        order_fields: As in `BatchSource`.
     """
 
-    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int) -> None:
-        super().__init__(_Pipelines(pipelines, num_per_step))
+    unit = "steps"
+
+    def __init__(self, pipelines: Sequence[Iterable[Any]], num_per_step: int, order_fields: Mapping[str, int]) -> None:
+        self._pipelines = _Pipelines(pipelines, num_per_step)
+        super().__init__(self._pipelines, order_fields)
+
+    def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
+        return self._pipelines.steps_from(epoch, num_seen)
+
+    def num_in(self, batch: Any) -> int:
+        return 1
 
     def parts_of(self, batch: Any) -> Sequence[Any]:
         return tuple(batch)
 
-    def common_fields(self, batch: Any, is_first: bool) -> dict[str, str]:
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
         return {}
 
     @property
@@ -149,7 +194,11 @@ class _Pipelines:
         self._pipelines, self._num_per_step = pipelines, num_per_step
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        passes = [iter(pipeline) for pipeline in self._pipelines]
+        return self.steps_from(0, 0)
+
+    def steps_from(self, epoch: int, num_steps: int) -> Iterator[tuple[Any, ...]]:
+        """Iterate over a pass without its first steps."""
+        passes = [_rest_of_pipeline(pipeline, epoch, num_steps * self._num_per_step) for pipeline in self._pipelines]
         return zip_longest(*(one for one in passes for _ in range(self._num_per_step)), fillvalue=MISSING)
 
     def __len__(self) -> int:
@@ -203,6 +252,39 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
+def _tells_epoch(batches: Any) -> bool:
+    """Whether an iterable has `iter_from(epoch, num_samples)`, as `Batches` has."""
+    return callable(getattr(batches, "iter_from", None))
+
+
+def _rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
+    """Iterate over a pipeline without its first batches, unread if it tells how many samples they are."""
+    if not _tells_epoch(pipeline):
+        return islice(pipeline, num_batches, None) if num_batches else iter(pipeline)
+    batch_size = getattr(pipeline, "batch_size", None)
+    if batch_size is None:
+        return islice(pipeline.iter_from(epoch, 0), num_batches, None)
+    return iter(pipeline.iter_from(epoch, num_batches * batch_size))
+
+
+def _without_first(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+    """Iterate over global batches without their first samples, which may end in the middle of a batch."""
+    left = num_samples
+    for batch in batches:
+        leaves, _ = nest.flatten(batch)
+        skipped = min(left, _length_of(leaves)) if left else 0
+        left -= skipped
+        if not skipped:
+            yield batch
+        elif skipped < _length_of(leaves):
+            yield nest.rebuild(batch, [leaf[skipped:] for leaf in leaves])
+    if left:
+        raise InvalidArgumentError(
+            f"the position is {num_samples} samples into a pass, and the data set has {num_samples - left}: it is "
+            "another data set than the one whose position was saved; restore without it"
+        )
+
+
 def _length_of(leaves: list[Any]) -> int:
     rows = [np.asarray(leaf) if isinstance(leaf, (int, float, np.generic)) else leaf for leaf in leaves]
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in rows]
@@ -224,8 +306,8 @@ def _checksum(leaves: list[Any]) -> int:
         if array is None or arrays.is_device(array) or array.dtype.hasobject:
             continue
         checksum = zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), checksum)
-        for numbers in _without_padding(array):
-            checksum = zlib.crc32(arrays.bytes_of(np.ascontiguousarray(numbers)).data, checksum)
+        for part in _without_padding(array):
+            checksum = zlib.crc32(arrays.bytes_of(np.ascontiguousarray(part)).data, checksum)
     return checksum
 
 

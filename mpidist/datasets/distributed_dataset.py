@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist import nest
+from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
 from mpidist.datasets.distributed_iterator import DistributedIterator
 from mpidist.datasets.input_options import InputContext, InputOptions, InputReplicationMode
 from mpidist.datasets.parts import MISSING
+from mpidist.datasets.position import Progress
 from mpidist.strategy_extended import StrategyExtended
 
 __all__ = ["ArraySpec", "DistributedDataset"]
@@ -43,6 +45,9 @@ class DistributedDataset:
     If the number of replicas was chosen, a step gives a nest of `PerReplica` values, with a batch for each replica of
     the rank.
 
+    Passes are numbered: `epoch`. A `checkpoint.Checkpoint` takes a data set as one of its items: it holds the position,
+    and the first pass after a restore goes on there, also on another number of ranks.
+
     Args:
         extended: The strategy's ranks, replicas and devices.
         source: The batches, and which parts of them are those of this rank's replicas.
@@ -57,6 +62,7 @@ class DistributedDataset:
         )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = extended.next_dataset_number()
+        self._progress = Progress(source)
 
     @classmethod
     def from_global_batches(
@@ -96,7 +102,9 @@ class DistributedDataset:
         return cls(extended, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._extended, self._number, self._source, self._num_ahead, self._fetches_to_device)
+        return DistributedIterator(
+            self._extended, self._number, self._source, self._progress, self._num_ahead, self._fetches_to_device
+        )
 
     def __len__(self) -> int:
         """Return the number of this rank's batches, or of steps until all replicas of the rank have had theirs. Local.
@@ -110,6 +118,49 @@ class DistributedDataset:
 
     def __bool__(self) -> bool:
         return True  # else Python would call `__len__`, which may raise
+
+    @property
+    def strategy(self) -> CurrentStrategy:
+        """The strategy whose ranks step together."""
+        return self._extended.strategy
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass, from 0: of the one that goes on, or of the next one when that is over. Local.
+
+        A pass that the program has left, by `break` or because of an error, goes on until the next one begins.
+        """
+        epoch: int = self.state_dict()["epoch"]
+        return epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the last pass that was begun, as JSON can hold it. Local, and equal on all ranks.
+
+        Of global batches it is the number of samples that all ranks have had together; if ranks make batches of their
+        own, the number of steps. What a thread has read ahead does not count.
+        """
+        return self._progress.state_at(self._progress.position)
+
+    def require_fitting(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state from which `load_state_dict` could not go on. Local.
+
+        Raises:
+            ValueError: If it is no position in such a data set. If it is in the middle of a pass, and the batches have
+                another order: another `seed` or `num_samples`, if the iterable of batches has these attributes; or, of
+                batches that ranks or replicas make for themselves, another number of them.
+        """
+        self._progress.require_fitting(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin at a position that `state_dict` returned, equal on all ranks. Local.
+
+        Batches are skipped when the pass begins: by `iter_from(epoch, num_samples)`, if the iterable of batches has
+        this method, as `Batches` has; else they are read, and not used.
+
+        Raises:
+            ValueError: As `require_fitting` does. Then nothing is changed.
+        """
+        self._progress.restore(state)
 
     @property
     def element_spec(self) -> Any:
@@ -145,7 +196,8 @@ def _own_batches(
     pipelines = [dataset_fn(context) for context in contexts]
     for pipeline in pipelines:
         require_batches(pipeline)
-    return OwnBatches(pipelines, num_per_step)
+    order_fields = {"pipelines": contexts[0].num_input_pipelines, "replicas": replicas.total}
+    return OwnBatches(pipelines, num_per_step, order_fields)
 
 
 def _spec_of(leaf: Any) -> ArraySpec:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import context_stack, nest
+from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets.batches import IN_STEP, BatchSource
 from mpidist.datasets.parts import MISSING, empty_like, join_parts, put_on_devices
+from mpidist.datasets.position import Position, Progress
 from mpidist.datasets.read_ahead import ReadAhead
 from mpidist.errors import OutOfRangeError
 from mpidist.strategy_extended import StrategyExtended
@@ -52,11 +54,13 @@ class _Step(NamedTuple):
         part: What this rank's replicas get of the batch; `_END` after the last batch.
         common_fields: What must be equal on all ranks, by name.
         error: What reading the batch raised.
+        num_seen: How much of the pass the step is, on all ranks.
     """
 
     part: Any
     common_fields: dict[str, str]
     error: Exception | None = None
+    num_seen: int = 1
 
     @property
     def has_part(self) -> bool:
@@ -95,12 +99,19 @@ class DistributedIterator(Iterator[Any]):
         extended: The strategy's ranks.
         number: The number of the data set among those of the strategy.
         source: The batches.
+        progress: Which pass of the data set is the last one, and how far it is.
         num_ahead: How many batches a thread may read ahead.
         fetches_to_device: Whether batches are copied to the GPUs of this rank's replicas.
     """
 
     def __init__(
-        self, extended: StrategyExtended, number: int, source: BatchSource, num_ahead: int, fetches_to_device: bool
+        self,
+        extended: StrategyExtended,
+        number: int,
+        source: BatchSource,
+        progress: Progress,
+        num_ahead: int,
+        fetches_to_device: bool,
     ) -> None:
         self._extended = extended
         self._replicas = extended.replicas
@@ -108,7 +119,9 @@ class DistributedIterator(Iterator[Any]):
         self._source = source
         self._num_ahead = num_ahead
         self._fetches_to_device = fetches_to_device
-        self._batches: Iterator[Any] | None = None
+        self._progress = progress
+        self._position: Position | None = None
+        self._steps: Iterator[Any] | None = None
         self._first_call = 0  # the sequence number of the first step, which identifies the pass on all ranks
         self._num_steps = 0
         self._empty_batches: tuple[Any, ...] = ()
@@ -146,30 +159,64 @@ class DistributedIterator(Iterator[Any]):
         batch = next(self, _END)
         return OptionalBatch(() if batch is _END else (batch,))
 
+    @property
+    def strategy(self) -> CurrentStrategy:
+        """The strategy whose ranks step together."""
+        return self._extended.strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in this pass, as `DistributedDataset.state_dict` does. Local."""
+        return self._progress.state_at(self._progress.next_pass() if self._position is None else self._position)
+
+    def require_fitting(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state from which `load_state_dict` could not go on. Local.
+
+        Raises:
+            ValueError: As `DistributedDataset.require_fitting` does.
+        """
+        self._progress.require_fitting(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that `state_dict` returned, in place of the pass so far. Local.
+
+        Raises:
+            ValueError: As `DistributedDataset.load_state_dict` does.
+        """
+        self._progress.restore(state)
+        self._position = self._steps = None
+        self._num_steps, self._is_over = 0, False
+
     def _take_step(self) -> Any:
-        step = self._read()
+        position = self._progress.next_pass() if self._position is None else self._position
+        step = self._read(position)
         pass_ = f"that began with call {self._first_call}" if self._num_steps else "begins"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": IN_STEP}
         has_same_variant = self._extended.agree(self._call, fields, variant=step.digest)
         if not self._num_steps:
             self._first_call = self._extended.group.agreement.sequence
+            self._progress.begin(position)  # on all ranks, as the ranks have agreed
+            self._position = position
         self._num_steps += 1
-        if has_same_variant and step.error is None:
-            return step.part
-        empty_batch = self._compare(step)
-        return step.part if step.has_part else empty_batch
+        part = step.part
+        if not has_same_variant or step.error is not None:
+            empty_batch = self._compare(step)
+            part = step.part if step.has_part else empty_batch
+        position.is_over = part is _END
+        position.num_seen += 0 if position.is_over else step.num_seen
+        return part
 
-    def _read(self) -> _Step:
+    def _read(self, position: Position) -> _Step:
         """Read the next batch. Local; never raises."""
+        source = self._source
         try:
-            if self._batches is None:
-                batches = self._source.batches
-                self._batches = ReadAhead(batches, self._num_ahead) if self._num_ahead else iter(batches)
-            batch = next(self._batches, _END)
+            if self._steps is None:
+                steps = source.steps_from(position.epoch, position.num_seen)
+                self._steps = ReadAhead(steps, self._num_ahead) if self._num_ahead else steps
+            batch, num_seen, parts = next(self._steps, (_END, 0, ()))
             if batch is _END:
-                return _Step(_END, self._source.end_fields)
-            part = self._joined(self._source.parts_of(batch))
-            return _Step(part, self._source.common_fields(batch, not self._num_steps))
+                return _Step(_END, source.end_fields)
+            part = self._joined(parts)
+            return _Step(part, source.common_fields(batch, num_seen, not self._num_steps), num_seen=num_seen)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return _Step(None, {}, problem)
 

@@ -6,11 +6,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 __all__ = ["ReadAhead"]
-
-_WAKE_SECONDS: Final = 0.1  # how often a thread whose queue is full checks whether the pass was abandoned
 
 
 @final
@@ -22,11 +20,30 @@ class _Item(NamedTuple):
 
 
 @final
+class _Shelf:
+    """What the thread and the program share: batches that are ready, and places for more.
+
+    Args:
+        num_places: For how many batches there is place.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.places = threading.Semaphore(num_places)
+        self.is_abandoned = False
+
+    def abandon(self) -> None:
+        """Let the thread end, also where it waits for a place."""
+        self.is_abandoned = True
+        self.places.release()
+
+
+@final
 class ReadAhead(Iterator[Any]):
     """One pass over batches that a thread reads ahead.
 
     The thread only iterates the batches: it makes no collective call. It ends with the pass, or when this object is
-    garbage-collected.
+    garbage-collected, after the batch that it reads.
 
     Args:
         batches: The batches.
@@ -34,38 +51,28 @@ class ReadAhead(Iterator[Any]):
     """
 
     def __init__(self, batches: Iterable[Any], num_ahead: int) -> None:
-        self._ready: queue.Queue[_Item] = queue.Queue(num_ahead)
-        abandoned = threading.Event()
-        weakref.finalize(self, abandoned.set)
-        arguments = (batches, self._ready, abandoned)
+        self._shelf = _Shelf(num_ahead)
+        weakref.finalize(self, self._shelf.abandon)
+        arguments = (batches, self._shelf)
         threading.Thread(target=_read, args=arguments, name="mpidist.read_ahead", daemon=True).start()
 
     def __next__(self) -> Any:
-        item = self._ready.get()
+        item = self._shelf.ready.get()
         if item.error is not None:
-            self._ready.put(item)  # later calls raise the error, too
+            self._shelf.ready.put(item)  # later calls raise the error, too
             raise item.error
+        self._shelf.places.release()
         return item.batch
 
 
-def _read(batches: Iterable[Any], ready: queue.Queue[_Item], abandoned: threading.Event) -> None:
-    """Put all batches into a queue, and then the error or the `StopIteration` that ended them."""
-    error: BaseException = StopIteration()
+def _read(batches: Iterable[Any], shelf: _Shelf) -> None:
+    """Put all batches on a shelf, and then the error or the `StopIteration` that ended them."""
     try:
-        for batch in batches:
-            if not _put(_Item(batch), ready, abandoned):
+        steps = iter(batches)
+        while True:
+            shelf.places.acquire()
+            if shelf.is_abandoned:
                 return
+            shelf.ready.put(_Item(next(steps)))
     except BaseException as problem:  # of any kind: `next` raises it in the program's thread
-        error = problem
-    _put(_Item(None, error), ready, abandoned)
-
-
-def _put(item: _Item, ready: queue.Queue[_Item], abandoned: threading.Event) -> bool:
-    """Wait for room in a queue. Returns False if the pass was abandoned meanwhile."""
-    while not abandoned.is_set():
-        try:
-            ready.put(item, timeout=_WAKE_SECONDS)
-        except queue.Full:
-            continue
-        return True
-    return False
+        shelf.ready.put(_Item(None, problem))

@@ -1,0 +1,99 @@
+"""Global batches of arrays, in an order that follows from a seed and the number of the epoch."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+
+from mpidist import nest
+from mpidist.errors import InvalidArgumentError
+
+__all__ = ["Batches"]
+
+
+@final
+class Batches:
+    """Global batches of rows of arrays, shuffled anew for each epoch: a data set for `experimental_distribute_dataset`.
+
+    The order of epoch `e` is that of `numpy.random.default_rng([seed, e])`: it depends neither on the number of passes
+    that a rank has made, nor on the number of ranks, nor on the batch size.
+
+    Args:
+        data: An array, or a nest of arrays of one length on axis 0. Also memory-mapped ones, and those of h5py and
+            zarr: of what is no array of memory, rows are read in the order in which they lie.
+        batch_size: Rows in each global batch; the last one may have fewer.
+        seed: Shuffles; `None` keeps the order of the rows.
+        drop_remainder: Whether to leave a last batch out that has fewer rows.
+
+    Attributes:
+        batch_size: As given.
+        seed: As given.
+        num_samples: The number of rows.
+
+    Raises:
+        InvalidArgumentError: If arrays have unlike lengths.
+        TypeError: If `batch_size` or `seed` is no whole number.
+        ValueError: If `batch_size` is less than 1, or `seed` less than 0.
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, seed: int | None = None, drop_remainder: bool = False) -> None:
+        self._data, self._leaves = data, nest.flatten(data)[0]
+        lengths = [_length(leaf) for leaf in self._leaves]
+        if len(set(lengths)) != 1:
+            raise InvalidArgumentError(f"Batches: arrays must be equally long on axis 0, got lengths {lengths}")
+        self.batch_size = _whole("batch_size", batch_size, 1)
+        self.seed = None if seed is None else _whole("seed", seed, 0)
+        self.num_samples = lengths[0]
+        self._drops_remainder = drop_remainder
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        rounding = 0 if self._drops_remainder else self.batch_size - 1
+        return (self.num_samples + rounding) // self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iter_from(0, 0)
+
+    def iter_from(self, epoch: int, num_samples: int) -> Iterator[Any]:
+        """Iterate over what is left of an epoch. Local.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+            num_samples: How many samples of it to leave out, at its beginning.
+
+        Returns:
+            An iterator over batches.
+        """
+        order = np.arange(self.num_samples)
+        if self.seed is not None:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        stop = self.num_samples - (self.batch_size - 1 if self._drops_remainder else 0)
+        for start in range(num_samples, stop, self.batch_size):
+            rows = order[start : start + self.batch_size]
+            yield nest.rebuild(self._data, [_take(leaf, rows) for leaf in self._leaves])
+
+
+def _length(leaf: Any) -> int:
+    shape = getattr(leaf, "shape", ())
+    if not shape:
+        raise InvalidArgumentError(f"Batches: each leaf must be an array with rows, got {type(leaf).__name__}")
+    return int(shape[0])
+
+
+def _take(leaf: Any, rows: np.ndarray[Any, Any]) -> Any:
+    """Return rows of an array. What lies in a file is read in the order in which it lies there: h5py asks for it."""
+    if hasattr(leaf, "__dlpack__"):
+        return leaf[rows]
+    sorted_rows, places = np.unique(rows, return_inverse=True)
+    return leaf[sorted_rows][places]
+
+
+def _whole(name: str, number: Any, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
+        raise TypeError(f"Batches: {name} must be a whole number, got {number!r}")
+    if number < least:
+        raise ValueError(f"Batches: {name} must be at least {least}, got {number}")
+    return int(number)

@@ -1,0 +1,93 @@
+"""The position in a distributed data set: the pass, and how much of it the program has had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from mpidist.datasets.batches import BatchSource
+
+__all__ = ["Position", "Progress"]
+
+
+@final
+class Position:
+    """How far a program is in one pass. Equal on all ranks, which step together.
+
+    Args:
+        epoch: The number of the pass, from 0.
+        num_seen: How many samples, or steps, of the pass the program has had: what its source counts.
+
+    Attributes:
+        is_begun: Whether ranks have made a step of the pass in this process.
+        is_over: Whether the pass has come to its end.
+    """
+
+    def __init__(self, epoch: int = 0, num_seen: int = 0) -> None:
+        self.epoch, self.num_seen = epoch, num_seen
+        self.is_begun = self.is_over = False
+
+
+@final
+class Progress:
+    """The passes over a distributed data set: which one is the last that was begun, and how far it is.
+
+    Args:
+        source: The batches.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self._last = Position()
+
+    @property
+    def position(self) -> Position:
+        """The position in the last pass that was begun."""
+        return self._last
+
+    def next_pass(self) -> Position:
+        """Return where the next pass begins: what was restored, or the pass after the last one. Begins nothing."""
+        return Position(self._last.epoch + 1) if self._last.is_begun else self._last
+
+    def begin(self, position: Position) -> None:
+        """Note that all ranks have begun a pass."""
+        position.is_begun = True
+        self._last = position
+
+    def state_at(self, position: Position) -> dict[str, Any]:
+        """Return a position as JSON can hold it. After the end of a pass it is the beginning of the next one."""
+        epoch, num_seen = (position.epoch + 1, 0) if position.is_over else (position.epoch, position.num_seen)
+        return {"epoch": epoch, self._source.unit: num_seen, **self._source.order_fields}
+
+    def require_fitting(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state from which the rest of the pass would not be what was left.
+
+        Raises:
+            ValueError: If it is no position in such a data set; or, in the middle of a pass, if the data set's order of
+                batches is another one.
+        """
+        unit = self._source.unit
+        numbers = [state.get(name) for name in ("epoch", unit)]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(
+                f"a position in this data set tells epoch and {unit}, as whole numbers, and this is {dict(state)}"
+            )
+        if not numbers[1]:
+            return  # a whole pass is left, whatever its order
+        own = self._source.order_fields
+        for name in sorted((own.keys() | state.keys()) - {"epoch", unit}):
+            if own.get(name) != state.get(name):
+                raise ValueError(
+                    f"the position is {numbers[1]} {unit} into epoch {numbers[0]} of a data set with {name} "
+                    f"{state.get(name)}, and this one has {name} {own.get(name)}: samples would be skipped, and others "
+                    f"seen twice. Use the same {name} until the epoch is over, or restore without the data set"
+                )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin at a state.
+
+        Raises:
+            ValueError: As `require_fitting` does. Then nothing is changed.
+        """
+        self.require_fitting(state)
+        self._last = Position(state["epoch"], state[self._source.unit])

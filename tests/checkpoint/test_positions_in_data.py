@@ -1,0 +1,334 @@
+"""Checkpoints of positions in data: programs go on with other ranks and batches; every sample is seen once an epoch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from jobs.faults import environment
+from mpi_session.launch import Launcher
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import Batches, InputOptions, MultiWorkerMirroredStrategy
+from mpidist.checkpoint import Checkpoint
+from mpidist.experimental import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+NUM_SAMPLES = 23
+BUFFERS = [InputOptions(), InputOptions(experimental_per_replica_buffer_size=4)]
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def shuffled(batch_size: int) -> Batches:
+    return Batches(np.arange(NUM_SAMPLES), batch_size, seed=3)
+
+
+def listed(batch_size: int) -> list[Any]:
+    return [np.arange(start, min(start + batch_size, NUM_SAMPLES)) for start in range(0, NUM_SAMPLES, batch_size)]
+
+
+def rows_of(strategy: Any, parts: Iterable[Any]) -> list[int]:
+    return [int(row) for part in parts for row in strategy.gather(part, axis=0)]
+
+
+def first(steps: int, parts: Any) -> Iterator[Any]:
+    return (part for _, part in zip(range(steps), parts, strict=False))
+
+
+@pytest.mark.parametrize("options", BUFFERS, ids=["unbuffered", "read ahead"])
+@pytest.mark.parametrize("made", [shuffled, listed])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
+def test_rest_of_the_epoch_is_what_was_left(
+    comm: Intracomm, folder: Path, made: Any, num_steps: int, options: InputOptions
+) -> None:
+    """5 steps of 5 samples are all: then the epoch has nothing left, and the next one begins."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(made(5), options)
+        before = [rows_of(strategy, dataset)]
+        assert dataset.epoch == 1
+        rows = rows_of(strategy, first(num_steps, dataset))
+        path = Checkpoint(data=dataset).write(folder / "position")
+        after = rows_of(strategy, dataset)
+        assert dataset.epoch == (3 if num_steps else 2)
+    few = comm.Split(comm.rank < 2, comm.rank)
+    with MultiWorkerMirroredStrategy(comm=few) as strategy:
+        for batch_size in (5, 8):  # whose batches end elsewhere
+            dataset = strategy.experimental_distribute_dataset(made(batch_size), options)
+            Checkpoint(data=dataset).restore(path)
+            assert dataset.epoch == 1
+            left = rows_of(strategy, dataset)
+            assert sorted(rows + left) == list(range(NUM_SAMPLES))
+            assert dataset.epoch == 2
+            again = rows_of(strategy, dataset)
+            assert sorted(again) == list(range(NUM_SAMPLES))
+            if num_steps:
+                assert again == after  # the same order for the same epoch
+            assert (rows + left != before[0]) == (made is shuffled)
+    comm.Barrier()
+
+
+def test_iterator_goes_on_in_place(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        steps = iter(dataset)
+        rows_of(strategy, first(2, steps))
+        checkpoint = Checkpoint(steps=steps)
+        path = checkpoint.write(folder / "position")
+        left = rows_of(strategy, steps)
+        for _ in range(2):  # a pass that is over, and one that has not begun
+            checkpoint.restore(path)
+            assert steps.state_dict() == {"epoch": 0, "samples": 8, "seed": 3, "num_samples": NUM_SAMPLES}
+            assert rows_of(strategy, steps) == left
+            assert steps.state_dict()["epoch"] == 1
+            checkpoint = Checkpoint(steps=iter(dataset))
+            steps = checkpoint.steps
+
+
+def test_position_counts_what_the_program_has_had(comm: Intracomm) -> None:
+    """Neither what a thread has read ahead, nor a pass that did not begin, nor a step that failed."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+
+        class Failing:
+            def __iter__(self) -> Iterator[Any]:
+                yield from listed(4)[:3]
+                if comm.rank == comm.size - 1:
+                    raise OSError("disk")
+
+        dataset = strategy.experimental_distribute_dataset(Failing(), BUFFERS[1])
+        assert dataset.state_dict() == {"epoch": 0, "samples": 0}
+        iter(dataset)
+        steps = iter(dataset)
+        assert dataset.epoch == 0
+        next(steps)
+        assert dataset.state_dict() == {"epoch": 0, "samples": 4}
+        with raises_everywhere(comm, OSError, "disk"):
+            list(steps)
+        assert dataset.state_dict() == {"epoch": 0, "samples": 12}
+        dataset.load_state_dict({"epoch": 0, "samples": 99})
+        with raises_everywhere(comm, (mpidist.errors.InvalidArgumentError, OSError), "disk|99 samples"):  # type: ignore[arg-type]
+            next(iter(dataset))
+        dataset = strategy.experimental_distribute_dataset(listed(4))
+        dataset.load_state_dict({"epoch": 0, "samples": 99})
+        with raises_everywhere(
+            comm, mpidist.errors.InvalidArgumentError, f"99 samples into a pass, and .* has {NUM_SAMPLES}"
+        ):
+            next(iter(dataset))
+
+
+@pytest.mark.ranks(min=2)
+def test_pass_that_only_one_rank_has_begun_is_none(comm: Intracomm) -> None:
+    """Else the ranks would shuffle in other orders for ever."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        with raises_everywhere(comm, mpidist.errors.InvalidArgumentError):
+            next(iter(dataset)) if comm.rank else strategy.reduce("sum", 1)
+        assert dataset.epoch == 0
+        assert len(rows_of(strategy, dataset)) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_batches_of_functions_need_as_many_pipelines(
+    comm: Intracomm, folder: Path, mode: str, has_batches: bool
+) -> None:
+    options = InputOptions(experimental_replication_mode=mode)
+
+    def pipeline(context: Any) -> Any:
+        rows = np.arange(NUM_SAMPLES)[context.input_pipeline_id :: context.num_input_pipelines]
+        return Batches(rows, 3, seed=1) if has_batches else [rows[at : at + 3] for at in range(0, len(rows), 3)]
+
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        dataset = strategy.distribute_datasets_from_function(pipeline, options)
+        rows = rows_of(strategy, first(2, dataset))
+        checkpoint = Checkpoint(data=dataset)
+        path = checkpoint.write(folder / "middle")
+        assert sorted(rows + rows_of(strategy, dataset)) != list(range(NUM_SAMPLES))  # a new pass
+        checkpoint.write(folder / "end")
+        dataset = strategy.distribute_datasets_from_function(pipeline, options)
+        Checkpoint(data=dataset).restore(path)
+        assert sorted(rows + rows_of(strategy, dataset)) == list(range(NUM_SAMPLES))
+    if comm.size > 1:
+        alone = comm.Split(comm.rank, 0)
+        with MultiWorkerMirroredStrategy(comm=alone) as strategy:
+            dataset = strategy.distribute_datasets_from_function(pipeline, options)
+            checkpoint = Checkpoint(data=dataset)
+            with pytest.raises(ValueError, match=rf"2 steps into epoch 0 .* pipelines {comm.size}, and .* pipelines 1"):
+                checkpoint.restore(path)
+            assert dataset.state_dict()["steps"] == 0
+            checkpoint.restore(folder / "end")  # between epochs any number of ranks goes on
+            assert dataset.epoch == 2
+            assert sorted(rows_of(strategy, dataset)) == list(range(NUM_SAMPLES))
+        comm.Barrier()
+
+
+def test_positions_in_batches_of_replicas_fit_any_ranks(comm: Intracomm, folder: Path) -> None:
+    options = InputOptions(experimental_replication_mode="PER_REPLICA")
+
+    def rows_after(strategy: Any, state: Any, steps: int) -> tuple[Any, Any]:
+        dataset = strategy.distribute_datasets_from_function(
+            lambda context: Batches(np.arange(10) + 10 * context.input_pipeline_id, 2, seed=1), options
+        )
+        dataset.load_state_dict(state)
+        found = [strategy.gather(part, axis=0).tolist() for part in first(steps, dataset)]
+        return found, dataset.state_dict()
+
+    with MultiWorkerMirroredStrategy(comm=comm, replicas=4) as strategy:
+        begun, state = rows_after(strategy, {"epoch": 3, "steps": 0}, 2)
+        assert state == {"epoch": 3, "steps": 2, "pipelines": 4, "replicas": 4}
+    alone = comm.Split(comm.rank, 0)
+    with MultiWorkerMirroredStrategy(comm=alone, replicas=4) as strategy:
+        left, _ = rows_after(strategy, state, 9)
+        assert sorted(row for step in begun + left for row in step) == list(range(40))
+    comm.Barrier()
+
+
+def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        dataset = strategy.experimental_distribute_dataset(shuffled(4))
+        next(iter(dataset))
+        path = Checkpoint(data=dataset, step=7).write(folder / "position")
+        for source, text in [
+            (Batches(np.arange(NUM_SAMPLES), 4, seed=4), "4 samples into epoch 0 .* seed 3, .* seed 4"),
+            (Batches(np.arange(NUM_SAMPLES), 4), "4 samples .* seed 3, .* seed None"),
+            (Batches(np.arange(9), 4, seed=3), f"4 samples .* num_samples {NUM_SAMPLES}, .* num_samples 9"),
+        ]:
+            other = strategy.experimental_distribute_dataset(source)
+            checkpoint = Checkpoint(data=other, step=0)
+            with raises_everywhere(comm, ValueError, f"data: the position is {text}"):
+                checkpoint.restore(path)
+            assert checkpoint.step == 0
+            assert other.state_dict()["samples"] == 0
+        own = strategy.distribute_datasets_from_function(lambda _: listed(4))
+        with raises_everywhere(comm, ValueError, "data: a position in this data set tells epoch and steps"):
+            Checkpoint(data=own, step=0).restore(path)
+        with raises_everywhere(comm, ValueError, r"data is number or text, and data in .* is position in data"):
+            Checkpoint(data=5, step=0).restore(path)
+        with raises_everywhere(comm, ValueError, r"step is position in data, and step in .* is number or text"):
+            Checkpoint(step=dataset).restore(path, partial=True)
+        for state in ({"epoch": -1, "samples": 0}, {"epoch": 0, "samples": 1.5}, {"epoch": True, "samples": 0}, {}):
+            with pytest.raises(ValueError, match="tells epoch and samples, as whole numbers"):
+                dataset.load_state_dict(state)
+
+
+def test_data_sets_tell_their_strategy(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=comm) as other:
+        dataset = strategy.experimental_distribute_dataset(listed(4))
+        assert Checkpoint(data=dataset).strategy is strategy
+        assert Checkpoint(data=iter(dataset)).strategy is strategy
+        with other.scope(), raises_everywhere(comm, ValueError, "data is a data set of <Multi.*, and the checkpoint"):
+            checkpoint = Checkpoint(weights=mpidist.Variable(1.0), data=dataset)
+            checkpoint.write(folder / "none")
+
+
+def test_data_of_workers_that_do_not_step_together_is_refused(folder: Path) -> None:
+    with ParameterServerStrategy(comm=_alone()) as strategy:
+        dataset = strategy.experimental_distribute_dataset(listed(4))
+        with pytest.raises(ValueError, match="workers do not step together"):
+            Checkpoint(data=dataset).write(folder / "none")
+
+
+def _alone() -> Any:
+    from mpi4py import MPI  # starts MPI
+
+    return MPI.COMM_SELF
+
+
+def test_batches_say_what_is_wrong() -> None:
+    with pytest.raises(mpidist.errors.InvalidArgumentError, match=r"equally long on axis 0, got lengths \[3, 4\]"):
+        Batches((np.zeros(3), np.zeros(4)), 2)
+    with pytest.raises(mpidist.errors.InvalidArgumentError, match="must be an array with rows, got int"):
+        Batches((np.zeros(3), 4), 2)
+    with pytest.raises(TypeError, match=r"batch_size must be a whole number, got 2\.5"):
+        Batches(np.zeros(3), 2.5)  # type: ignore[arg-type]
+    for arguments, text in (({"batch_size": 0}, "batch_size must be at least 1"), ({"seed": -1}, "seed must be at le")):
+        with pytest.raises(ValueError, match=text):
+            Batches(np.zeros(3), **({"batch_size": 2} | arguments))  # type: ignore[arg-type]
+
+
+def test_batches_of_an_epoch_follow_from_its_number() -> None:
+    class Increasing:
+        """Rows of a file, as h5py gives them: it takes increasing row numbers alone."""
+
+        shape = (NUM_SAMPLES, 2)
+
+        def __getitem__(self, rows: Any) -> Any:
+            assert (np.diff(rows) > 0).all()
+            return np.stack([rows, rows], axis=1)
+
+    for drop_remainder in (False, True):
+        for seed in (None, 5):
+            data = {"x": np.arange(NUM_SAMPLES), "file": Increasing()}
+            batches = Batches(data, 4, seed=seed, drop_remainder=drop_remainder)
+            whole = list(batches.iter_from(2, 0))
+            rows = np.concatenate([batch["x"] for batch in whole])
+            assert (np.concatenate([batch["file"] for batch in whole])[:, 0] == rows).all()
+            assert (len(batches), len(rows)) == ((5, 20) if drop_remainder else (6, 23))
+            wanted = np.arange(NUM_SAMPLES)
+            if seed is not None:
+                wanted = np.random.default_rng([5, 2]).permutation(NUM_SAMPLES)
+            assert (rows == wanted[: len(rows)]).all()
+            assert [batch["x"].tolist() for batch in batches.iter_from(2, 8)] == [b["x"].tolist() for b in whole[2:]]
+            assert next(iter(batches))["x"].tolist() == next(batches.iter_from(0, 0))["x"].tolist()
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import mpidist
+
+folder, batch_size, num_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+options = mpidist.InputOptions(experimental_per_replica_buffer_size=3)
+with mpidist.MultiWorkerMirroredStrategy() as strategy:
+    dataset = strategy.experimental_distribute_dataset(mpidist.Batches(np.arange(23), batch_size, seed=3), options)
+    checkpoint = mpidist.checkpoint.Checkpoint(data=dataset)
+    manager = mpidist.checkpoint.CheckpointManager(checkpoint, folder)
+    manager.restore_or_initialize()
+    while num_steps:
+        for part in dataset:
+            rows = strategy.gather(part, axis=0)
+            if strategy.is_chief:
+                print(dataset.epoch, *rows, flush=True)
+            num_steps -= 1
+            if not num_steps:
+                break
+    manager.save()
+"""
+
+
+@pytest.mark.no_mpi
+def test_jobs_of_other_ranks_and_batches_see_every_sample_once_an_epoch(tmp_path: Path) -> None:
+    """Each job stops after so many steps, wherever that is, and another number of ranks goes on."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    seen: dict[int, list[int]] = {}
+    jobs = [(2, 5, 3), (4, 6, 2), (1, 4, 4), (3, 7, 3), (2, 23, 1), (1, 5, 5)]
+    for num_ranks, batch_size, num_steps in jobs:
+        command = [*Launcher.find(None).command, "-n", str(num_ranks), sys.executable, str(script)]
+        arguments = [str(tmp_path / "kept"), str(batch_size), str(num_steps)]
+        done = subprocess.run(
+            [*command, *arguments], env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for line in done.stdout.splitlines():
+            epoch, *rows = map(int, line.split())
+            seen.setdefault(epoch, []).extend(rows)
+    assert sorted(seen) == list(range(len(seen)))
+    *whole, last = (seen[epoch] for epoch in sorted(seen))
+    assert len(whole) >= 3
+    for epoch, rows in enumerate(whole):
+        assert rows == np.random.default_rng([3, epoch]).permutation(23).tolist()
+    assert len(set(last)) == len(last)
