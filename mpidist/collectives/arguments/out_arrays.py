@@ -18,6 +18,7 @@ from mpidist.transport import arrays as native
 
 __all__ = [
     "CheckedOuts",
+    "HostOuts",
     "check_outs",
     "copy_overwritten",
     "native_outs",
