@@ -64,6 +64,10 @@ class LaunchedRank:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             return [rank for rank in range(self.size) if rank == self.rank or self._has_arrived(asking, rank)]
 
+    def have_all_come(self) -> bool:
+        """Whether all ranks of the job are known to have come to start MPI, which then takes its time."""
+        return self.local_size == self.size and len(self.arrived()) == self.size
+
     def missing(self) -> str:
         """Say which ranks have not come to start MPI, as far as this node knows."""
         arrived, alive = self.arrived(), self._alive()

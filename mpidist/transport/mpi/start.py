@@ -23,7 +23,9 @@ __all__ = ["start_mpi"]
 logger = logging.getLogger("mpidist.transport")
 
 _EXIT_CODE: Final = 1
-_LEAST_TIMEOUT_SECONDS: Final = 10.0  # processes begin and import at unlike times: no shorter deadline ends the job
+# Processes of a job begin and import at unlike times: no earlier is a rank late, and no shorter deadline ends the job.
+_LEAST_STALL_SECONDS: Final = 5.0
+_LEAST_TIMEOUT_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote, and to end the job
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5  # all ranks of a node reach the deadline together, and one says why
 
@@ -94,9 +96,9 @@ class _Watch:
     def _watch(self) -> None:
         stall, timeout = self._settings.stall_seconds, self._settings.timeout_seconds
         if stall and (timeout is None or stall < max(timeout, _LEAST_TIMEOUT_SECONDS)):
-            if self._is_over.wait(stall):
+            if self._is_over.wait(max(stall, _LEAST_STALL_SECONDS)):
                 return
-            if self._is_speaker():
+            if self._is_speaker() and not self._rank.have_all_come():
                 logger.warning("mpidist: %s", self._text())
         if timeout is None:
             return
