@@ -1,0 +1,122 @@
+"""Coordinators whose workers or servers are killed in the middle of a call: pushes once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from jobs.faults import AT_ONCE_SECONDS, FOUR, Ended, Job, again_if_slow, job, soon
+from mpi4py import MPI
+from mpi_session.launch import Launcher
+
+__all__ = ["job"]
+
+pytestmark = pytest.mark.no_mpi
+
+CALLS = 30
+WORKER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
+made = 0
+
+@mpidist.experimental.coordinator.register("push")
+def push(number):
+    global made
+    made += 1
+    small.assign_add([1.0, number])
+    strategy.push([small, large], [np.array([10.0, 0.0]), 10.0 * np.ones(large.shape)])
+    if rank == 1 and made == 2:
+        {before}
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != 1:
+        time.sleep(0.02)  # so that worker 1 makes two calls before all are made
+    strategy.push(large, 100.0 * np.ones(large.shape))
+    return number
+
+if strategy.is_ps:
+    strategy.serve()
+else:
+    with strategy.scope():
+        small, large = mpidist.Variable(np.zeros(2)), mpidist.Variable(np.zeros(300_000))
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    if strategy.is_chief:
+        values = [coordinator.schedule(push, args=(number,)) for number in range({calls})]
+        coordinator.join()
+        assert coordinator.fetch(values) == list(range({calls}))
+        note("sums", text=f"{{small.numpy().tolist()}} {{set(large.numpy().tolist())}}")
+    else:
+        coordinator.serve()
+strategy.close()
+note("end")
+"""
+BEFORE = {"made": "strategy.flush()", "under way": "pass"}
+SERVER = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(num_ps={num_ps}, on_worker_lost={mode!r})
+
+@mpidist.experimental.coordinator.register("add")
+def add():
+    for variable in variables:
+        variable.assign_add(1.0)
+        variable.read_value()
+
+def ask():
+    while True:
+        coordinator.schedule(add)
+        coordinator.join()
+
+def fail():
+    note("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if strategy.is_ps:
+    if is_faulty:
+        threading.Timer(0.5, fail).start()
+    attempt("served", strategy.serve)
+else:
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(2)) for _ in range(2)]
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    attempt("asked" if strategy.is_chief else "worked", ask if strategy.is_chief else coordinator.serve)
+"""
+
+
+def require_pushes_once(ended: Ended) -> None:
+    assert ended.status == 75, ended
+    assert set(ended.of("fault")) == {1}
+    assert ended.of("sums")[0].text == f"{[11.0 * CALLS, float(sum(range(CALLS)))]} {{{110.0 * CALLS}}}"
+    assert set(ended.of("end")) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@again_if_slow
+def test_pushes_of_a_worker_that_is_killed_are_made_once(job: Job, before: str) -> None:
+    """Case T215: those that the servers have made, and those that are under way."""
+    require_pushes_once(job(WORKER.format(before=BEFORE[before], calls=CALLS), FOUR, is_blind=True))
+
+
+@pytest.mark.parametrize("mode", ["ignore", "abort"])
+@pytest.mark.parametrize("num_ps", [1, 2])
+@again_if_slow
+def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers(job: Job, num_ps: int, mode: str) -> None:
+    ended = job(SERVER.format(num_ps=num_ps, mode=mode), FOUR._replace(faulty=3), is_blind=True)
+    assert ended.status != 0, ended
+    noted = ended.of("asked") | ended.of("worked")
+    assert set(noted) == set(range(4 - num_ps)), ended
+    for note in noted.values():
+        assert note.kind in ("UnavailableError", "PeerFailedError"), ended
+        assert "rank 3" in note.text
+        soon(note.at - ended.of("fault")[3].at, 4 * AT_ONCE_SECONDS)
+
+
+if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
+
+    @pytest.mark.core
+    def test_pushes_are_made_once_where_mpi_says_that_a_worker_is_gone(
+        job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        find = Launcher.find
+        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
+        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
+        require_pushes_once(job(WORKER.format(before=BEFORE["made"], calls=CALLS), FOUR))
