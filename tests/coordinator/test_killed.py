@@ -99,14 +99,17 @@ def test_pushes_of_a_worker_that_is_killed_are_made_once(job: Job, before: str) 
 @pytest.mark.parametrize("mode", ["ignore", "abort"])
 @pytest.mark.parametrize("num_ps", [1, 2])
 @again_if_slow
-def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers(job: Job, num_ps: int, mode: str) -> None:
+def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(job: Job, num_ps: int, mode: str) -> None:
     ended = job(SERVER.format(num_ps=num_ps, mode=mode), FOUR._replace(faulty=3), is_blind=True)
     assert ended.status != 0, ended
-    noted = ended.of("asked") | ended.of("worked")
-    assert set(noted) == set(range(4 - num_ps)), ended
-    for note in noted.values():
-        assert note.kind in ("UnavailableError", "PeerFailedError"), ended
-        assert "rank 3" in note.text
+    asked, worked = ended.of("asked")[0], ended.of("worked")
+    assert asked.kind in ("UnavailableError", "PeerFailedError"), ended
+    assert "rank 3" in asked.text
+    assert set(worked) == set(range(1, 4 - num_ps)), ended
+    for note in (
+        asked,
+        *worked.values(),
+    ):  # a worker may learn that its chief has left before it asks the server itself
         soon(note.at - ended.of("fault")[3].at, 4 * AT_ONCE_SECONDS)
 
 

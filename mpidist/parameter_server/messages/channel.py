@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import numpy as np
 
@@ -51,6 +51,7 @@ _UINT8 = np.dtype(np.uint8)
 _ANSWERED_LATER = frozenset((Op.CHANGE, Op.CHANGE_ROWS, Op.STEP))  # the worker does something else meanwhile
 _ENDED = -1  # in the place of an entry of the flight recorder
 GRACE_SECONDS = 1.0  # that an answer takes after a server has found that other workers are late
+_IS_LOST: Final = "is lost, with the variables on it"
 
 
 @final
@@ -306,7 +307,8 @@ class Channel:
         except (DeadlineExceededError, PeerFailedError) as error:
             never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
             self._pending = ""
-            if awaited.is_ended_by_program:
+            is_lost = f"{self.name} {_IS_LOST}" in str(error)  # as another worker has found a little earlier, and left
+            if awaited.is_ended_by_program and not is_lost:
                 self.broken = error
                 raise
             self._lose(error)
@@ -325,9 +327,7 @@ class Channel:
         self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
 
     def _lose(self, error: Exception) -> NoReturn:
-        lost = UnavailableError(
-            f"{self.name} is lost, with the variables on it: {error}. Start the job again, from a checkpoint"
-        )
+        lost = UnavailableError(f"{self.name} {_IS_LOST}: {error}. Start the job again, from a checkpoint")
         vars(lost).update(vars(error))  # which rank prints the whole of it
         self.broken = lost
         raise lost from error
