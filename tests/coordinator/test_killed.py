@@ -106,10 +106,8 @@ def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(jo
     assert asked.kind in ("UnavailableError", "PeerFailedError"), ended
     assert "rank 3" in asked.text
     assert set(worked) == set(range(1, 4 - num_ps)), ended
-    for note in (
-        asked,
-        *worked.values(),
-    ):  # a worker may learn that its chief has left before it asks the server itself
+    # A worker may learn that its chief has left before it asks the server itself.
+    for note in (asked, *worked.values()):
         soon(note.at - ended.of("fault")[3].at, 4 * AT_ONCE_SECONDS)
 
 

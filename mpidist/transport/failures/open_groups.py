@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -141,16 +141,7 @@ def install_job_abort(world: Intracomm, aborts: bool) -> None:
             world.Abort(code)
         os._exit(code)  # MPICH's MPI_Abort may come back
 
-    job = job_abort.Job(
-        abort,
-        world.Get_rank(),
-        socket.gethostname(),
-        tell_end,
-        save_flights,
-        is_thread_of_a_group,
-        has_lower_rank_ended,
-        leave,
-    )
+    job = _job_of(world.Get_rank(), abort)
     job_abort.register_job(job)
     if aborts:
         job_abort.install(job)
@@ -171,9 +162,15 @@ def end_job_before_start(environ: Mapping[str, str]) -> None:
         ask_launcher_to_abort(environ, code)
         os._exit(code)
 
-    job = job_abort.Job(
+    job = _job_of(rank.rank, abort)
+    job_abort.install_before_start(job, lambda: os.getpid() == own and rank_before_start(environ) is not None)
+
+
+def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
+    """What ends the job with `abort`, and first lets the groups of this process tell and save what they know."""
+    return job_abort.Job(
         abort,
-        rank.rank,
+        rank,
         socket.gethostname(),
         tell_end,
         save_flights,
@@ -181,7 +178,6 @@ def end_job_before_start(environ: Mapping[str, str]) -> None:
         has_lower_rank_ended,
         leave,
     )
-    job_abort.install_before_start(job, lambda: os.getpid() == own and rank_before_start(environ) is not None)
 
 
 def num_open() -> int:
