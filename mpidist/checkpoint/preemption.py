@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar, final
 
 from mpidist.checkpoint.manager import CheckpointManager
-from mpidist.transport import mark_shared, open_groups
+from mpidist.transport import StopNotice, mark_shared, open_groups
 
 __all__ = ["PreemptionCheckpointHandler"]
 
@@ -152,6 +152,8 @@ class PreemptionCheckpointHandler:
             signal.signal(number, signal.SIG_IGN)
         if self._rank == 0:
             logger.warning("mpidist: %s: saved %s, leaving with exit code %d", reason, path, self._exit_code)
+        self._reason = ""
+        self._extended.group.agreement.notice = StopNotice()  # for a program that goes on nevertheless
         leaving = SystemExit(self._exit_code)
         mark_shared(leaving, self._extended.group.agreement.ranks)
         raise leaving
