@@ -18,6 +18,7 @@ EXAMPLE = Path(PROJECT) / "docs/examples/preemptible.py"
 HEAD = """
 import os, signal, sys, time
 import numpy as np
+import mpidist
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 heard = []
 signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
@@ -39,7 +40,7 @@ def train(num_steps=6, before_call=lambda step: None, after_call=lambda step: No
     while checkpoint.step < num_steps:
         handler.run(one_step)
         checkpoint.step += 1
-    print(f"rank {rank} ended at {checkpoint.step} with {total.numpy()[0]:.0f}")
+    sys.stdout.write(f"rank {rank} ended at {checkpoint.step} with {total.numpy()[0]:.0f}\\n")
     strategy.close()
 """
 WHILE_SAVING = """
@@ -110,7 +111,7 @@ def test_in_the_last_step_the_program_ends(job: Job) -> None:  # noqa: F811
 def test_users_handler_is_called_and_another_code_is_taken(job: Job) -> None:  # noqa: F811
     body = """
 import atexit
-atexit.register(lambda: print(f"rank {rank} heard {heard}"))
+atexit.register(lambda: sys.stdout.write(f"rank {rank} heard {heard}\\n"))
 train(before_call=lambda step: rank == 0 and step == 1 and send(signal.SIGUSR1), exit_code=42)
 """
     ended = job(body, head=HEAD)

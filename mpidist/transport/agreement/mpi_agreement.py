@@ -51,7 +51,7 @@ class MpiAgreement(Agreement):
         self._watch, self._watchdog = watch, watch.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self.compares_all_calls = check or self.is_node_barrier
-        self._posted = 0  # the fingerprint of this call, without the notice
+        self._posted = self._notice_bit = 0  # of this call: the fingerprint, and what the notice changes in it
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._has_second_round = False  # of this call, which has a deadline
@@ -77,11 +77,12 @@ class MpiAgreement(Agreement):
             self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
         if record.is_last:
-            self._posted = fingerprint ^ bool(timeout)
+            self._posted, self._notice_bit = fingerprint ^ bool(timeout), 0
             self._rounds.start(self._posted, record.variant)
             return
         self._posted = posted = fingerprint ^ bool(timeout) ^ (self.run << 1)
-        self._rounds.start(posted ^ self.notice.bit, record.variant)
+        self._notice_bit = bit = self.notice.bit
+        self._rounds.start(posted ^ bit, record.variant)
 
     def _must_meet(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
@@ -105,7 +106,9 @@ class MpiAgreement(Agreement):
         return True
 
     def can_conclude_now(self, record: CallRecord) -> bool:
-        return not record.is_compared or (self._compared or self._rounds.compare())[0]
+        if not record.is_compared:
+            return True
+        return not self._notice_bit and (self._compared or self._rounds.compare())[0]
 
     def conclude(self, record: CallRecord) -> bool:
         error = record.error
@@ -124,7 +127,7 @@ class MpiAgreement(Agreement):
             self._watch.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
         equal, same_variant = self._compared or self._rounds.compare()
-        if not equal:
+        if not equal or self._notice_bit:  # equal: all ranks give a notice
             self._take_notice_or_raise(record)
         if error is not None:
             self._watch.recorder.fail()

@@ -15,7 +15,8 @@ class StopNotice:
     """Before which step all ranks of a group stop, because one of them was asked to.
 
     A rank that has a notice to give changes a bit of the fingerprint of its next call. So the ranks differ, and do what
-    they do when they differ: they gather what each of them says. Calls without a notice cost nothing.
+    they do when they differ: they gather what each of them says. So they do if all of them give a notice. Calls
+    without a notice cost nothing.
 
     Attributes:
         bit: What changes the fingerprint of the next call; 0 if this rank has nothing to tell.
