@@ -14,18 +14,16 @@ _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
-_CHECKPOINTS: Final = "not in this version: save with mpidist.checkpoint when a signal came, on all ranks alike"
 _WHY: Final[Mapping[str, str]] = {
     "AutoShardPolicy": "every rank takes its part of every global batch",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
     "KubernetesClusterResolver": _CLOUD,
-    "PreemptionCheckpointHandler": _CHECKPOINTS,
     "RunOptions": "its options are for TPUs; `run` takes none",
     "SageMakerClusterResolver": _CLOUD,
     "TPUClusterResolver": _NO_TPUS,
     "TPUStrategy": _NO_TPUS,
-    "TerminationConfig": _CHECKPOINTS,
+    "TerminationConfig": "its options are arguments of PreemptionCheckpointHandler",
     "UnionClusterResolver": "its name is UnionResolver",
     "rpc": "ranks call collectives; mpi4py sends anything else",
 }

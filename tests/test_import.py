@@ -143,7 +143,7 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("TPUStrategy", "not on TPUs; see the page 'From tf.distribute'"),
         ("experimental.TPUStrategy", "mpidist.experimental has no TPUStrategy: .*TPUs"),
         ("RunOptions", "`run` takes none"),
-        ("experimental.PreemptionCheckpointHandler", "not in this version"),
+        ("experimental.TerminationConfig", "arguments of PreemptionCheckpointHandler"),
         ("cluster_resolver.TPUClusterResolver", "TPUs"),
         ("cluster_resolver.KubernetesClusterResolver", "leave the resolver out"),
         ("cluster_resolver.GCEClusterResolver", "leave the resolver out"),

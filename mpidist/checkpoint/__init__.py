@@ -3,11 +3,13 @@
 checkpoint   what a program saves: named nests
 manager      numbered checkpoints in a folder
 leaves       the kinds of leaves of the nests
+preemption   save and leave when a job is to be preempted
 saving       how ranks save together; restoring: how they restore
 files        the files
 """
 
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.manager import CheckpointManager
+from mpidist.checkpoint.preemption import PreemptionCheckpointHandler
 
-__all__ = ["Checkpoint", "CheckpointManager"]
+__all__ = ["Checkpoint", "CheckpointManager", "PreemptionCheckpointHandler"]

@@ -1,6 +1,7 @@
 """Names that tf.distribute keeps under `experimental`."""
 
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
+from mpidist.checkpoint import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from mpidist.experimental import coordinator as coordinator
 from mpidist.experimental import partitioners as partitioners
 from mpidist.experimental import server_rules as server_rules
@@ -23,6 +24,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
     "Server",
     "ShardedVariable",
     "ValueContext",

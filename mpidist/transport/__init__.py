@@ -4,7 +4,7 @@ Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, fingerprint_of, mismatch_error
+from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
@@ -99,6 +99,7 @@ __all__ = [
     "SharedArrays",
     "SharedMemoryCommunicator",
     "Steps",
+    "StopNotice",
     "FusedArrays",
     "FusedReducer",
     "SyncGroup",

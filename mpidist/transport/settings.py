@@ -26,6 +26,7 @@ _KNOWN: Final = (
     "MPIDIST_DEVICE_MPI",
     "MPIDIST_EXIT_CODE_FILE",
     "MPIDIST_FLIGHT_DIR",
+    "MPIDIST_FLIGHT_SIGNAL",
     "MPIDIST_LOG",
     "MPIDIST_NCCL",
     "MPIDIST_ON_ERROR",
@@ -38,6 +39,7 @@ _KNOWN: Final = (
     "MPIDIST_TUNE_DIR",
 )
 
+_FLIGHT_SIGNALS: Final[dict[str, str | None]] = {"USR1": "SIGUSR1", "USR2": "SIGUSR2", "OFF": None}
 _TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
 
 
@@ -56,6 +58,7 @@ class Settings:
         nccl: Whether NCCL may be used for device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
+        flight_signal: The signal at which flight recorders are written, or `None`.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
     """
 
@@ -68,6 +71,7 @@ class Settings:
     stall_seconds: float = 60.0
     nccl: bool = True
     staging_bytes: int = 0
+    flight_signal: str | None = "SIGUSR1"
     device_mpi: bool = False
 
     @classmethod
@@ -86,6 +90,7 @@ class Settings:
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
             staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES),
+            flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )

@@ -35,3 +35,20 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
         f"job 7: {said}",
         f"{started} --kill-on-bad-exit=1 python train.py --name two words",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "attempt", "is_requeued"),
+    [(75, "0", True), (75, "3", True), (75, "20", False), (1, "0", False), (0, "0", False)],
+)
+def test_requeue_when_the_program_says_try_again(tmp_path: Path, code: int, attempt: str, is_requeued: bool) -> None:
+    stand_ins = {"srun": f'case "$*" in *python*) exit {code};; esac', "scontrol": 'echo "scontrol $*"', "sleep": ""}
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_RESTART_COUNT": attempt, "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "USER": "user"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
+    command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("scontrol requeue 7" in done.stdout) == is_requeued

@@ -5,6 +5,7 @@ from mpidist.transport.agreement.comparison_rounds import NodeRounds
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import mismatch_error
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
+from mpidist.transport.agreement.stop_notice import StopNotice
 
 __all__ = [
     "Agreement",
@@ -15,6 +16,7 @@ __all__ = [
     "MpiAgreement",
     "NodeRounds",
     "SoloAgreement",
+    "StopNotice",
     "fingerprint_of",
     "mismatch_error",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final, final
 
 from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.agreement.stop_notice import StopNotice
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
 
@@ -91,10 +92,15 @@ class Agreement(ABC):
         check_peers: Raises if waiting for the other ranks cannot help. Local; for waits outside of the agreement.
         ranks: The ranks of the group, as they are numbered in the whole job.
         run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
+        notice: Before which step all ranks stop together. The calls that ranks compare carry it.
+        compares_all_calls: Whether the ranks compare every call, and not only those that need a round anyway.
     """
+
+    compares_all_calls = True
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
         self.sequence = self.run = 0
+        self.notice = StopNotice()
         self.ranks = ranks
         self.end = end
         self.check_peers = check_peers

@@ -50,7 +50,8 @@ class MpiAgreement(Agreement):
         self._comm = comm
         self._watch, self._watchdog = watch, watch.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
-        self._has_round_for_all = check or self.is_node_barrier
+        self.compares_all_calls = check or self.is_node_barrier
+        self._posted = self._notice_bit = 0  # of this call: the fingerprint, and what the notice changes in it
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
         self._has_second_round = False  # of this call, which has a deadline
@@ -66,7 +67,7 @@ class MpiAgreement(Agreement):
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
         watch.begin(self.sequence, record.name, record.details, timeout, record.is_last)
-        if not self._has_round_for_all and not self._must_meet(record):
+        if not self.compares_all_calls and not self._must_meet(record):
             record.is_compared = False
             return
         error, fingerprint = record.error, record.fingerprint
@@ -75,8 +76,13 @@ class MpiAgreement(Agreement):
         if timeout or record.is_last:
             self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
-        run = 0 if record.is_last else self.run
-        self._rounds.start(fingerprint ^ bool(timeout) ^ (run << 1), record.variant)
+        if record.is_last:
+            self._posted, self._notice_bit = fingerprint ^ bool(timeout), 0
+            self._rounds.start(self._posted, record.variant)
+            return
+        self._posted = posted = fingerprint ^ bool(timeout) ^ (self.run << 1)
+        self._notice_bit = bit = self.notice.bit
+        self._rounds.start(posted ^ bit, record.variant)
 
     def _must_meet(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
@@ -100,7 +106,9 @@ class MpiAgreement(Agreement):
         return True
 
     def can_conclude_now(self, record: CallRecord) -> bool:
-        return not record.is_compared or (self._compared or self._rounds.compare())[0]
+        if not record.is_compared:
+            return True
+        return not self._notice_bit and (self._compared or self._rounds.compare())[0]
 
     def conclude(self, record: CallRecord) -> bool:
         error = record.error
@@ -119,8 +127,8 @@ class MpiAgreement(Agreement):
             self._watch.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
         equal, same_variant = self._compared or self._rounds.compare()
-        if not equal:
-            self._raise_mismatch(record)
+        if not equal or self._notice_bit:  # equal: all ranks give a notice
+            self._take_notice_or_raise(record)
         if error is not None:
             self._watch.recorder.fail()
             mark_shared(error, self.ranks)
@@ -192,17 +200,23 @@ class MpiAgreement(Agreement):
             )
             raise
 
-    def _raise_mismatch(self, record: CallRecord) -> None:
-        """Raise the error of ranks whose calls differ; ranks that leave return. Collective."""
+    def _take_notice_or_raise(self, record: CallRecord) -> None:
+        """Take a notice of ranks whose calls differ by that alone, or raise their error. Collective.
+
+        Ranks that leave return, too.
+        """
         error = record.error
         fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{self.run}"}
         if error is not None:
             fields["error"] = f"{type(error).__name__}: {error}"
         else:
             fields.update(record.describe())
-        gathered = self.all_gather_object((record.is_last, fields))
-        everyone = [fields for _, fields in gathered]
-        leavers = [rank for rank, (is_last, _) in enumerate(gathered) if is_last]
+        gathered = self.all_gather_object((record.is_last, fields, self._posted, self.notice.own))
+        if all(posted == self._posted for _, _, posted, _ in gathered):
+            self.notice.settle(own for _, _, _, own in gathered)
+            return
+        everyone = [fields for _, fields, _, _ in gathered]
+        leavers = [rank for rank, (is_last, *_) in enumerate(gathered) if is_last]
         if leavers and len(leavers) < len(everyone):
             self._watchdog.broken = peer_left_error(everyone, leavers, self.sequence)
             if not record.is_last:

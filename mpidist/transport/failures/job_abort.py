@@ -26,6 +26,7 @@ __all__ = [
     "install",
     "install_before_start",
     "register_job",
+    "release_signal",
     "report",
     "uninstall",
     "write_line",
@@ -87,11 +88,15 @@ def write_line(text: str) -> None:
         _write(f"{text}\n", _jobs[0].prefix)
 
 
-def install(job: Job) -> None:
+def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
     """Make an uncaught exception of this process end the whole job. Once; later calls do nothing.
 
     `SystemExit` with a code other than 0 counts as one, where nobody catches it; so does an exception in a thread that
-    makes calls which other ranks wait for. SIGUSR1 writes the flight recorders to files, unless the program handles it.
+    makes calls which other ranks wait for.
+
+    Args:
+        job: The callbacks.
+        flight_signal: The signal that writes the flight recorders to files, unless the program handles it; or `None`.
     """
     register_job(job)
     if _undo or hasattr(sys, "ps1"):  # an interactive session survives its exceptions
@@ -106,9 +111,11 @@ def install(job: Job) -> None:
     sys.excepthook = _fail
     threading.excepthook = lambda arguments: _fail_in_thread(arguments, thread_hook)
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _save_on_signal)
-        _undo.append(lambda: _default(signal.SIGUSR1))
+    if is_main and flight_signal is not None:
+        number = signal.Signals[flight_signal]
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _save_on_signal)
+            _undo.append(lambda: release_signal(number))
 
 
 def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
@@ -141,6 +148,12 @@ def uninstall() -> None:
     _jobs.clear()
     while _undo:
         _undo.pop()()
+
+
+def release_signal(number: int) -> None:
+    """Write no flight recorders at a signal any more: the signal is needed for something else."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is _save_on_signal:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def end_job(reason: str) -> None:
@@ -212,7 +225,7 @@ def _wait_for_lower_rank(job: Job) -> None:
 def _end_with_code(error: SystemExit) -> None:
     """End the job if this rank's program ends with another code than 0."""
     job, code = _jobs[0], status_of(error)
-    if code == 0:
+    if code == 0 or getattr(error, "raised_on_all_ranks", False):  # then all ranks end by themselves
         return
     if _has_left(job, error):
         _report_exit(job, error)
@@ -249,11 +262,6 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
             _write(f"{where}\n", _jobs[0].prefix)
     finally:
         _saving.clear()
-
-
-def _default(number: signal.Signals) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _abort(job: Job, code: int) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "num_open",
     "install_job_abort",
     "leave",
+    "release_signal",
     "require_no_build_failure",
     "tell_end",
     "no_communicators_left",
@@ -126,12 +127,13 @@ def require_no_build_failure() -> None:
         raise UnavailableError(f"{_unbuilt[0]} before, so no other one can be built; end the job, and start it again")
 
 
-def install_job_abort(world: Intracomm, aborts: bool) -> None:
+def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None) -> None:
     """Make a failure of this rank's program end all ranks of the job, from now on. Local.
 
     Args:
         world: All ranks of the job.
         aborts: Whether an exception that nobody catches ends the job.
+        flight_signal: The name of the signal that writes flight recorders to files, or `None`.
     """
     if world.Get_size() == 1:
         return
@@ -144,7 +146,7 @@ def install_job_abort(world: Intracomm, aborts: bool) -> None:
     job = _job_of(world.Get_rank(), abort)
     job_abort.register_job(job)
     if aborts:
-        job_abort.install(job)
+        job_abort.install(job, flight_signal)
 
 
 def end_job_before_start(environ: Mapping[str, str]) -> None:
@@ -178,6 +180,11 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
         has_lower_rank_ended,
         leave,
     )
+
+
+def release_signal(number: int) -> None:
+    """Write no flight recorders at a signal any more: the signal is needed for something else. Local."""
+    job_abort.release_signal(number)
 
 
 def num_open() -> int:

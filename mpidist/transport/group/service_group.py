@@ -93,7 +93,7 @@ def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]
     """
     comm, world = communicators(comm)
     settings = own_settings()
-    open_groups.install_job_abort(world, settings.abort_on_error)
+    open_groups.install_job_abort(world, settings.abort_on_error, settings.flight_signal)
     wait_for_all_ranks(comm, settings)
     return comm, comm.allgather(item)
 

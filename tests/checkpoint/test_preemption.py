@@ -1,0 +1,185 @@
+"""Jobs that are to be preempted: real ranks, real signals; all save the same step, and end with "try again"."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs.failing import PROJECT, Job, job  # noqa: F401
+
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+from mpidist.experimental import PreemptionCheckpointHandler
+
+EXAMPLE = Path(PROJECT) / "docs/examples/preemptible.py"
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+heard = []
+signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+strategy = mpidist.MultiWorkerMirroredStrategy()
+rank = strategy.topology.rank
+with strategy.scope():
+    total = mpidist.Variable(np.zeros(3))
+    checkpoint = Checkpoint(total=total, step=0)
+manager = CheckpointManager(checkpoint, sys.argv[0] + ".saved", background=True)
+def send(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+def train(num_steps=6, before_call=lambda step: None, after_call=lambda step: None, **options):
+    handler = mpidist.experimental.PreemptionCheckpointHandler(manager, **options)
+    manager.restore_or_initialize()
+    def one_step():
+        before_call(checkpoint.step)
+        total.assign_add(strategy.reduce("sum", np.ones(3)))
+        after_call(checkpoint.step)
+    while checkpoint.step < num_steps:
+        handler.run(one_step)
+        checkpoint.step += 1
+    sys.stdout.write(f"rank {rank} ended at {checkpoint.step} with {total.numpy()[0]:.0f}\\n")
+    strategy.close()
+"""
+WHILE_SAVING = """
+real = manager.save
+def save(number=None):
+    send()
+    path = real(number)
+    send()
+    return path
+manager.save = save
+train(before_call=lambda step: rank == 1 and step == 2 and send())
+"""
+SIGNALS = {
+    "at one rank": ("train(before_call=lambda step: rank == 1 and step == 2 and send())", 3),
+    "after the call": ("train(after_call=lambda step: rank == 2 and step == 2 and send())", 4),
+    "at all ranks, at other steps": ("train(before_call=lambda step: step == rank + 1 and send())", 2),
+    "at all ranks, at once": ("train(before_call=lambda step: step == 1 and send())", 2),
+    "twice, of two kinds": (
+        "train(before_call=lambda step: step >= 1 and rank == 0 and (send(), send(signal.SIGUSR1)))",
+        2,
+    ),
+    "before the first step": (
+        "train(before_call=lambda step: step == 0 and rank == 0 and send())",
+        1,
+    ),
+    "while it saves": (
+        WHILE_SAVING,
+        3,
+    ),
+    "at the end of its time": ("train(time_limit_seconds=0.0 if rank == 1 else None)", 1),
+    "in another scope": ("with strategy:\n    train(before_call=lambda step: rank == 1 and step == 2 and send())", 3),
+}
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
+@pytest.mark.whole
+@pytest.mark.parametrize("when", SIGNALS)
+def test_all_ranks_save_one_step_and_go_on_from_there(job: Job, when: str) -> None:  # noqa: F811
+    body, step = SIGNALS[when]
+    ended = job(body, head=HEAD)
+    assert ended.status == 75, ended.err
+    assert "Traceback" not in ended.err
+    assert len(re.findall("leaving with exit code 75", ended.err)) == 1
+    again = job(f"assert manager.restore_or_initialize()\nassert checkpoint.step == {step}\ntrain()", head=HEAD)
+    assert again.status == 0, again.err
+    assert sorted(again.out.splitlines()) == [f"rank {rank} ended at 6 with 18" for rank in range(3)]
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    "variables", [{"MPIDIST_TRANSPORT": "mpi"}, {"MPIDIST_TRANSPORT": "mpi", "MPIDIST_CHECK": "0"}]
+)
+def test_over_messages_compared_or_not(job: Job, variables: dict[str, str]) -> None:  # noqa: F811
+    ended = job("train(40, before_call=lambda step: rank == 1 and step == 2 and send())", head=HEAD, **variables)
+    assert ended.status == 75, ended.err
+    assert "SIGTERM on rank 1: saved" in ended.err
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
+def test_in_the_last_step_the_program_ends(job: Job) -> None:  # noqa: F811
+    ended = job("train(before_call=lambda step: step == 5 and send())", head=HEAD)
+    assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err
+
+
+@pytest.mark.no_mpi
+def test_users_handler_is_called_and_another_code_is_taken(job: Job) -> None:  # noqa: F811
+    body = """
+import atexit
+atexit.register(lambda: sys.stdout.write(f"rank {rank} heard {heard}\\n"))
+train(before_call=lambda step: rank == 0 and step == 1 and send(signal.SIGUSR1), exit_code=42)
+"""
+    ended = job(body, head=HEAD)
+    assert ended.status == 42, ended.err
+    assert f"rank 0 heard [{int(signal.SIGUSR1)}]" in ended.out
+
+
+@pytest.mark.no_mpi
+def test_signal_of_the_flight_recorder_is_a_setting(job: Job) -> None:  # noqa: F811
+    body = """
+handlers = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+sys.stdout.write(f"{[handler is signal.SIG_DFL for handler in handlers]}\\n")
+"""
+    for value, shown in {"": [False, True], "usr2": [True, False], "off": [True, True]}.items():
+        ended = job(body, MPIDIST_FLIGHT_SIGNAL=value)
+        assert ended.out.splitlines() == [str(shown)] * 3, ended.err
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
+def test_example_ends_with_the_same_bits_as_without_preemption(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    def run(folder: str, *arguments: str, signalled: str = "") -> object:
+        body = f"import runpy\nsys.argv[1:] = {[str(tmp_path / folder), *arguments]}\n{signalled}\n"
+        return job(f"{body}runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')", head="import os, signal, sys\n")
+
+    soon = """
+import threading, time, mpi4py.MPI
+def send():
+    while signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:  # until the example handles it
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGUSR1)
+if mpi4py.MPI.COMM_WORLD.rank == 1:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    threading.Thread(target=send, daemon=True).start()
+"""
+    undisturbed = run("one")
+    preempted = run("two", "0.02", signalled=soon)
+    assert (undisturbed.status, preempted.status) == (0, 75), preempted.err  # type: ignore[attr-defined]
+    assert run("two").out == undisturbed.out != ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.no_mpi
+def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        checkpoint = Checkpoint(step=0, array=np.zeros(2))
+        manager = CheckpointManager(checkpoint, tmp_path / "runs")
+        with pytest.raises(TypeError, match="takes a CheckpointManager"):
+            PreemptionCheckpointHandler(checkpoint)  # type: ignore[arg-type]
+        for wrong in ({"exit_code": 256}, {"time_limit_seconds": -1.0}, {"grace_seconds": -1.0}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                PreemptionCheckpointHandler(manager, **wrong)  # type: ignore[arg-type]
+        handler = PreemptionCheckpointHandler(manager, checkpoint_number=lambda: 7)
+        assert handler.run(lambda one, *, other: one + other, 1, other=2) == 3
+        assert handler.total_run_calls == 1
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as leaving:
+            handler.save_checkpoint_if_preempted()
+        assert leaving.value.code == 75
+        assert Path(manager.latest or "").name == "ckpt-7"
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 1))
+        late = PreemptionCheckpointHandler(manager, signals=())
+        with pytest.raises(SystemExit):
+            late.run(lambda: None)
+        assert "the end of the time on rank 0" in caplog.text
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
