@@ -34,7 +34,7 @@ class CancelledError(RuntimeError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """Not all ranks joined a collective call, or the call did not complete, within its `timeout_seconds`."""
+    """Not all ranks joined a call, or it did not complete, within its `timeout_seconds`; or GPUs did not."""
 
 
 class DataLossError(OSError):

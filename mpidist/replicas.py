@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-import numpy as np
-
 from mpidist.errors import TopologyError
 from mpidist.transport import (
     Device,
@@ -20,6 +18,7 @@ from mpidist.transport import (
     name_ranks,
     shard_bounds,
 )
+from mpidist.whole_number import whole_number
 
 __all__ = ["Replicas", "devices_on_one_node"]
 
@@ -59,14 +58,12 @@ class Replicas:
             TypeError: If `total` is no whole number.
             ValueError: If there are fewer replicas than ranks.
         """
-        if isinstance(total, bool) or not isinstance(total, (int, np.integer)):
-            raise TypeError(f"replicas must be a whole number, got {total!r}")
+        total = whole_number("replicas", total)
         if total < topology.size:
             raise ValueError(
                 f"replicas={total} is too few for {count_text(topology.size, 'rank')}, as each rank carries at "
                 f"least one; choose replicas={topology.size} or more, or start fewer ranks"
             )
-        total = int(total)
         bounds = shard_bounds(total, topology.size)
         ids_here = range(bounds[topology.rank], bounds[topology.rank + 1])
         return cls(ids_here, total, ReplicaTree(tuple(bounds), topology))

@@ -16,6 +16,7 @@ from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import recover_all, remove
 from mpidist.checkpoint.saving import BackgroundWriting, capture, write_together
 from mpidist.errors import DataLossError
+from mpidist.whole_number import whole_number
 
 __all__ = ["CheckpointManager"]
 
@@ -61,8 +62,8 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"CheckpointManager takes a Checkpoint, got {checkpoint!r}")
-        if max_to_keep is not None and _whole("max_to_keep", max_to_keep) < 1:
-            raise ValueError(f"max_to_keep must be at least 1, or None for all, got {max_to_keep}")
+        if max_to_keep is not None:
+            whole_number("max_to_keep", max_to_keep, 1, "None for all")
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
         self.checkpoint, self.directory = checkpoint, str(directory)
@@ -98,9 +99,8 @@ class CheckpointManager:
             OSError: If a rank cannot write, or could not write the checkpoint before, in the background. On every rank.
         """
         self.wait()
-        number = self._next_number() if checkpoint_number is None else _whole("checkpoint_number", checkpoint_number)
-        if number < 0:
-            raise ValueError(f"checkpoint_number must be at least 0, got {number}")
+        given = self._next_number() if checkpoint_number is None else checkpoint_number
+        number = whole_number("checkpoint_number", given, 0)
         place, strategy = self._place(number), self.checkpoint.strategy
         snapshot = capture(strategy, place, self.checkpoint.items(), self._in_background, {"number": number})
         finish = partial(self._remove_old, number)
@@ -200,9 +200,3 @@ def _is_open(extended: Any) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _whole(name: str, number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
-        raise TypeError(f"{name} must be a whole number, got {number!r}")
-    return int(number)

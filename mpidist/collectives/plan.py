@@ -17,6 +17,7 @@ import numpy as np
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic
 from mpidist.transport import FusedReducer, Levels, Reduction, Schedule, is_half
+from mpidist.whole_number import whole_number
 
 __all__ = [
     "FusedList",
@@ -256,10 +257,7 @@ def require_num_packs(owner: str, num_packs: int) -> None:
         TypeError: If `num_packs` is no whole number.
         ValueError: If `num_packs` is negative.
     """
-    if isinstance(num_packs, bool) or not isinstance(num_packs, (int, np.integer)):
-        raise TypeError(f"{owner} requires num_packs to be a whole number of packs, got {num_packs!r}")
-    if num_packs < 0:
-        raise ValueError(f"{owner} requires num_packs >= 0, got {num_packs}; 0 does not pack")
+    whole_number(f"num_packs of {owner}", num_packs, 0)
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
+from mpidist.whole_number import whole_number
 
 __all__ = ["Batches"]
 
@@ -44,8 +44,8 @@ class Batches:
         lengths = [_length(leaf) for leaf in self._leaves]
         if len(set(lengths)) != 1:
             raise InvalidArgumentError(f"Batches: arrays must be equally long on axis 0, got lengths {lengths}")
-        self.batch_size = _whole("batch_size", batch_size, 1)
-        self.seed = None if seed is None else _whole("seed", seed, 0)
+        self.batch_size = whole_number("Batches: batch_size", batch_size, 1)
+        self.seed = None if seed is None else whole_number("Batches: seed", seed, 0)
         self.num_samples = lengths[0]
         self._drops_remainder = drop_remainder
 
@@ -89,11 +89,3 @@ def _take(leaf: Any, rows: np.ndarray[Any, Any]) -> Any:
         return leaf[rows]
     sorted_rows, places = np.unique(rows, return_inverse=True)
     return leaf[sorted_rows][places]
-
-
-def _whole(name: str, number: Any, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-        raise TypeError(f"Batches: {name} must be a whole number, got {number!r}")
-    if number < least:
-        raise ValueError(f"Batches: {name} must be at least {least}, got {number}")
-    return int(number)

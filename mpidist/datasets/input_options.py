@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import final
 
 from mpidist.options import CaseInsensitiveEnum
+from mpidist.whole_number import whole_number
 
 __all__ = ["InputContext", "InputOptions", "InputReplicationMode"]
 
@@ -60,10 +60,7 @@ class InputOptions:
             if not isinstance(flag, bool):
                 raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
         mode = InputReplicationMode(experimental_replication_mode)
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-            raise TypeError(f"experimental_per_replica_buffer_size is a whole number of batches, not {size!r}")
-        if size < 1:
-            raise ValueError(f"experimental_per_replica_buffer_size must be >= 1 batch, got {size}")
+        size = whole_number("experimental_per_replica_buffer_size, in batches,", size, 1)
         if place and mode is not InputReplicationMode.PER_REPLICA:
             raise ValueError(
                 "experimental_place_dataset_on_device needs experimental_replication_mode=PER_REPLICA: each replica "
@@ -77,7 +74,7 @@ class InputOptions:
         object.__setattr__(self, "experimental_fetch_to_device", fetch)
         object.__setattr__(self, "experimental_replication_mode", mode)
         object.__setattr__(self, "experimental_place_dataset_on_device", place)
-        object.__setattr__(self, "experimental_per_replica_buffer_size", int(size))
+        object.__setattr__(self, "experimental_per_replica_buffer_size", size)
 
 
 @final

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, final
 
-import numpy as np
-
 from mpidist import errors
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.errors import InvalidArgumentError, TopologyError, UnavailableError
@@ -33,6 +31,7 @@ from mpidist.transport import (
     name_ranks,
     text_of,
 )
+from mpidist.whole_number import whole_number
 
 __all__ = ["Role", "Wanted"]
 
@@ -55,12 +54,8 @@ class Wanted(NamedTuple):
 
     def check(self) -> None:
         """Raise what is wrong by itself."""
-        staleness = self.staleness
-        if staleness is not None:
-            if isinstance(staleness, bool) or not isinstance(staleness, (int, np.integer)):
-                raise TypeError(f"staleness must be a whole number or None, got {staleness!r}")
-            if staleness < 0:
-                raise ValueError(f"staleness must be at least 0, or None for any, got {staleness}")
+        if self.staleness is not None:
+            whole_number("staleness", self.staleness, 0, "None for any")
         for name, given, known in (
             ("on_worker_lost", self.on_worker_lost, _WHEN_LOST),
             ("placement", self.placement, PLACEMENTS),
@@ -69,11 +64,8 @@ class Wanted(NamedTuple):
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {given!r}")
         if not isinstance(self.aggregate_in_node, bool):
             raise TypeError(f"aggregate_in_node must be True or False, got {self.aggregate_in_node!r}")
-        replicas = self.replicas
-        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, (int, np.integer))):
-            raise TypeError(f"replicas must be a whole number or None, got {replicas!r}")
-        if replicas is not None and replicas < 1:
-            raise ValueError(f"replicas must be at least 1, the number of each worker, got {replicas}")
+        if self.replicas is not None:
+            whole_number("replicas, the number on each worker,", self.replicas, 1, "None")
         if self.partitioner is not None and not callable(self.partitioner):
             raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
         if self.options is not None and not isinstance(self.options, CommunicationOptions):

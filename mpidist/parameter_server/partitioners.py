@@ -9,6 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
+from mpidist.whole_number import whole_number
+
 __all__ = [
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
@@ -118,5 +120,4 @@ def num_shards_of(partitioner: Callable[..., Any] | None, shape: tuple[int, ...]
 
 def _require_positive(**numbers: int) -> None:
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+        whole_number(name, number, 1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-import numpy as np
-
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec
 from mpidist.errors import TopologyError
 from mpidist.transport import name_ranks
+from mpidist.whole_number import whole_number
 
 __all__ = ["Roles", "Task", "check_counts", "roles_by_rank", "roles_of_tasks", "task_of"]
 
@@ -135,14 +134,12 @@ def check_counts(num_ps: Any, ps_ranks: Any) -> None:
     if num_ps is not None and ps_ranks is not None:
         raise ValueError(f"got num_ps={num_ps} and ps_ranks={ps_ranks!r}; leave one of the two out")
     if num_ps is not None:
-        _require_whole("num_ps", num_ps)
-        if num_ps < 1:
-            raise ValueError(f"num_ps must be at least one ps, got {num_ps}")
+        whole_number("num_ps, the number of servers,", num_ps, 1)
     if ps_ranks is not None:
         if isinstance(ps_ranks, str) or not isinstance(ps_ranks, (Sequence, range)):
             raise TypeError(f"ps_ranks must be a list of ranks, got {ps_ranks!r}")
         for rank in ps_ranks:
-            _require_whole("a rank of ps_ranks", rank)
+            whole_number("a rank of ps_ranks", rank)
         if not ps_ranks or len(set(ps_ranks)) < len(ps_ranks):
             raise ValueError(f"ps_ranks must name at least one ps, and each rank once; got {list(ps_ranks)}")
 
@@ -167,8 +164,3 @@ def roles_by_rank(size: int, num_ps: int | None, ps_ranks: Sequence[int] | None)
         if len(servers) == size:
             raise ValueError(f"ps_ranks={list(servers)} of {size} ranks leaves not at least one worker")
     return Roles(tuple(rank for rank in range(size) if rank not in servers), servers)
-
-
-def _require_whole(what: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
-        raise TypeError(f"{what} must be a whole number, got {number!r}")

@@ -16,6 +16,7 @@ from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.replica_context.joint_calls import JointCalls, SharedResult
 from mpidist.transport import Device, open_groups
 from mpidist.values import local_components
+from mpidist.whole_number import whole_number
 
 __all__ = ["ReplicaContext"]
 
@@ -93,8 +94,11 @@ class ReplicaContext:
             TypeError: If `seed` or a part of `key` is no whole number.
             ValueError: If one is negative.
         """
-        entropy = _whole_number("seed", seed)
-        spawn_key = self._replica_id, *(_whole_number(f"key[{at}]", part) for at, part in enumerate(key))
+        entropy = whole_number("ReplicaContext.rng: seed", seed, 0)
+        spawn_key = (
+            self._replica_id,
+            *(whole_number(f"ReplicaContext.rng: key[{at}]", part, 0) for at, part in enumerate(key)),
+        )
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy, spawn_key=spawn_key)))
 
     def all_reduce(
@@ -277,11 +281,3 @@ class ReplicaContext:
             f"ReplicaContext.{call}: mismatching ReplicaContext; this one was current in another call of run() or on "
             "another thread. Ask mpidist.get_replica_context() for the current one"
         )
-
-
-def _whole_number(name: str, value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"ReplicaContext.rng: {name} must be a whole number >= 0, got {value!r}; pass int(...) of it")
-    if value < 0:
-        raise ValueError(f"ReplicaContext.rng: {name} must be a whole number >= 0, got {value}")
-    return int(value)

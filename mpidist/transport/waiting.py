@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
-__all__ = ["complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
+from mpidist.errors import DeadlineExceededError
+
+__all__ = ["Patience", "complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -29,6 +35,40 @@ class _SpinLimit:
 def set_crowded(num_ranks: int) -> None:
     """Set the number of ranks on this machine. If it has fewer cores, ranks yield their cores sooner."""
     _SpinLimit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
+
+
+@final
+@dataclass(frozen=True)
+class Patience:
+    """How long this process waits for something that no other rank takes part in, such as work of its own GPUs.
+
+    Attributes:
+        stall_seconds: When to warn of a wait without a deadline; 0 for never.
+        timeout_seconds: When to give up; `None` or 0 for never.
+    """
+
+    stall_seconds: float = 0.0
+    timeout_seconds: float | None = None
+
+    def watch(self, what: str, advice: str) -> Callable[[], None]:
+        """Begin a wait: return what is called again and again meanwhile, as in `poll`.
+
+        Args:
+            what: What the process waits for.
+            advice: What the user can do.
+        """
+        since, has_warned = time.monotonic(), False
+
+        def check() -> None:
+            nonlocal has_warned
+            waited, timeout = time.monotonic() - since, self.timeout_seconds
+            if timeout and waited >= timeout:
+                raise DeadlineExceededError(f"{what} did not end within {timeout:g} s; {advice}")
+            if not timeout and not has_warned and 0 < self.stall_seconds <= waited:
+                has_warned = True
+                logger.warning("mpidist: %s has taken %.0f s by now; %s", what, waited, advice)
+
+        return check
 
 
 def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:

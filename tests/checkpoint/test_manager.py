@@ -87,8 +87,8 @@ def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
         checkpoint: Any = made(strategy, 0)
         for arguments, kind, pattern in (
             ((checkpoint.items(), folder), TypeError, "takes a Checkpoint, got {"),
-            ((checkpoint, folder, 0), ValueError, "max_to_keep must be at least 1, or None for all, got 0"),
-            ((checkpoint, folder, 2.0), TypeError, "max_to_keep must be a whole number, got 2.0"),
+            ((checkpoint, folder, 0), ValueError, "max_to_keep must be a whole number >= 1, or None for all, got 0"),
+            ((checkpoint, folder, 2.0), TypeError, "max_to_keep must be a whole number >= 1, or None for all, got 2.0"),
         ):
             with pytest.raises(kind, match=pattern):
                 CheckpointManager(*arguments)
@@ -96,8 +96,8 @@ def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
             CheckpointManager(checkpoint, folder, checkpoint_name="a/b")
         manager = CheckpointManager(checkpoint, folder)
         for number, kind, pattern in (
-            (-1, ValueError, "at least 0, got -1"),
-            (1.5, TypeError, "whole number, got 1.5"),
+            (-1, ValueError, ">= 0, got -1"),
+            (1.5, TypeError, "whole number >= 0, got 1.5"),
         ):
             with pytest.raises(kind, match=pattern):
                 manager.save(number)  # type: ignore[arg-type]

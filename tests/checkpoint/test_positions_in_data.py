@@ -252,9 +252,12 @@ def test_batches_say_what_is_wrong() -> None:
         Batches((np.zeros(3), np.zeros(4)), 2)
     with pytest.raises(mpidist.errors.InvalidArgumentError, match="must be an array with rows, got int"):
         Batches((np.zeros(3), 4), 2)
-    with pytest.raises(TypeError, match=r"batch_size must be a whole number, got 2\.5"):
+    with pytest.raises(TypeError, match=r"batch_size must be a whole number >= 1, got 2\.5"):
         Batches(np.zeros(3), 2.5)  # type: ignore[arg-type]
-    for arguments, text in (({"batch_size": 0}, "batch_size must be at least 1"), ({"seed": -1}, "seed must be at le")):
+    for arguments, text in (
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1"),
+        ({"seed": -1}, "seed must be a whole number >= 0"),
+    ):
         with pytest.raises(ValueError, match=text):
             Batches(np.zeros(3), **({"batch_size": 2} | arguments))  # type: ignore[arg-type]
 

@@ -178,7 +178,7 @@ def test_two_ranks_cannot_be_one_task(comm: Intracomm) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"num_ps": 0}, ValueError, "at least one ps"),
+        ({"num_ps": 0}, ValueError, "the number of servers, must be a whole number >= 1, got 0"),
         ({"num_ps": 1.0}, TypeError, "whole number"),
         ({"num_ps": True}, TypeError, "whole number"),
         ({"num_ps": 1, "ps_ranks": [0]}, ValueError, "leave one of the two out"),

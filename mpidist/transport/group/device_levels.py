@@ -37,6 +37,7 @@ from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
+from mpidist.transport.waiting import Patience
 
 __all__ = ["DeviceLevels"]
 
@@ -154,7 +155,8 @@ class DeviceLevels:
             if reason:
                 logger.warning("replicas on several GPUs of one rank are added on the first one of them: %s", reason)
             else:
-                made = GpusOfProcess(self._cuda, indices)
+                patience = Patience(self._settings.stall_seconds, self._settings.timeout_seconds)
+                made = GpusOfProcess(self._cuda, indices, patience)
                 self._own.append(made)
             self._gpus_of_process[indices] = made
         return self._gpus_of_process[indices]

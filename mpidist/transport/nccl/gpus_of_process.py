@@ -19,12 +19,13 @@ from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.text import first_line
 from mpidist.transport.tree import Fold
-from mpidist.transport.waiting import never_free, poll
+from mpidist.transport.waiting import Patience, never_free, poll
 
 __all__ = ["GpusOfProcess"]
 
 _START_SECONDS: Final = 120.0
 _NAP_SECONDS: Final = 0.001
+_ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_NCCL=0 without NCCL"
 
 
 @final
@@ -61,12 +62,14 @@ class GpusOfProcess:
     Args:
         cuda: CuPy and NCCL.
         indices: The GPUs, each once. The first one is the current device, before and after each call.
+        patience: How long a call waits for the GPUs.
 
     Raises:
         UnavailableError: If NCCL cannot start.
     """
 
-    def __init__(self, cuda: Cuda, indices: Sequence[int]) -> None:
+    def __init__(self, cuda: Cuda, indices: Sequence[int], patience: Patience) -> None:
+        self._patience = patience
         self._cuda, self._nccl, self._byte = cuda, cuda.nccl, int(cuda.nccl.NCCL_UINT8)
         self._first = cuda.cupy.cuda.Device(indices[0])
         self._gpus: list[_Gpu] = []
@@ -92,6 +95,9 @@ class GpusOfProcess:
             ufunc: The elementwise operation.
             parts: [GPUs][arrays], of equal shapes on all GPUs.
             rows: [rows], flat arrays on the first GPU, of the dtype in which the arrays are added.
+
+        Raises:
+            DeadlineExceededError: If the GPUs did not do it in time. The communicators are aborted.
         """
         count, dtype = rows[0].size, rows[0].dtype
         if not count:
@@ -118,6 +124,9 @@ class GpusOfProcess:
         Args:
             sources: [arrays], contiguous.
             targets: [other GPUs][arrays], contiguous, of the same sizes and dtypes.
+
+        Raises:
+            DeadlineExceededError: As for `add`.
         """
         everywhere = [sources, *targets]
         with self._launches("a broadcast", everywhere), self._group():
@@ -236,13 +245,15 @@ class GpusOfProcess:
             gpu.device.use()
             gpu.done.record(gpu.stream)
         self._first.use()
-        cupy = self._cuda.cupy
-        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), self._check)
-        self._require_usable(what)  # an abort ends work, too
+        cupy, check_time = self._cuda.cupy, self._patience.watch(what, _ADVICE)
 
-    def _check(self) -> None:
-        for gpu in self._gpus:
-            gpu.handle.comm.check_async_error()
+        def check() -> None:
+            for gpu in self._gpus:
+                gpu.handle.comm.check_async_error()
+            check_time()
+
+        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), check)
+        self._require_usable(what)  # an abort ends work, too
 
     def _require_usable(self, what: str) -> None:
         ended = next((gpu.handle.ended for gpu in self._gpus if gpu.handle.ended), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from standin.gpus import down, gpus, standin, up
 
-from mpidist.errors import UnavailableError
+from mpidist.errors import DeadlineExceededError, UnavailableError
+from mpidist.transport.nccl import gpus_of_process
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.tree import Fold
+from mpidist.transport.waiting import Patience
 
 __all__ = ["gpus", "standin"]
 
@@ -45,7 +48,7 @@ def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
             pytest.skip(f"needs a GPU: {count} of them")
         indices = list(range(count)) if request.param == "a GPU each" else [0] * count
         gpus.cupy.cuda.Device(0).use()
-        made.append(GpusOfProcess(gpus, indices))
+        made.append(GpusOfProcess(gpus, indices, Patience()))
         return made[-1], indices
 
     yield several
@@ -97,7 +100,7 @@ def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
 
 
 def test_error_of_nccl_ends_the_communicators(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    its = GpusOfProcess(standin.cuda, [0, 1, 2])
+    its = GpusOfProcess(standin.cuda, [0, 1, 2], Patience())
     fold = FOLDS[1]
 
     def fail(*_: Any) -> None:
@@ -118,3 +121,27 @@ def test_error_of_nccl_ends_the_communicators(standin: Any, monkeypatch: pytest.
         add()
     nccl_handles.wait_for_endings()
     assert standin.log == [("abort", 3)]
+
+
+@pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])
+def test_gpus_that_do_not_end_are_told_and_given_up(
+    standin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
+) -> None:
+    its = GpusOfProcess(standin.cuda, [0, 1], Patience(stall, timeout))
+
+    def broadcast() -> None:
+        its.broadcast([put(standin.cuda, 0, np.ones(9))], [[put(standin.cuda, 1, np.zeros(9))]])
+
+    broadcast()
+    until, real = time.monotonic() + 0.6, gpus_of_process.is_complete
+    monkeypatch.setattr(gpus_of_process, "is_complete", lambda *given: time.monotonic() > until and real(*given))
+    if timeout:
+        with pytest.raises(DeadlineExceededError, match=r"a broadcast over GPUs 0, 1 .* did not end within 0\.[24] s"):
+            broadcast()
+        nccl_handles.wait_for_endings()
+        assert ({what for what, _ in standin.log}, sum(number for _, number in standin.log)) == ({"abort"}, 2)
+    else:
+        broadcast()
+        its.free()
+    told = [record for record in caplog.records if "over GPUs 0, 1 of one process has taken" in record.message]
+    assert len(told) == (1 if stall and not timeout else 0), caplog.text

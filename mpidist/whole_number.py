@@ -1,0 +1,31 @@
+"""The check of arguments that count something."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+__all__ = ["whole_number"]
+
+
+def whole_number(what: str, value: Any, least: int | None = None, otherwise: str = "") -> int:
+    """Return a whole number as an int. Local.
+
+    Args:
+        what: What the number is, for errors.
+        value: What a user passed. A truth value is no number.
+        least: The least number that is allowed; any, for `None`.
+        otherwise: What a user can pass besides, for errors, such as "None for all".
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is too small.
+    """
+    bound = "" if least is None else f" >= {least}"
+    needed = f"{what} must be a whole number{bound}{otherwise and f', or {otherwise}'}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{needed}, got {value!r}")
+    number = int(value)
+    if least is not None and number < least:
+        raise ValueError(f"{needed}, got {number}")
+    return number
