@@ -21,6 +21,7 @@ from mpidist.transport import (
     name_ranks,
     reason_against_nccl,
     size_text,
+    time_text,
     unknown_settings,
 )
 
@@ -109,7 +110,7 @@ def _all_reduces(group: SyncGroup) -> list[Finding]:
             factor = topology.size * (topology.size + 1) // 2
             wrong += not np.array_equal(total, base * factor + step * topology.size)
         slowest = float(ops.all_reduce("max", np.float64(median(seconds[1:]))))
-        texts.append(f"{size_text(nbytes)} in {_time_text(slowest)}")
+        texts.append(f"{size_text(nbytes)} in {time_text(slowest)}")
     num_wrong = int(ops.all_reduce("sum", np.int64(wrong)))
     if num_wrong:
         return [Finding(Mark.FAIL, f"all-reduce: {num_wrong} of the sums that ranks got were wrong. Do not train here")]
@@ -181,7 +182,3 @@ def _once(found: Sequence[Finding]) -> list[Finding]:
     """Tell once what is found on several nodes, and say how often."""
     times = {one: found.count(one) for one in found}
     return [Finding(one.mark, f"{one.text} ({times[one]} nodes)" if times[one] > 1 else one.text) for one in times]
-
-
-def _time_text(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -28,6 +28,7 @@ from mpidist.transport import (
     name_placement,
     save_cost_model,
     size_text,
+    time_text,
     tuning_path,
 )
 
@@ -148,7 +149,7 @@ def explain(model: CostModel, placement: Placement) -> str:
     names = ("one_shot", "two_shot") if nodes == 1 else ("leader", "hierarchical", "two_shot")
     lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
     for power in range(10, 31, 2):
-        times = "".join(f"{_time(model.seconds(name, 1 << power, placement)):>14}" for name in names)
+        times = "".join(f"{time_text(model.seconds(name, 1 << power, placement)):>14}" for name in names)
         lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
     lines += _reasons(model, placement)
     return "\n".join(lines)
@@ -174,15 +175,9 @@ def _reasons(model: CostModel, placement: Placement) -> list[str]:
     return [
         start,
         "leader, hierarchical: node, nodes and node in turn; by one rank a node for little, or by all.",
-        f"chunks of {chunk_text}: {_time(link)} each on the link, beside latencies of {_time(model.link_seconds)}.",
+        f"chunks of {chunk_text}: {time_text(link)} each on the link, latencies {time_text(model.link_seconds)}.",
         f"{model.depth(placement)} shards of a lane under way at once, so that the link does not wait.",
     ]
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _seconds(text: str) -> float:

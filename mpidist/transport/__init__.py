@@ -59,7 +59,7 @@ from mpidist.transport.shared_memory import (
     TwoShot,
     places_digest,
 )
-from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, value_text
+from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete, never_free, poll
@@ -149,6 +149,7 @@ __all__ = [
     "shard_bounds",
     "size_text",
     "text_of",
+    "time_text",
     "unknown_settings",
     "tuning_path",
     "value_text",

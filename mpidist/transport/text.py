@@ -8,7 +8,7 @@ from enum import Enum
 from numbers import Number
 from typing import Any, Final
 
-__all__ = ["count_text", "first_line", "last_line", "name_ranks", "size_text", "text_of", "value_text"]
+__all__ = ["count_text", "first_line", "last_line", "name_ranks", "size_text", "text_of", "time_text", "value_text"]
 
 _MAX_ITEMS: Final = 8  # the longest list or tuple that is written out
 
@@ -25,6 +25,13 @@ def size_text(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} GiB"
+
+
+def time_text(seconds: float) -> str:
+    """Write a time in a unit of suitable size."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def first_line(error: BaseException) -> str:

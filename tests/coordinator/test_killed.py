@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, FOUR, Ended, Job, again_if_slow, job, soon
-from mpi4py import MPI
-from mpi_session.launch import Launcher
+from jobs.ulfm import HAS_ULFM, survivor
 
-__all__ = ["job"]
+__all__ = ["job", "survivor"]
 
 pytestmark = pytest.mark.no_mpi
 
@@ -111,13 +108,8 @@ def test_a_server_that_is_killed_is_an_error_of_the_chief_and_the_workers_end(jo
         soon(note.at - ended.of("fault")[3].at, 4 * AT_ONCE_SECONDS)
 
 
-if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
+if HAS_ULFM:
 
     @pytest.mark.core
-    def test_pushes_are_made_once_where_mpi_says_that_a_worker_is_gone(
-        job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        find = Launcher.find
-        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
-        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
-        require_pushes_once(job(WORKER.format(before=BEFORE["made"], calls=CALLS), FOUR))
+    def test_pushes_are_made_once_where_mpi_says_that_a_worker_is_gone(survivor: Job) -> None:
+        require_pushes_once(survivor(WORKER.format(before=BEFORE["made"], calls=CALLS), FOUR))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
-from mpi4py import MPI
-from mpi_session.launch import Launcher
+from jobs.ulfm import HAS_ULFM, survivor
 from parameter_server.clusters import on_workers
 
 from mpidist import CommunicationOptions, Variable
@@ -19,7 +17,7 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
 
-__all__ = ["job"]
+__all__ = ["job", "survivor"]
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -246,15 +244,7 @@ def test_asking_whether_all_is_done_notices_a_worker_that_is_killed(job: Job, mo
     soon(asked.at - ended.of("fault")[1].at, 2 * AT_ONCE_SECONDS)
 
 
-if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
-
-    @pytest.fixture
-    def survivor(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
-        """Start jobs in which MPI itself says that a process has failed, and the others go on (ULFM)."""
-        find = Launcher.find
-        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
-        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
-        return job
+if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.no_mpi

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, FOUR, THREE, Ended, Job, Placement, again_if_slow, job, soon
-from mpi4py import MPI
-from mpi_session.launch import Launcher
+from jobs.ulfm import HAS_ULFM, survivor
 
-__all__ = ["job"]
+__all__ = ["job", "survivor"]
 
 pytestmark = pytest.mark.no_mpi
 
@@ -172,16 +169,13 @@ def test_others_finish_without_a_worker_that_is_killed(
     soon(max(note.at for note in ended.of("end").values()) - ended.of("fault")[1].at, 20 * AT_ONCE_SECONDS)
 
 
-if "Open MPI" in MPI.Get_library_version():  # MPICH ends the job with a rank
+if HAS_ULFM:
 
     @pytest.mark.core
     @pytest.mark.parametrize("fault", [KILLED, QUITS], ids=["killed", "quits"])
-    def test_open_mpi_survives_a_worker_that_is_killed(job: Job, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """ULFM: MPI itself says that a process has failed, and the others go on."""
-        find = Launcher.find
-        ulfm = dataclasses.replace(find(None), command=(*find(None).command, "--with-ft", "ulfm"))
-        monkeypatch.setattr(Launcher, "find", lambda given: ulfm)
-        ended = job(program(fault), FOUR)
+    def test_open_mpi_survives_a_worker_that_is_killed(survivor: Job, fault: str) -> None:
+        """MPI itself says that a process has failed, and the others go on."""
+        ended = survivor(program(fault), FOUR)
         assert ended.status == 75, ended
         assert "worker 1 (rank 1) is lost" in ended.err
         require_rest(ended, FOUR)
