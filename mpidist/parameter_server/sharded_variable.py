@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.parameter_server.messages import RowsChange
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.variable import ServerVariable, read_together
+from mpidist.parameter_server.variable import ServerVariable, read_together, row_numbers
 from mpidist.values import IndexedSlices, local_component
 from mpidist.variables import (
     ReadsAsArray,
@@ -127,12 +127,7 @@ class ShardedVariable(ReadsAsArray, SparseUpdates):
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Ask for some rows, [k, ...]: only of the servers that have some of them. As `ServerVariable.sparse_read`."""
-        wanted = np.atleast_1d(np.asarray(indices))
-        if wanted.dtype.kind not in "iu" or wanted.ndim != 1:
-            raise TypeError(f"rows of {self._what} are read by integers [k], got {indices!r}")
-        for index in (wanted.min(), wanted.max()) if wanted.size else ():
-            if not 0 <= index < self.shape[0]:
-                raise IndexError(f"row {index} is out of bounds: {self._what} has rows 0 to {self.shape[0] - 1}")
+        wanted = row_numbers(self._what, indices, self.shape)
         rows = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         for shard, places in self._by_shard(wanted):
             rows[places] = self._variables[shard].sparse_read(wanted[places] - self._bounds[shard])

@@ -30,7 +30,7 @@ from mpidist.variables import (
 if TYPE_CHECKING:
     from mpidist.transport import SyncGroup
 
-__all__ = ["ServerVariable", "VariableTraits", "read_together"]
+__all__ = ["ServerVariable", "VariableTraits", "read_together", "row_numbers"]
 
 _SCATTER: Final = {
     "scatter_add": Change.ADD,
@@ -158,13 +158,7 @@ class ServerVariable(DistributedValues, ReadsAsArray, SparseUpdates):
             TypeError: If the indices are no integers.
         """
         self._require_current("sparse_read")
-        wanted = np.atleast_1d(np.asarray(indices))
-        if wanted.dtype.kind not in "iu" or wanted.ndim != 1 or not self.shape:
-            raise TypeError(f"rows of {self._what} are read by integers [k], got {indices!r}")
-        for index in (wanted.min(), wanted.max()) if wanted.size else ():
-            if not 0 <= index < self.shape[0]:
-                raise IndexError(f"row {index} is out of bounds: {self._what} has rows 0 to {self.shape[0] - 1}")
-        return self.servers.read_rows(self.location, wanted.astype(np.int64))
+        return self.servers.read_rows(self.location, row_numbers(self._what, indices, self.shape))
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value on the server, and return the variable. Waits for no other worker.
@@ -350,6 +344,22 @@ def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> N
     """Read variables of one strategy into contiguous arrays, with one request to each server."""
     if variables:
         variables[0].servers.read([variable.location for variable in variables], into)
+
+
+def row_numbers(what: str, indices: Any, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the rows of a variable that a user asks for, int64[k]. Local.
+
+    Raises:
+        TypeError: If the indices are no integers, or the variable has no rows.
+        IndexError: If there is no such row.
+    """
+    wanted = np.atleast_1d(np.asarray(indices))
+    if wanted.dtype.kind not in "iu" or wanted.ndim != 1 or not shape:
+        raise TypeError(f"rows of {what} are read by integers [k], got {indices!r}")
+    for index in (wanted.min(), wanted.max()) if wanted.size else ():
+        if not 0 <= index < shape[0]:
+            raise IndexError(f"row {index} is out of bounds: {what} has rows 0 to {shape[0] - 1}")
+    return wanted.astype(np.int64)
 
 
 Variable.register(ServerVariable)
