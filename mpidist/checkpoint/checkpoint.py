@@ -30,7 +30,8 @@ class Checkpoint:
 
     A name of the checkpoint is an attribute. Variables, arrays and generators are restored in place; numbers and texts
     are replaced in the checkpoint, so read them there: `checkpoint.epoch`. Of a distributed data set, or of its
-    iterator, the position is saved: the next pass goes on there, so that no sample is skipped and none is seen twice.
+    iterator, the position is saved: the next pass goes on there, so that no sample is skipped and none is seen twice,
+    where the data come in the same order.
 
     What is equal on all ranks is written once, by rank 0: variables whose copies are equal, and whatever else is found
     to be equal. Where ranks differ, each rank writes its own. A variable with `ON_READ` is written for each replica,

@@ -38,7 +38,8 @@ class PreemptionCheckpointHandler:
 
     A signal to any rank, or the end of its time, is a notice, which goes to the other ranks with the next call that all
     ranks make anyway; so a step costs no message more. The ranks stop at their next step: they save, wait until all is
-    written, and raise `SystemExit`, without ending the job for each other. A second signal changes nothing.
+    written, and raise `SystemExit`, without ending the job for each other. A second signal changes nothing. After the
+    last step nothing is stopped: a program that works on for long calls `save_checkpoint_if_preempted` now and then.
 
     Make one on every rank, in the main thread. A handler that the program has set for a signal before is called, too.
     The flight recorder gives up a signal that is named here.
@@ -77,7 +78,6 @@ class PreemptionCheckpointHandler:
         self._checkpoint_number = checkpoint_number
         self._extended: Any = manager.checkpoint.strategy.extended
         self._end = _end_of_time(time_limit_seconds, grace_seconds)
-        self._num_checks = 0
         self._reason = ""
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         for number in self._signals:
@@ -117,19 +117,18 @@ class PreemptionCheckpointHandler:
             SystemExit: If the ranks stop. On every rank, after the checkpoint is written.
             OSError: If it could not be written. On every rank.
         """
-        self._num_checks = check = self._num_checks + 1
         agreement = self._extended.group.agreement
-        notice = agreement.notice
-        notice.step = check
+        notice = agreement.notice  # of all handlers of the strategy, also of one whose loop is over
+        notice.step += 1
         if not self._reason and self._end is not None and time.monotonic() > self._end:
             self._reason = f"the end of the time on rank {self._rank}"
         if self._reason:  # again, as `reset` makes a new notice
             notice.give(self._reason)
-            if self._extended.group.topology.size == 1:
-                notice.settle([(check - 1, notice.reason)])
-        if notice.stop_step is not None and check >= notice.stop_step:
+        if notice.reason and self._extended.group.topology.size == 1:
+            notice.settle([(notice.step - 1, notice.reason)])
+        if notice.stop_step is not None and notice.step >= notice.stop_step:
             self._leave(notice.reason)
-        if not agreement.compares_all_calls and check % _STEPS_PER_ROUND == 0:
+        if not agreement.compares_all_calls and notice.step % _STEPS_PER_ROUND == 0:
             self._extended.agree(_CALL, {}, variant=1)
 
     @property
@@ -139,7 +138,7 @@ class PreemptionCheckpointHandler:
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._reason:
-            self._reason = f"{signal.Signals(number).name} on rank {self._rank}"
+            self._reason = f"{_name_of(number)} on rank {self._rank}"
             self._extended.group.agreement.notice.give(self._reason)  # with the next call, in this step
         if number in self._handlers_before:
             self._handlers_before[number](number, frame)
@@ -176,6 +175,14 @@ def _require_valid(manager: Any, exit_code: int, time_limit_seconds: float | Non
         raise ValueError(f"grace_seconds must be at least 0, got {grace_seconds}")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("PreemptionCheckpointHandler must be made in the main thread, which alone handles signals")
+
+
+def _name_of(number: int) -> str:
+    """Name a signal; those for real time have numbers alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _end_of_time(time_limit_seconds: float | None, grace_seconds: float) -> float | None:

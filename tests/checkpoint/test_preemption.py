@@ -157,7 +157,8 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    of_real_time = signal.SIGRTMIN + 1
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, of_real_time)}
     try:
         checkpoint = Checkpoint(step=0, array=np.zeros(2))
         manager = CheckpointManager(checkpoint, tmp_path / "runs")
@@ -179,6 +180,12 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
         with pytest.raises(SystemExit):
             late.run(lambda: None)
         assert "the end of the time on rank 0" in caplog.text
+        monkeypatch.delenv("SLURM_JOB_END_TIME")
+        PreemptionCheckpointHandler(manager, signals=[of_real_time]).run(signal.raise_signal, of_real_time)
+        of_next_loop = PreemptionCheckpointHandler(manager, signals=())
+        with pytest.raises(SystemExit):
+            of_next_loop.run(lambda: None)
+        assert f"signal {int(of_real_time)} on rank 0" in caplog.text
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)

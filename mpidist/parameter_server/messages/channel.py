@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn, final
@@ -300,7 +301,7 @@ class Channel:
         awaited, watchdog = self._awaited, self._group.watchdog
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self.rank,), f"{call} at {self.name}", False
         timeout = self._group.timeout_seconds
-        awaited.timeout = timeout + more_seconds if timeout else None
+        awaited.timeout = timeout + more_seconds if timeout and more_seconds < math.inf else None
         watchdog.begin()
         try:
             poll(test, watchdog.check_peers)

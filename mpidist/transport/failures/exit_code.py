@@ -5,14 +5,12 @@ from __future__ import annotations
 import builtins
 import ctypes
 import gc
-import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-__all__ = ["ends_normally", "status_of", "store_code", "watch_exits", "where_raised"]
+__all__ = ["ends_normally", "status_of", "watch_exits", "where_raised"]
 
 _CODE: Final = SystemExit.__dict__["code"]
 _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
@@ -59,19 +57,6 @@ def status_of(error: SystemExit) -> int:
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1  # anything else is a text that Python writes to stderr
-
-
-def store_code(environ: Mapping[str, str], code: int) -> None:
-    """Write the code with which the job ends into the file `MPIDIST_EXIT_CODE_FILE`, if no rank has written one. Local.
-
-    For the script that started the ranks: srun has a code of its own where Slurm kills the tasks of a job that ends.
-    """
-    path = environ.get("MPIDIST_EXIT_CODE_FILE", "").strip()
-    if path:
-        with suppress(OSError):  # there is a code, or the file cannot be written: the job must end nevertheless
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            os.write(file, f"{code}\n".encode())
-            os.close(file)
 
 
 def ends_normally(error: BaseException) -> bool:

@@ -15,7 +15,8 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
-from mpidist.transport.failures.exit_code import status_of, store_code, watch_exits, where_raised
+from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
+from mpidist.transport.mpi import store_code
 from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.text import text_of
 

@@ -7,7 +7,6 @@ rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` o
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -223,7 +222,7 @@ class ServiceGroup(OpenGroup):
         request = self.comm.Iallreduce(own, united, load_mpi().BOR)
         awaited, rank = self._awaited, self.topology.rank
         awaited.ranks = [other for other in range(self.topology.size) if other != rank]
-        awaited.what, awaited.timeout = "close()", math.inf  # a server may do something else after serve()
+        awaited.what, awaited.timeout = "close()", None  # a server may do something else after serve()
         self.watchdog.begin()
         try:
             poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))

@@ -3,7 +3,7 @@
 from mpidist.transport.mpi.child_process import is_forked_from_rank, mark_rank, require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.launch import check_launch
-from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
@@ -25,4 +25,5 @@ __all__ = [
     "require_no_child",
     "ring_all_reduce",
     "row_traffic",
+    "store_code",
 ]

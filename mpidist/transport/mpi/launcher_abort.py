@@ -1,4 +1,4 @@
-"""The end of a job that the launcher brings about by request, where MPI is not started and cannot be asked."""
+"""The end of a job that the launcher brings about, where MPI is not started; and the exit code for who asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from mpidist.transport.mpi.child_process import launcher_here
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 
-__all__ = ["ask_launcher_to_abort", "rank_before_start"]
+__all__ = ["ask_launcher_to_abort", "rank_before_start", "store_code"]
 
 _ANSWER_SECONDS: Final = 1.0
 
@@ -51,3 +51,16 @@ def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: b
             launcher.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
             launcher.recv(256)
         launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
+
+
+def store_code(environ: Mapping[str, str], code: int) -> None:
+    """Write the code with which the job ends into the file `MPIDIST_EXIT_CODE_FILE`, if no rank has written one. Local.
+
+    For the script that started the ranks: srun has a code of its own where Slurm kills the tasks of a job that ends.
+    """
+    path = environ.get("MPIDIST_EXIT_CODE_FILE", "").strip()
+    if path:
+        with suppress(OSError):  # there is a code, or the file cannot be written: the job must end nevertheless
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.write(file, f"{code}\n".encode())
+            os.close(file)

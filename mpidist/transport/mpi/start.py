@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final, final
 
 from mpidist.transport.mpi.launched_rank import LaunchedRank
-from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort
+from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, store_code
 from mpidist.transport.settings import Settings
 
 __all__ = ["start_mpi"]
@@ -125,6 +125,7 @@ class _Watch:
         prefix = f"[rank {self._rank.rank} on {socket.gethostname()}] "
         sys.stdout.flush()
         os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))
+        store_code(os.environ, _EXIT_CODE)
         time.sleep(_FORWARD_SECONDS)
         ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
         time.sleep(_FORWARD_SECONDS)
