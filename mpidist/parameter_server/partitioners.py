@@ -44,6 +44,7 @@ class FixedShardsPartitioner(Partitioner):
         num_shards: The number of shards.
 
     Raises:
+        TypeError: If the number is no whole number.
         ValueError: If the number is less than 1.
     """
 
@@ -65,6 +66,7 @@ class MinSizePartitioner(Partitioner):
         bytes_per_string: Of no effect: no array here holds strings.
 
     Raises:
+        TypeError: If a number is no whole number.
         ValueError: If a number is less than 1.
     """
 
@@ -87,6 +89,7 @@ class MaxSizePartitioner(Partitioner):
         bytes_per_string: Of no effect: no array here holds strings.
 
     Raises:
+        TypeError: If a number is no whole number.
         ValueError: If a number is less than 1.
     """
 

@@ -67,6 +67,12 @@ class RowsChange(NamedTuple):
         """Change no row."""
         return cls(location, np.empty(0, np.int64), np.empty((0, *location.shape[1:]), location.dtype))
 
+    @classmethod
+    def joined(cls, changes: Sequence[RowsChange]) -> RowsChange:
+        """Change what some changes of one array do, in their order. Copies."""
+        arrays = ([change.indices for change in changes], [change.values for change in changes])
+        return cls(changes[0].location, *map(np.concatenate, arrays))
+
 
 @final
 class KnownList(NamedTuple):

@@ -54,8 +54,5 @@ class Push(NamedTuple):
         sums = [np.empty_like(value) for value in first.values]
         for at, total in enumerate(sums):
             _SUM.combine([push.values[at].reshape(-1) for push in pushes], total.reshape(-1))
-        rows = [
-            RowsChange(changes[0].location, *(np.concatenate(arrays) for arrays in [*zip(*changes, strict=True)][1:]))
-            for changes in zip(*(push.rows for push in pushes), strict=True)
-        ]
+        rows = [RowsChange.joined(changes) for changes in zip(*(push.rows for push in pushes), strict=True)]
         return first._replace(values=sums, rows=rows)

@@ -104,10 +104,7 @@ class Layout:
         for part in parts:
             for changes, change in zip(found, self._rows_in(part), strict=True):
                 changes.append(change)
-        return [
-            RowsChange(location, *(np.concatenate(arrays) for arrays in [*zip(*changes, strict=True)][1:]))
-            for location, changes in zip(self._row_locations, found, strict=True)
-        ]
+        return [RowsChange.joined(changes) for changes in found]
 
     def _counts_in(self, memory: Array) -> Array:
         return memory[self._rows_start : self._rows_start + 8 * len(self._row_locations)].view(np.int64)
