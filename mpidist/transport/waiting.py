@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Final, TypeVar, final
 
-__all__ = ["complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
+__all__ = ["complete", "never_free", "observe_waits", "poll", "poll_or_keep", "set_crowded", "tell_wait"]
 
 _T = TypeVar("_T")
 
@@ -26,9 +26,25 @@ class _SpinLimit:
     spins = _SPINS
 
 
+@final
+class _Observer:
+    tell: Callable[[int, int], None] | None = None
+
+
 def set_crowded(num_ranks: int) -> None:
     """Set the number of ranks on this machine. If it has fewer cores, ranks yield their cores sooner."""
     _SpinLimit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
+
+
+def observe_waits(tell: Callable[[int, int], None] | None) -> None:
+    """Call a function after each wait, with begin and end in nanoseconds of the monotonic clock; `None` for no more."""
+    _Observer.tell = tell
+
+
+def tell_wait(begun: int, ended: int) -> None:
+    """Tell the observer of a wait, if there is one."""
+    if _Observer.tell is not None:
+        _Observer.tell(begun, ended)
 
 
 def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
@@ -39,6 +55,8 @@ def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds
         check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
         busy_seconds: How long to poll without sleeping: MPI's messages progress while they are tested.
     """
+    if _Observer.tell is not None:
+        test = _observed_test(test)
     for _ in range(_SpinLimit.spins):
         if test():
             return
@@ -61,6 +79,8 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
         The generator's result.
     """
     at, spun, start, spins = -1, 0, 0.0, _SpinLimit.spins
+    if _Observer.tell is not None:
+        steps = _observed_steps(steps)
     try:
         while True:
             now = next(steps)
@@ -101,6 +121,37 @@ def never_free(memory: tuple[Any, ...]) -> None:
     Python would free them before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+def _observed_test(test: Callable[[], bool]) -> Callable[[], bool]:
+    begun = time.monotonic_ns()
+
+    def observed() -> bool:
+        if not test():
+            return False
+        tell_wait(begun, time.monotonic_ns())
+        return True
+
+    return observed
+
+
+def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]:
+    """Tell the observer of each wait: from a step that returns a new number to the last one that returns the same."""
+    at, begun, called = -1, 0, 0
+    try:
+        while True:
+            called = time.monotonic_ns()
+            now = next(steps)
+            if now != at:
+                if begun:
+                    tell_wait(begun, called)
+                at, begun = now, time.monotonic_ns()
+            yield now
+    except StopIteration as end:
+        if begun:
+            tell_wait(begun, called)
+        result: _T = end.value
+        return result
 
 
 def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS) -> None:
