@@ -35,7 +35,8 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 NAME: Final = "trace"
 HELP: Final = "merge the traces of all ranks for Perfetto, and say who waited for whom"
 
-_LOG_WIDTH: Final = 10_000  # a line of a log is not broken
+_WIDTH: Final = 10_000  # lines are not broken, nor columns cut
+_MOST_FOR: Final = "most of it for"
 _MOST_RANKS: Final = 32  # in a table
 _OFTEN: Final = 0.5  # of the waits: who causes as much is named
 
@@ -82,9 +83,7 @@ def _write(path: Path, job: JobTrace) -> int:
 
 
 def _print_page(job: JobTrace) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_LOG_WIDTH)
+    console = Console(highlight=False, width=_WIDTH)
     with console.capture() as capture:
         clocks = "one clock" if job.num_clocks == 1 else f"clocks aligned to {_time_text(job.error)}"
         console.print(Text(f"{job.folder}: {count_text(job.num_clocks, 'host')}, {clocks}", style="bold"))
@@ -106,9 +105,9 @@ def _title(strategy: StrategyTrace, waits: StrategyWaits) -> str:
 
 def _table(strategy: StrategyTrace, waits: StrategyWaits) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    titles = ("rank", "host", "calls", "in calls", STAGING, WAITING, "most for", EXCHANGE, ADDING, "others waited")
+    titles = ("rank", "host", "calls", "in calls", STAGING, WAITING, _MOST_FOR, EXCHANGE, ADDING, "others for it")
     for title in titles:
-        table.add_column(title, justify="left" if title in ("host", "most for") else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("host", _MOST_FOR) else "right", no_wrap=True)
     shown = list(waits.ranks)
     if len(shown) > _MOST_RANKS:
         shown.sort(key=lambda rank: -waits.waits_for(rank))

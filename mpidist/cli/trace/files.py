@@ -251,9 +251,9 @@ def _rank_trace(file: _File, clocks: _Clocks) -> RankTrace:
 def _note(file: _File) -> str:
     last = file.pieces[-1] if file.pieces else {}
     if "full" in last:
-        return "its trace was full before the end"
+        return "the trace was full before the end"
     if "end" not in last:
-        return "its trace has no end: the process was ended, or the calls of the last second are missing"
+        return "the trace has no end: the process was ended, and up to a second of calls is missing"
     return ""
 
 

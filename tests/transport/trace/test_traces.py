@@ -310,7 +310,7 @@ def test_trace_that_is_too_long_ends(
             strategy.reduce("SUM", 1.0)
     assert "and gets no more; trace a part of the program" in caplog.text
     assert main(["trace", "merge", str(tmp_path)]) == 0
-    assert "its trace was full before the end" in capsys.readouterr().out
+    assert "the trace was full before the end" in capsys.readouterr().out
 
 
 def test_waits_are_told_while_somebody_listens() -> None:
@@ -352,7 +352,7 @@ def test_job_that_fails_leaves_files_that_can_be_read(
     least = 256 if program is KILLED else 400
     assert min(len(calls_of(of_rank)) for of_rank in pieces.values()) >= least
     assert main(["trace", "merge", str(tmp_path / "trace")]) == 0
-    assert ": its trace has no end" in capsys.readouterr().out
+    assert ": the trace has no end" in capsys.readouterr().out
 
 
 SERVERS = """
