@@ -120,6 +120,7 @@ def test_merged_file_shows_all_ranks(
             assert calls == ["start_all_reduce", "start_all_reduce", "reduce", "the end of trace()"]
             assert {"adding", "staging"} <= {event["name"] for event in own}
             assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in own)
+        assert any(event["name"] == "exchange" for event in events) == (comm.size > 1)
 
 
 def start_two() -> list[Any]:
@@ -281,6 +282,20 @@ def test_forked_process_writes_in_no_file_of_its_parent(comm: Intracomm, folder:
             os._exit(path.read_bytes() != before)
         assert os.waitpid(child, 0)[1] == 0
     assert len(calls_of(read(path))) == 2
+
+
+@pytest.mark.no_mpi
+def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_path: Path) -> None:
+    num_calls = 5000
+    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
+        for number in range(num_calls):
+            with strategy.raise_together(f"work {number // 5}"):
+                pass
+    (pieces,) = pieces_in(tmp_path).values()
+    texts = {int(number): text for piece in pieces for number, text in piece.get("texts", {}).items()}
+    rows = {row[0]: row for piece in pieces for row in piece.get("calls", ())}
+    assert [texts[row[2]][1] for row in rows.values()][:-1] == [f"work {at // 5}" for at in range(num_calls)]
+    assert all(row[-1] for row in [*rows.values()][:-1])
 
 
 @pytest.mark.no_mpi
