@@ -16,7 +16,7 @@ pytestmark = pytest.mark.no_mpi
 
 MS = 1_000_000
 BEGIN = 5_000 * MS
-TEXTS = {"1": ["reduce", "SUM of 3 x float32"], "2": ["gather", ""]}
+TEXTS = {"1": ["reduce", "SUM of 3 x float32"], "2": ["gather", ""], "3": ["start_all_reduce", ""]}
 
 Rows = list[list[int]]
 
@@ -165,6 +165,28 @@ def test_call_that_was_written_again_counts_once(tmp_path: Path, capsys: pytest.
     write(tmp_path, 1, LATE)
     assert merge(capsys, tmp_path)[0] == 0
     assert slices(tmp_path, "gather", 0) == [(80, 10)]
+
+
+def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [call(0, 10, 0, 40), call(1, 20, 0, 50), call(2, 45, 0, 60)]
+    for row in requests:
+        row[1] = 0  # not among the calls that all ranks make together
+    write(tmp_path, 0, requests, size=1)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert " 0 node1 3 50 ms (6 %) 0 0 - 75 ms 0 0 " in text
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = [(event["ts"] / 1000, event["tid"]) for event in events if event.get("cat") == "call"]
+    assert rows == [(10, 0), (20, 1), (45, 0)]
+
+
+def test_only_waits_are_known_of_a_call_that_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = [BEGIN + at * MS for at in (12, 14, 25, 28)]
+    write(tmp_path, 0, [call(0, 10, 21, 40, 3)], size=1, waits=waits)
+    assert merge(capsys, tmp_path)[0] == 0
+    assert slices(tmp_path, "waiting for ranks", 0) == [(12, 2)]
+    assert slices(tmp_path, "exchange", 0) == [(25, 3)]
+    assert slices(tmp_path, "adding", 0) == []
 
 
 @pytest.mark.parametrize(

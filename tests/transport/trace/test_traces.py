@@ -16,6 +16,7 @@ from support.everywhere import raises_everywhere
 from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.__main__ import main
 from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist.transport.agreement import SoloAgreement
 from mpidist.transport.waiting import observe_waits, tell_wait
 
 if TYPE_CHECKING:
@@ -266,6 +267,10 @@ def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.Captu
         strategy.reduce("SUM", np.ones(1000))
         strategy.reset()
         strategy.reduce("SUM", 1.0)
+        agreement = strategy.extended.group.agreement
+        assert isinstance(agreement, SoloAgreement)
+        assert agreement.recorder is not None
+    assert agreement.recorder is None
     events, text = merged(folder, capsys)
     assert [event["name"] for event in events if event.get("cat") == "call"] == ["reduce"] * 2 + ["the end of trace()"]
     assert "=> nobody waited for another rank" in text
@@ -353,10 +358,12 @@ if rank == 1:
 strategy.reduce("SUM", 1.0)
 """
 
+EXITS = RAISES.replace('raise KeyError("of rank 1")', "sys.exit(3)")
+
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-@pytest.mark.parametrize("program", [KILLED, RAISES], ids=["killed", "raises"])
+@pytest.mark.parametrize("program", [KILLED, RAISES, EXITS], ids=["killed", "raises", "exits"])
 def test_job_that_fails_leaves_files_that_can_be_read(
     job: Job, tmp_path: Path, program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
