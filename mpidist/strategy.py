@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from mpidist.cross_device_ops import reduce_along_axis
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Topology, arrays, count_text, ends_normally
+from mpidist.transport import Topology, arrays, count_text, ends_normally, traced
 from mpidist.values import (
     DistributedValues,
     PerReplica,
@@ -322,6 +323,16 @@ class Strategy(ABC):
             DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
         """
         return self._extended.raise_together(what)
+
+    def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Record what calls in a block wait for: `python -m mpidist trace merge` reads it. Collective at both ends.
+
+        Raises:
+            UnavailableError: If a rank cannot write to the folder. On every rank.
+            RuntimeError: If the strategy is traced already, or has parameter servers: set `MPIDIST_TRACE` there.
+        """
+        self._extended.require_cross_replica("trace")
+        return traced(self._extended.group, folder, is_in_lock_step=self._extended.service is None)
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive.

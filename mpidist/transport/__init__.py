@@ -38,6 +38,7 @@ from mpidist.transport.group import (
     narrow,
     raise_reported,
     raise_together,
+    traced,
     widen,
 )
 from mpidist.transport.half import bfloat16, dtype_named
@@ -61,6 +62,7 @@ from mpidist.transport.shared_memory import (
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
 from mpidist.transport.topology import Topology
+from mpidist.transport.trace import TRACE_VERSION, ClockSample
 from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete, never_free, poll
 
@@ -69,6 +71,7 @@ __all__ = [
     "CallRecord",
     "Array",
     "AwaitedPeers",
+    "ClockSample",
     "Communicator",
     "CostModel",
     "Device",
@@ -103,6 +106,7 @@ __all__ = [
     "FusedArrays",
     "FusedReducer",
     "SyncGroup",
+    "TRACE_VERSION",
     "Topology",
     "TwoShot",
     "TuningKey",
@@ -152,6 +156,7 @@ __all__ = [
     "text_of",
     "time_text",
     "unknown_settings",
+    "traced",
     "tuning_path",
     "value_text",
     "wait_for_devices",

@@ -34,6 +34,7 @@ _KNOWN: Final = (
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
     "MPIDIST_TIMEOUT_SECONDS",
+    "MPIDIST_TRACE",
     "MPIDIST_TRANSPORT",
     "MPIDIST_TUNE_DIR",
 )
@@ -58,6 +59,7 @@ class Settings:
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
         flight_signal: The signal at which flight recorders are written, or `None`.
+        trace: The folder for traces of all calls; "" for none.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
     """
 
@@ -71,6 +73,7 @@ class Settings:
     nccl: bool = True
     staging_bytes: int = 0
     flight_signal: str | None = "SIGUSR1"
+    trace: str = ""
     device_mpi: bool = False
 
     @classmethod
@@ -90,6 +93,7 @@ class Settings:
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
             staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES),
             flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
+            trace=environ.get("MPIDIST_TRACE", "").strip(),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )

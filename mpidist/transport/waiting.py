@@ -12,7 +12,16 @@ from typing import Any, Final, TypeVar, final
 
 from mpidist.errors import DeadlineExceededError
 
-__all__ = ["Patience", "complete", "never_free", "poll", "poll_or_keep", "set_crowded"]
+__all__ = [
+    "Patience",
+    "complete",
+    "never_free",
+    "observe_waits",
+    "poll",
+    "poll_or_keep",
+    "set_crowded",
+    "tell_wait",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +39,11 @@ _LONG_WAIT_SECONDS: Final = 1.0
 @final
 class _SpinLimit:
     spins = _SPINS
+
+
+@final
+class _Observer:
+    tell: Callable[[int, int], None] | None = None
 
 
 def set_crowded(num_ranks: int) -> None:
@@ -71,6 +85,17 @@ class Patience:
         return check
 
 
+def observe_waits(tell: Callable[[int, int], None] | None) -> None:
+    """Call a function after each wait, with begin and end in nanoseconds of the monotonic clock; `None` for no more."""
+    _Observer.tell = tell
+
+
+def tell_wait(begun: int, ended: int) -> None:
+    """Tell the observer of a wait, if there is one."""
+    if _Observer.tell is not None:
+        _Observer.tell(begun, ended)
+
+
 def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
     """Poll until a test is true.
 
@@ -79,6 +104,8 @@ def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds
         check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
         busy_seconds: How long to poll without sleeping: MPI's messages progress while they are tested.
     """
+    if _Observer.tell is not None:
+        test = _observed_test(test)
     for _ in range(_SpinLimit.spins):
         if test():
             return
@@ -101,6 +128,8 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
         The generator's result.
     """
     at, spun, start, spins = -1, 0, 0.0, _SpinLimit.spins
+    if _Observer.tell is not None:
+        steps = _observed_steps(steps)
     try:
         while True:
             now = next(steps)
@@ -141,6 +170,37 @@ def never_free(memory: tuple[Any, ...]) -> None:
     Python would free them before MPI ends, and mpi4py's requests do not hold the buffers of all collectives.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+def _observed_test(test: Callable[[], bool]) -> Callable[[], bool]:
+    begun = time.monotonic_ns()
+
+    def observed() -> bool:
+        if not test():
+            return False
+        tell_wait(begun, time.monotonic_ns())
+        return True
+
+    return observed
+
+
+def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]:
+    """Tell the observer of each wait: from a step that returns a new number to the last one that returns the same."""
+    at, begun, called = -1, 0, 0
+    try:
+        while True:
+            called = time.monotonic_ns()
+            now = next(steps)
+            if now != at:
+                if begun:
+                    tell_wait(begun, called)
+                at, begun = now, time.monotonic_ns()
+            yield now
+    except StopIteration as end:
+        if begun:
+            tell_wait(begun, called)
+        result: _T = end.value
+        return result
 
 
 def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS) -> None:

@@ -227,6 +227,14 @@ def test_watching_is_measured(tmp_path: Path) -> None:
     assert 200_000 <= found["a rank misses a deadline of 0.2 s"] < 700_000
 
 
+def test_cost_of_a_trace_is_measured() -> None:
+    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS / "trace_cost.py")]
+    command += ["--calls", "50", "--blocks", "3"]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0].strip() for line in done.stdout.splitlines()] == ["no trace", "trace"]
+
+
 def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:

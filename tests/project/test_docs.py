@@ -33,7 +33,7 @@ NOT_RUN = {
     "changes the library": 14,
     "for any program": 5,
     "installs packages": 4,
-    "measures the machine": 2,
+    "measures the machine": 4,
     "needs a GPU": 3,
     "needs a running job": 3,
     "needs Slurm": 3,

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.stop_notice import StopNotice
+from mpidist.transport.failures import FlightRecorder
 
 __all__ = ["CLOSE", "END", "Agreement", "Call", "CallRecord", "SoloAgreement"]
 
@@ -205,13 +206,20 @@ class Agreement(ABC):
 
 @final
 class SoloAgreement(Agreement):
-    """The agreement of one rank with itself."""
+    """The agreement of one rank with itself.
 
-    def __init__(self) -> None:
-        super().__init__(end=lambda: None, check_peers=lambda: None, ranks=frozenset())
+    Args:
+        recorder: Records the calls, if they are traced. Also an attribute.
+    """
+
+    def __init__(self, recorder: FlightRecorder | None = None) -> None:
+        super().__init__(end=self._end, check_peers=lambda: None, ranks=frozenset())
+        self.recorder = recorder
 
     def arrive(self, record: CallRecord) -> None:
-        pass  # there is no other rank
+        if self.recorder is not None:
+            self.sequence += 1
+            self.recorder.begin(self.sequence, record.name, record.details)
 
     def have_all_arrived(self) -> bool:
         return True
@@ -222,6 +230,8 @@ class SoloAgreement(Agreement):
     def conclude(self, record: CallRecord) -> bool:
         if record.error is not None:
             raise record.error
+        if self.recorder is not None:
+            self.recorder.agree()
         return True
 
     def all_reduce_or(self, flags: int) -> int:
@@ -231,7 +241,8 @@ class SoloAgreement(Agreement):
         return [item]
 
     def break_off(self, error: BaseException) -> None:
-        pass  # no other rank waits
+        if self.recorder is not None:  # no other rank waits
+            self.recorder.fail()
 
     def has_raised(self, error: BaseException) -> bool:
         return False
@@ -242,6 +253,10 @@ class SoloAgreement(Agreement):
     @property
     def broken(self) -> Exception | None:
         return None
+
+    def _end(self) -> None:
+        if self.recorder is not None:
+            self.recorder.end()
 
     def free(self) -> None:
         pass

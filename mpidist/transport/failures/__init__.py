@@ -6,7 +6,7 @@ from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.failures.flight_files import FILE_VERSION, GroupFlight, flight_folder
-from mpidist.transport.failures.flight_recorder import FlightRecorder
+from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.status_board import RESET, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
@@ -18,6 +18,7 @@ __all__ = [
     "BROKE_OFF",
     "CallWatchdog",
     "FILE_VERSION",
+    "FLIGHT_BYTES",
     "FlightRecorder",
     "GroupFlight",
     "Stragglers",

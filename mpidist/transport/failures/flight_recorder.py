@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -60,6 +61,10 @@ class FlightRecorder:
 
     Args:
         memory: [`FLIGHT_BYTES`] bytes, zeros, which only this object writes.
+
+    Attributes:
+        count: How many calls there were.
+        after_begin: Called when a call has begun, so that calls can be copied before newer ones take their place.
     """
 
     def __init__(self, memory: Array) -> None:
@@ -67,7 +72,8 @@ class FlightRecorder:
         self._words = memory[: 8 * _TEXTS].data.cast("q")
         self._texts: dict[tuple[str, str], int] = {}
         self._num_texts = 0
-        self._count = 0
+        self.count = 0
+        self.after_begin: Callable[[], None] | None = None
         self._at = _RING
 
     def begin(self, sequence: int, call: str, details: str = "") -> int:
@@ -75,10 +81,12 @@ class FlightRecorder:
         text = self._texts.get((call, details))
         if text is None:
             text = self._keep(call, details)
-        count = self._count
+        count = self.count
         self._at = at = _RING + count % MAX_CALLS * _WORDS
         _pack_call(self._words, 8 * at, sequence, text, _now(), 0, 0)
-        self._words[0] = self._count = count + 1
+        self._words[0] = self.count = count + 1
+        if self.after_begin is not None:
+            self.after_begin()
         return at
 
     def retell(self, details: str) -> None:
@@ -114,6 +122,16 @@ class FlightRecorder:
     def last(self) -> FlightEntry | None:
         """Return the last call."""
         return last_in(self._memory)
+
+    def rows_since(self, number: int) -> list[list[int]]:
+        """Return the calls from a number on, as far as they are kept: number, sequence, text, begun, agreed, ended."""
+        numbers = range(max(number, self.count - MAX_CALLS), self.count)
+        places = (_RING + number % MAX_CALLS * _WORDS for number in numbers)
+        return [[number, *self._words[at : at + _WORDS]] for number, at in zip(numbers, places, strict=True)]
+
+    def texts_since(self, number: int) -> dict[int, tuple[str, str]]:
+        """Return the texts after a number: each call's name and details."""
+        return {its: text for text, its in self._texts.items() if its > number}
 
     def _keep(self, call: str, details: str) -> int:
         self._num_texts += 1

@@ -27,6 +27,7 @@ __all__ = [
     "has_lower_rank_ended",
     "is_thread_of_a_group",
     "save_flights",
+    "save_with",
     "record_build_failure",
     "num_open",
     "install_job_abort",
@@ -94,6 +95,7 @@ class OpenGroup(ABC):
 _open: Final[list[OpenGroup]] = []
 _failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some may never end MPI
 _unbuilt: Final[list[str]] = []  # why groups were not built
+_savers: Final[list[Callable[[], None]]] = []  # of what would be lost with this process
 
 
 def add(group: OpenGroup) -> None:
@@ -139,6 +141,7 @@ def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None)
         return
 
     def abort(code: int) -> None:
+        _save()
         if not load_mpi().Is_finalized():
             world.Abort(code)
         os._exit(code)  # MPICH's MPI_Abort may come back
@@ -246,6 +249,11 @@ def has_lower_rank_ended() -> bool:
     return any(group.has_lower_rank_ended() for group in (*_open, *_failed))
 
 
+def save_with(saver: Callable[[], None]) -> None:
+    """Call a function, too, when flight recorders are written, and before this process ends."""
+    _savers.append(saver)
+
+
 def save_flights(reason: str) -> str:
     """Write the flight recorders of this rank, and of late ranks of its node, to files. Local.
 
@@ -255,6 +263,7 @@ def save_flights(reason: str) -> str:
     Returns:
         Where the files are and how to read them, for people; "" if none are wanted.
     """
+    _save()
     groups = (*_open, *_failed)
     folders = [group.folder for group in groups if group.folder is not None]
     if not folders:
@@ -270,6 +279,11 @@ def save_flights(reason: str) -> str:
         return f"what the ranks called last: python -m mpidist flight {os.path.relpath(folders[0])}"
     except OSError as error:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
+
+
+def _save() -> None:
+    for saver in _savers:
+        saver()
 
 
 def _leave_to_parent() -> None:
@@ -291,6 +305,7 @@ def _leave_groups_at_exit() -> None:
 
     After a call that failed, other ranks may never finalize MPI, and MPI_Finalize of this rank would wait for ever.
     """
+    _save()
     while _open and not load_mpi().Is_finalized():
         group = _open[0]
         try:

@@ -8,6 +8,7 @@ from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group.traced import traced
 
 __all__ = [
     "DeviceLevels",
@@ -24,5 +25,6 @@ __all__ = [
     "narrow",
     "raise_reported",
     "raise_together",
+    "traced",
     "widen",
 ]

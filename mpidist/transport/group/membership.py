@@ -10,7 +10,7 @@ from typing import Final, cast, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport.failures import (
     PROBES,
     RESET,
@@ -27,7 +27,9 @@ from mpidist.transport.failures import (
 )
 from mpidist.transport.group.last_round import LastRound
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology
+from mpidist.transport.trace import Seat, Trace, begin_trace, end_trace
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
@@ -45,18 +47,19 @@ class Membership:
         topology: The nodes of the ranks.
         world: All ranks of the job.
         token: A name of the group, the same on all ranks.
-        stall_seconds: When to warn of a wait without a deadline; 0 for never.
+        settings: The settings that were read from the environment.
 
     Attributes:
         comm: The ranks.
+        trace: What is recorded of this rank's calls; `None` if nothing is.
         folder: The folder of the flight recorders; `None` if none are kept.
     """
 
-    def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, stall_seconds: float) -> None:
+    def __init__(self, comm: Intracomm, topology: Topology, world: Intracomm, token: str, settings: Settings) -> None:
         self.comm = comm
         self.folder: Path | None = flight_folder(os.environ, token)
         self._topology = topology
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = settings.stall_seconds
         self._token = token
         self._world_ranks = comm.Get_group().Translate_ranks(list(range(comm.size)), world.Get_group())
         node = cast("Intracomm", comm.Split(topology.node, topology.rank))
@@ -64,6 +67,13 @@ class Membership:
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         self._reset_watch = self._make_watch(comm, "End the job, and start it again")
+        self.trace: Trace | None = None
+        if settings.trace:
+            try:
+                self.begin_trace(Path(settings.trace), is_of_job=True)
+            except UnavailableError:
+                self.free()
+                raise
 
     @property
     def recorder(self) -> FlightRecorder:
@@ -169,8 +179,22 @@ class Membership:
             for rank in sorted({board.rank, *behind})
         }
 
+    def begin_trace(self, folder: Path, is_of_job: bool = False) -> Trace:
+        """Begin to record this rank's calls: `trace.begin_trace`. Collective."""
+        comm = self.comm
+        seat = Seat(self._token, comm.rank, comm.size, self._world_ranks[comm.rank])
+        self.trace = begin_trace(comm, folder, seat, self.recorder, is_of_job)
+        return self.trace
+
+    def end_trace(self) -> None:
+        """End the trace, if there is one. Collective."""
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            end_trace(self.comm, trace)
+
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
+        self.end_trace()
         self._exit_comm.Free()
         self.comm.Free()
         self._board.free()

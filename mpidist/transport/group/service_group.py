@@ -165,7 +165,7 @@ class ServiceGroup(OpenGroup):
         world = mpi.COMM_WORLD
         settings, topology = discover(own, world)
         token = agreed_token(own)
-        return cls(Membership(own, topology, world, token, settings.stall_seconds), topology, settings, awaited)
+        return cls(Membership(own, topology, world, token, settings), topology, settings, awaited)
 
     def share_memory(self, nbytes: int) -> None:
         """Let the ranks of each node share memory, if they can, on all nodes or none: set `arena`. Collective.
@@ -250,6 +250,8 @@ class ServiceGroup(OpenGroup):
             return
         self._is_gone = True
         open_groups.remove(self, has_failed=True)
+        if self._membership.trace is not None:
+            self._membership.trace.end()
         if self.arena is not None and has_ended:
             self.arena.free()
         elif self.arena is not None:

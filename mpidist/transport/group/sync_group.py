@@ -1,9 +1,4 @@
-"""A group of ranks that make the same calls: its topology, its communicators, and its end.
-
-All communicators are made from duplicates of the user's communicator, so that no message of mpidist matches one of the
-user's. `close` frees them in reverse order. Garbage collection never frees a communicator, since it runs at different
-times on different ranks.
-"""
+"""A group of ranks that make the same calls: its topology, its communicators, and its end."""
 
 from __future__ import annotations
 
@@ -59,6 +54,8 @@ class SyncGroup(OpenGroup):
         settings: The settings that were read from the environment.
         cost_model: The speeds of the machine.
         calls: The started calls that are not done.
+        membership: What this rank keeps through every reset; `None` for a group of one without MPI.
+        trace: What is recorded of this rank's calls; `None` if nothing is.
         agreement: Checks that all ranks make the same calls.
     """
 
@@ -72,7 +69,8 @@ class SyncGroup(OpenGroup):
     ) -> None:
         self.topology, self.settings = topology, settings
         self.cost_model = CostModel() if cost_model is None else cost_model
-        self._membership, self._max_chunk_bytes = membership, max_chunk_bytes
+        self.membership, self._max_chunk_bytes = membership, max_chunk_bytes
+        self.trace = None if membership is None else membership.trace
         self._threads = None if membership is None else ThreadGuard.of_group()
         self._handled_exception = sys.exc_info()[1]  # the exception that the program handles during the last call
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
@@ -126,7 +124,7 @@ class SyncGroup(OpenGroup):
         """Make the group of all ranks of a communicator, which the group will own and free. Collective."""
         settings, topology = discover(comm, world)
         token, model = agreed_token(comm), agreed_cost_model(comm, topology)
-        membership = Membership(comm, topology, world, token, settings.stall_seconds)
+        membership = Membership(comm, topology, world, token, settings)
         try:
             return cls(membership, topology, settings, max_chunk_bytes, model)
         except UnavailableError:
@@ -186,6 +184,8 @@ class SyncGroup(OpenGroup):
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.take_over(call)
+        if self.trace is not None:
+            self.trace.enter()
         self._handled_exception = sys.exc_info()[1]
 
     def agree(self, record: CallRecord) -> bool:
@@ -244,11 +244,11 @@ class SyncGroup(OpenGroup):
         if self.calls:  # other ranks may wait for this rank in started calls
             self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
-        if self._membership is not None:
+        if self.membership is not None:
             if self._watchdog is not None:
                 self._watchdog.tell_reset()
             state = self.agreement.broken is not None, self.agreement.sequence
-            flags = self._membership.all_gather_at_reset(state, self.settings.timeout_seconds, self._watchdog)
+            flags = self.membership.all_gather_at_reset(state, self.settings.timeout_seconds, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.devices.abandon()
@@ -316,20 +316,21 @@ class SyncGroup(OpenGroup):
                 self.agreement.join(leaving)
                 self.agreement.end()
         finally:
-            has_failed = self.agreement.broken is not None
-            if has_failed:
+            if has_failed := self.agreement.broken is not None:
                 self._give_up()
         if has_failed:
             return
         open_groups.remove(self, has_failed=False)
         self.shared.free()
         self._free_levels()
-        if self._membership is not None:
-            self._membership.free()
+        if self.membership is not None:
+            self.membership.free()
 
     def _give_up(self) -> None:
         """Abandon what only all ranks together could free. Local."""
-        open_groups.remove(self, has_failed=self._membership is not None)
+        open_groups.remove(self, has_failed=self.membership is not None)
+        if self.trace is not None:
+            self.trace.end()
         self.devices.abandon()
         self.levels.abandon()
         self._connect_alone()  # frees shared memory; the membership stays until the program ends
@@ -337,7 +338,7 @@ class SyncGroup(OpenGroup):
 
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
-        return None if self._membership is None else self._membership.wait_for_peers_at_exit()
+        return None if self.membership is None else self.membership.wait_for_peers_at_exit()
 
     def advance(self) -> None:
         """See `OpenGroup.advance`."""
@@ -355,12 +356,12 @@ class SyncGroup(OpenGroup):
 
     def flights(self) -> Mapping[int, GroupFlight]:
         """See `OpenGroup.flights`."""
-        return {} if self._membership is None else self._membership.flights()
+        return {} if self.membership is None else self.membership.flights()
 
     @property
     def folder(self) -> Path | None:
         """The folder of the flight recorders."""
-        return None if self._membership is None else self._membership.folder
+        return None if self.membership is None else self.membership.folder
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls."""
@@ -373,15 +374,14 @@ class SyncGroup(OpenGroup):
         self.levels.free()
 
     def _connect(self) -> None:
-        membership, settings = self._membership, self.settings
+        membership, settings = self.membership, self.settings
         if membership is None or self.topology.size == 1:
             self._connect_alone()
             return
         comm = membership.comm
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
-        fused = self.levels.fused
+        comm, fused = comm.Dup(), self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
-        comm = comm.Dup()
         watch = membership.make_watch(comm)
         self._watchdog = watchdog = watch.watchdog
         watchdog.meanwhile = partial(open_groups.advance_others, self)
@@ -393,7 +393,7 @@ class SyncGroup(OpenGroup):
         open_groups.add(self)
 
     def _connect_alone(self) -> None:
-        self.levels, self.agreement = Levels.solo(), SoloAgreement()
+        self.levels, self.agreement = Levels.solo(), SoloAgreement(self.trace and self.trace.recorder)
         self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:

@@ -24,7 +24,7 @@ from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.text import first_line
-from mpidist.transport.waiting import never_free
+from mpidist.transport.waiting import never_free, tell_wait
 
 __all__ = ["DeviceQueue"]
 
@@ -298,7 +298,7 @@ class DeviceQueue:
 
     def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.num_waits += 1
-        start = time.monotonic()
+        start, begun = time.monotonic(), time.monotonic_ns()
         while not self._has_ended(event, what):
             now = time.monotonic()
             if now < start + _SPIN_SECONDS:
@@ -308,6 +308,7 @@ class DeviceQueue:
                 self._check_peers()
             meanwhile()
             time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
+        tell_wait(begun, time.monotonic_ns())
 
     def _has_ended(self, event: Any, what: str) -> bool:
         if not is_complete(self._cuda.cupy, event, what, "with NCCL"):

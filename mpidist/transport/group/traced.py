@@ -1,0 +1,87 @@
+"""A part of a program whose calls are recorded: `Strategy.trace`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from mpidist.transport.agreement import Call, SoloAgreement, fingerprint_of
+from mpidist.transport.failures import FLIGHT_BYTES, FlightRecorder
+from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.trace import Seat, Trace, begin_trace, end_trace
+
+__all__ = ["traced"]
+
+_BEGIN: Final = "trace()"
+_END: Final = "the end of trace()"
+
+
+@contextmanager
+def traced(group: SyncGroup, folder: str | os.PathLike[str], is_in_lock_step: bool) -> Iterator[None]:
+    """See `Strategy.trace`.
+
+    Args:
+        group: The ranks.
+        folder: Where the files go.
+        is_in_lock_step: Whether these are all ranks of the strategy.
+    """
+    text, error = "", None
+    try:
+        text = os.fspath(folder)
+        if not is_in_lock_step:
+            raise RuntimeError("trace() with parameter servers, whose ranks make no calls together: set MPIDIST_TRACE")
+        if group.trace is not None:
+            raise RuntimeError(f"trace(): the strategy is traced already, to {group.trace.path.parent}")
+    except Exception as problem:  # of any kind: the other ranks must learn of it
+        error = problem
+    with group.call(_call(_BEGIN, text, error)):
+        trace = group.trace = _begin(group, Path(text))
+    try:
+        yield
+    except BaseException:
+        _stop(group, trace)
+        raise
+    try:
+        group.require_open(_END)
+    except RuntimeError:  # the block closed the strategy
+        _stop(group, trace)
+        return
+    try:
+        with group.call(_call(_END, text)):
+            if group.membership is not None:
+                group.membership.end_trace()
+            else:
+                end_trace(None, trace)
+    finally:
+        _stop(group, trace)
+
+
+def _call(name: str, folder: str, error: Exception | None = None) -> Call:
+    fields = {"folder": folder}
+    fingerprint = fingerprint_of((name, folder))
+    return Call(name, fingerprint, lambda: fields, error=error, details=folder)
+
+
+def _begin(group: SyncGroup, folder: Path) -> Trace:
+    if group.membership is not None:
+        trace = group.membership.begin_trace(folder)
+    else:
+        recorder = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8))
+        trace = begin_trace(None, folder, Seat("alone", 0, 1, 0), recorder)
+    if isinstance(group.agreement, SoloAgreement):
+        group.agreement.recorder = trace.recorder
+    return trace
+
+
+def _stop(group: SyncGroup, trace: Trace) -> None:
+    trace.end()
+    group.trace = None
+    if group.membership is not None:
+        group.membership.trace = None
+    if isinstance(group.agreement, SoloAgreement):
+        group.agreement.recorder = None

@@ -1,0 +1,163 @@
+"""The trace of one rank: the calls of its flight recorder, and when the rank waited, appended to a file in pieces.
+
+A file has a line of JSON for each piece. What was written survives the end of the process, whatever ends it; who reads
+the file leaves out a line that was not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+from mpidist.transport.failures import FlightRecorder, open_groups
+from mpidist.transport.trace.clocks import ClockSample
+from mpidist.transport.waiting import observe_waits
+
+__all__ = ["TRACE_VERSION", "Trace"]
+
+logger = logging.getLogger("mpidist.transport")
+
+TRACE_VERSION: Final = 1
+_CALLS_IN_A_PIECE: Final = 256  # a recorder keeps more
+_NANOSECONDS_OF_A_PIECE: Final = 1_000_000_000
+_MAX_OPEN_CALLS: Final = 64  # of the calls before, those that had not ended are written once more
+_MAX_BYTES: Final = 64 << 20
+_LEAST_WAIT: Final = 1000  # nanoseconds
+_MAX_WAITS: Final = 4096  # in a piece: a server has one call
+
+_now = time.monotonic_ns
+
+
+@final
+class Trace:
+    """What one rank records of its calls in one strategy.
+
+    Args:
+        path: The file, which is made here.
+        recorder: The rank's flight recorder.
+
+    Raises:
+        OSError: If the file cannot be made.
+    """
+
+    def __init__(self, path: Path, recorder: FlightRecorder) -> None:
+        self.path, self.recorder = path, recorder
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self._lock = threading.RLock()  # a background thread may write, and a handler of a signal
+        self._entered: list[int] = []
+        self._waits: list[int] = []
+        self._num_bytes = self._text = self._due = 0
+        self._next = self._count = recorder.count
+
+    def begin(self, header: Mapping[str, Any], clocks: Sequence[ClockSample]) -> None:
+        """Record from now on. Local."""
+        now = _now()
+        self._append({"version": TRACE_VERSION, **header, "time": now, "wall": time.time_ns() - now, "clocks": clocks})
+        _open.append(self)
+        self.recorder.after_begin = self._write_if_due
+        observe_waits(_add_wait)
+
+    def enter(self) -> None:
+        """Record that this rank enters a call: what it does next, until it joins the call, is staging."""
+        self._entered.append(_now())
+
+    def write(self) -> None:
+        """Write what was recorded since the last piece. Local."""
+        with self._lock:
+            if not self.is_open:
+                return
+            recorder, now = self.recorder, _now()
+            rows, texts = recorder.rows_since(self._next), recorder.texts_since(self._text)
+            waits, self._waits = self._waits, []
+            entered, self._entered = self._entered, []
+            self._count, self._due = recorder.count, now + _NANOSECONDS_OF_A_PIECE
+            not_ended = [row[0] for row in rows if not row[-1]]
+            self._next = max(min(not_ended, default=self._count), self._count - _MAX_OPEN_CALLS)
+            self._text = max(texts, default=self._text)
+            self._append({"time": now, "texts": texts, "calls": rows, "entered": entered, "waits": waits})
+            if self._num_bytes > _MAX_BYTES:
+                self._append({"full": now})
+                self._stop(f"it has {_MAX_BYTES >> 20} MiB, and gets no more; trace a part of the program")
+
+    def end(self, clocks: Sequence[ClockSample] = ()) -> None:
+        """Write the rest, and record no more. Local.
+
+        Args:
+            clocks: The clocks at the end; none where the ranks do not end together.
+        """
+        self.write()
+        if self.is_open:
+            self._append({"end": _now(), "clocks": clocks})
+            self._stop()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are recorded."""
+        return self._file >= 0
+
+    def discard(self) -> None:
+        """Remove the file, in which nothing was recorded."""
+        self._stop()
+        self.path.unlink()
+
+    def add_wait(self, begun: int, ended: int) -> None:
+        """Record that this rank has waited for others."""
+        if ended - begun >= _LEAST_WAIT:
+            self._waits += (begun, ended)
+            if len(self._waits) >= 2 * _MAX_WAITS:
+                self.write()
+
+    def _write_if_due(self) -> None:
+        if self.recorder.count >= self._count + _CALLS_IN_A_PIECE or _now() >= self._due:
+            self.write()
+
+    def _append(self, piece: Mapping[str, Any]) -> None:
+        data = json.dumps(piece, separators=(",", ":")).encode() + b"\n"
+        try:
+            written = os.write(self._file, data) if self.is_open else len(data)
+        except OSError as error:
+            self._stop(f"it could not be written any more: {error.strerror}")
+            return
+        self._num_bytes += written
+        if written < len(data):
+            self._stop("there is no space left for it")
+
+    def _stop(self, why: str = "") -> None:
+        if why:
+            logger.warning("the trace %s ends: %s", self.path, why)
+        if self in _open:
+            _open.remove(self)
+            self.recorder.after_begin = None
+        if not _open:
+            observe_waits(None)
+        os.close(self._file)
+        self._file = -1
+
+
+_open: Final[list[Trace]] = []
+
+
+def _add_wait(begun: int, ended: int) -> None:
+    for trace in _open:
+        trace.add_wait(begun, ended)
+
+
+def _write_all() -> None:
+    for trace in tuple(_open):
+        trace.write()
+
+
+def _leave_to_parent() -> None:
+    """Let a forked process write in no file of its parent's."""
+    for trace in tuple(_open):
+        trace._stop()
+
+
+open_groups.save_with(_write_all)
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,243 @@
+"""`python -m mpidist trace merge`: who waited for whom, told from files with known answers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpidist.__main__ import main
+from mpidist.transport import TRACE_VERSION
+
+pytestmark = pytest.mark.no_mpi
+
+MS = 1_000_000
+BEGIN = 5_000 * MS
+TEXTS = {"1": ["reduce", "SUM of 3 x float32"], "2": ["gather", ""], "3": ["start_all_reduce", ""]}
+
+Rows = list[list[int]]
+
+
+def call(number: int, begun: float, agreed: float, ended: float, text: int = 1) -> list[int]:
+    """A call that all ranks make together; times in milliseconds after the beginning, 0 for what did not happen."""
+    times = (BEGIN + round(MS * one) if one else 0 for one in (begun, agreed, ended))
+    return [number, number + 7, text, *times]
+
+
+def write(
+    folder: Path,
+    rank: int,
+    calls: Rows,
+    size: int = 2,
+    ahead: int = 0,
+    clock: str = "clock",
+    clocks: tuple[Any, Any] | None = None,
+    end: bool = True,
+    waits: list[int] | None = None,
+    **other: Any,
+) -> Path:
+    """Write the file of a rank whose clock is ahead of that of the first host."""
+    shifted = [row[:3] + [time and time + ahead for time in row[3:]] for row in calls]
+    first, last = clocks or ([["clock", BEGIN, 0, 0]], [["clock", BEGIN + 900 * MS, 0, 0]])
+    header = {"version": TRACE_VERSION, "trace": "one", "group": "a1b2", "rank": rank, "size": size, "host": "node1"}
+    header |= {"world_rank": rank, "clock": clock, "time": BEGIN + ahead, "wall": 10**18 - ahead, "clocks": first}
+    seen = BEGIN + ahead + 900 * MS
+    pieces = [header | other, {"time": seen, "texts": TEXTS, "calls": shifted, "entered": [], "waits": waits or []}]
+    pieces += [{"end": seen, "clocks": last}] * end
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}-a1b2.jsonl"
+    path.write_text("".join(json.dumps(piece) + "\n" for piece in pieces))
+    return path
+
+
+def merge(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str]:
+    status = main(["trace", "merge", str(folder), *arguments])
+    out, err = capsys.readouterr()
+    return status, " ".join((out + err).split())
+
+
+def slices(folder: Path, name: str, rank: int) -> list[tuple[float, float]]:
+    """Return begin and length of what a rank did, in milliseconds after the beginning."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [
+        (event["ts"] / 1000, event["dur"] / 1000)
+        for event in events
+        if event["ph"] == "X" and event["name"] == name and event["pid"] == rank
+    ]
+
+
+EARLY: Rows = [call(0, 10, 21, 30), call(1, 40, 61, 70), call(2, 80, 81, 90, 2)]
+LATE: Rows = [call(0, 20, 21, 30), call(1, 60, 61, 70), call(2, 80.5, 81, 90, 2)]
+
+
+def test_who_came_last_is_named_with_the_waits_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, EARLY, waits=[BEGIN + 22 * MS, BEGIN + 25 * MS])
+    write(tmp_path, 1, LATE)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "Strategy a1b2, 2 ranks: 3 calls that all made together" in text
+    assert "ranks waited 30.5 ms in all for others to come, 30.5 ms of it for rank 1, which came last to 3 of 3" in text
+    assert "the longest wait: rank 0 waited 20 ms for rank 1 in call 8, reduce (SUM of 3 x float32)" in text
+    assert " 0 node1 3 60 ms (7 %) 0 33 ms rank 1: 30.5 ms 3 ms 24 ms 0 " in text
+    assert " 1 node1 3 29.5 ms (3 %) 0 2.5 ms - 0 27 ms 30.5 ms =>" in text
+    assert slices(tmp_path, "waiting for ranks", 0) == [(10, 11), (40, 21), (80, 1)]
+    assert slices(tmp_path, "exchange", 0) == [(22, 3)]
+    assert slices(tmp_path, "adding", 0)[:2] == [(21, 1), (25, 5)]
+
+
+@pytest.mark.parametrize("drift", [0, 3 * MS])
+def test_clocks_of_hosts_are_aligned(tmp_path: Path, capsys: pytest.CaptureFixture[str], drift: int) -> None:
+    """As they are, the times of the second host would say that the first one was late; drift is within the trace."""
+    ahead = -70_000 * MS
+    first = [["clock", BEGIN, 0, 0], ["other", BEGIN + ahead, -ahead, 4000]]
+    last = [["clock", BEGIN + 900 * MS, 0, 0], ["other", BEGIN + 900 * MS + ahead + drift, -ahead - drift, 9000]]
+    drifted = [row[:3] + [time + (time - BEGIN) * drift // (900 * MS) for time in row[3:]] for row in LATE]
+    write(tmp_path, 0, EARLY, clocks=(first, last))
+    write(tmp_path, 1, drifted, clocks=(first, last), clock="other", ahead=ahead, host="node2")
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "2 hosts, clocks aligned to 9 us" in text
+    assert "ms of it for rank 1, which came last to 3 of 3" in text
+    for (begun, _), (needed, _) in zip(slices(tmp_path, "reduce", 1), [(20, 10), (60, 10)], strict=True):
+        assert abs(begun - needed) < 0.02
+
+
+def test_clocks_that_were_compared_once_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [["clock", BEGIN, 0, 0], ["other", BEGIN, 0, 4000]]
+    for rank, clock in enumerate(("clock", "other")):
+        write(tmp_path, rank, EARLY, clocks=(first, []), end=False, clock=clock)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "note: the clocks of hosts were compared at the beginning alone, and may have drifted since" in text
+    assert "note: ranks 0-1 of strategy a1b2: the trace has no end" in text
+
+
+def test_hosts_without_a_strategy_in_common_are_aligned_by_the_time_of_day(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = 50_000 * MS
+    write(tmp_path, 0, EARLY, size=1)
+    own = [["other", BEGIN + ahead, 0, 0]]
+    write(tmp_path, 1, EARLY, size=1, ahead=ahead, clock="other", clocks=(own, own), group="c3d4")
+    status, text = merge(capsys, tmp_path)
+    assert (status, "aligned by the time of day alone" in text) == (0, True)
+    assert slices(tmp_path, "reduce", 0) == slices(tmp_path, "reduce", 1)
+
+
+def test_missing_rank_is_named_and_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, EARLY, size=3)
+    write(tmp_path, 2, LATE, size=3)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "note: rank 1 of strategy a1b2 left no file" in text
+    assert "=> nobody waited for another rank" in text
+
+
+def test_rank_that_never_came_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, [*EARLY, call(3, 100, 0, 0)])
+    write(tmp_path, 1, LATE)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "the longest wait: rank 0 waited 800 ms for rank 1 in call 10, reduce" in text
+
+
+def test_torn_and_empty_files_are_read_as_far_as_they_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 0, EARLY, end=False)
+    path.write_text(path.read_text() + '{"time":52')
+    write(tmp_path, 1, LATE)
+    (tmp_path / "rank-2-a1b2.jsonl").write_text('{"vers')
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "note: rank 0 of strategy a1b2: the trace has no end" in text
+    assert "note: rank-2-a1b2.jsonl is empty" in text
+    assert "30.5 ms of it for rank 1" in text
+
+
+def test_call_that_was_written_again_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 0, EARLY)
+    header, piece, end = path.read_text().splitlines()
+    open_piece = json.loads(piece)
+    open_piece["calls"] = [call(2, 80, 0, 0, 2)]
+    path.write_text("\n".join([header, json.dumps(open_piece), piece, json.dumps(open_piece), end, ""]))
+    write(tmp_path, 1, LATE)
+    assert merge(capsys, tmp_path)[0] == 0
+    assert slices(tmp_path, "gather", 0) == [(80, 10)]
+
+
+def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [call(0, 10, 0, 40), call(1, 20, 0, 50), call(2, 45, 0, 60)]
+    for row in requests:
+        row[1] = 0  # not among the calls that all ranks make together
+    write(tmp_path, 0, requests, size=1)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert " 0 node1 3 50 ms (6 %) 0 0 - 75 ms 0 0 " in text
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = [(event["ts"] / 1000, event["tid"]) for event in events if event.get("cat") == "call"]
+    assert rows == [(10, 0), (20, 1), (45, 0)]
+
+
+def test_only_waits_are_known_of_a_call_that_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = [BEGIN + at * MS for at in (12, 14, 25, 28)]
+    write(tmp_path, 0, [call(0, 10, 21, 40, 3)], size=1, waits=waits)
+    assert merge(capsys, tmp_path)[0] == 0
+    assert slices(tmp_path, "waiting for ranks", 0) == [(12, 2)]
+    assert slices(tmp_path, "exchange", 0) == [(25, 3)]
+    assert slices(tmp_path, "adding", 0) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "needed"),
+    [
+        (["[]"], "line 1, cannot be understood"),
+        (['{"version": 999}'], "it has version 999; this mpidist reads version"),
+        (["{}"], "line 1, cannot be understood: 'version'"),
+        (["header", "nothing"], "line 2, cannot be understood: Expecting value"),
+        (["header", '{"calls": [[1, 2]], "time": 6}'], "cannot be understood: "),
+        (["header", '{"calls": 3}'], "cannot be understood: "),
+        ([], "all are empty"),
+    ],
+)
+def test_files_of_something_else_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], needed: str
+) -> None:
+    path = write(tmp_path, 0, EARLY)
+    header = path.read_text().splitlines()[0]
+    path.write_text("".join(f"{header if line == 'header' else line}\n" for line in lines))
+    status, text = merge(capsys, tmp_path)
+    assert status == 2
+    assert text.startswith("python -m mpidist trace: ")
+    assert needed in text
+
+
+def test_files_of_several_traces_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, EARLY)
+    write(tmp_path, 1, LATE, trace="two")
+    status, text = merge(capsys, tmp_path)
+    assert status == 2
+    assert "has files of 2 traces: one (rank-0-a1b2.jsonl and others); two (rank-1-a1b2.jsonl and others)" in text
+
+
+def test_folders_without_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge(capsys, tmp_path / "none") == (2, f"python -m mpidist trace: there is no folder {tmp_path}/none")
+    (tmp_path / "empty").mkdir()
+    status, text = merge(capsys, tmp_path)
+    assert status == 2
+    assert "has no files rank-N-....jsonl, and no folder that has" in text
+
+
+def test_newest_trace_is_taken_and_the_file_named_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("20260101-000000-ab", "20260102-000000-ab"):
+        write(tmp_path / name, 0, EARLY[: 1 + name.count("2")], size=1)
+    status, text = merge(capsys, tmp_path, "-o", str(tmp_path / "out.json.gz"))
+    assert status == 0
+    assert text.startswith(f"The newest trace in {tmp_path} is 20260102-000000-ab; 1 other one.")
+    with gzip.open(tmp_path / "out.json.gz", "rt") as file:
+        assert [event["name"] for event in json.load(file)["traceEvents"]].count("reduce") == 2
+    status, text = merge(capsys, tmp_path, "-o", str(tmp_path / "none" / "out.json"))
+    assert (status, "No such file or directory" in text) == (2, True)

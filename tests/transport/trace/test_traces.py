@@ -1,0 +1,411 @@
+"""Traces: what ranks record of their calls, and what is left of it when a job ends otherwise than in order."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from jobs.failing import Job, job
+from support.everywhere import raises_everywhere
+
+from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy
+from mpidist.__main__ import main
+from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist.transport.agreement import SoloAgreement
+from mpidist.transport.waiting import observe_waits, tell_wait
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["job"]
+
+Event = dict[str, Any]
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    """A folder that all ranks have."""
+    return Path(comm.bcast(str(tmp_path), 0))
+
+
+def pieces_in(folder: Path) -> dict[int, list[Event]]:
+    """Return what each rank has written in the only trace in a folder."""
+    paths = sorted(folder.glob("*/rank-*.jsonl"))
+    return {int(path.name.split("-")[1]): [*map(json.loads, path.read_text().splitlines())] for path in paths}
+
+
+def calls_of(pieces: list[Event]) -> list[list[Any]]:
+    """Return the calls in a file: number, sequence, name, begun, agreed, ended, each as written last."""
+    texts = {int(number): text for piece in pieces for number, text in piece.get("texts", {}).items()}
+    rows = {row[0]: row for piece in pieces for row in piece.get("calls", ())}
+    return [[row[0], row[1], texts[row[2]][0], *row[3:]] for row in rows.values()]
+
+
+def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event], str]:
+    """Merge, and return the events, and what was printed."""
+    assert main(["trace", "merge", str(folder)]) == 0
+    (path,) = folder.glob("**/trace.json")
+    events: list[Event] = json.loads(path.read_text())["traceEvents"]
+    require_slices_to_nest(events)
+    return events, capsys.readouterr().out
+
+
+def require_slices_to_nest(events: list[Event]) -> None:
+    """Slices of one row lie within each other, or apart: viewers show nothing else."""
+    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begun = round(1000 * event["ts"])
+            rows.setdefault((event["pid"], event["tid"]), []).append((begun, begun + round(1000 * event["dur"])))
+    assert rows
+    for slices in rows.values():
+        open_until: list[int] = []
+        for begun, ended in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while open_until and open_until[-1] <= begun:
+                open_until.pop()
+            assert not open_until or ended <= open_until[-1]
+            open_until.append(ended)
+
+
+@pytest.mark.core
+def test_every_call_is_recorded(comm: Intracomm, placement: tuple[int, ...], folder: Path) -> None:
+    num_steps = 300  # more than a piece has
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with strategy.trace(folder):
+            for step in range(num_steps):
+                assert strategy.reduce("SUM", 1.0 + step) == comm.size * (1 + step)
+            strategy.reduce("SUM", [np.ones(100_000), np.ones(3, np.float32)])
+            strategy.gather(np.ones(2), 0)
+        strategy.reduce("SUM", 1.0)
+        comm.Barrier()
+        pieces = pieces_in(folder)
+        assert sorted(pieces) == list(range(comm.size))
+        for of_rank in pieces.values():
+            calls = calls_of(of_rank)
+            names = [call[2] for call in calls]
+            assert names == ["reduce"] * (num_steps + 1) + ["gather", "the end of trace()"]
+            assert [second[1] - first[1] for first, second in pairwise(calls)] == [1] * (num_steps + 2)
+            for *_, begun, agreed, ended in calls[:-1]:
+                assert of_rank[0]["time"] < begun <= agreed <= ended < of_rank[-1]["end"]
+            entered = [time for piece in of_rank for time in piece.get("entered", ())]
+            assert sum(time < calls[9][3] for time in entered) == 10
+        waits = [time for piece in pieces[comm.rank] for time in piece.get("waits", ())]
+        assert (len(waits) > 0) == (comm.size > 1)
+        assert all(begun < ended for begun, ended in zip(waits[::2], waits[1::2], strict=True))
+
+
+def test_merged_file_shows_all_ranks(
+    comm: Intracomm, placement: tuple[int, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
+        started = strategy.run(start_two)
+        strategy.reduce("SUM", np.ones(300_000))
+        assert started[1].wait().tolist() == [comm.size] * 5
+    comm.Barrier()
+    if comm.rank == 0:
+        events, text = merged(folder, capsys)
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        assert {pid: name.partition(" on ")[0] for pid, name in names.items()} == {
+            rank: f"rank {rank}" for rank in range(comm.size)
+        }
+        assert "1 host, one clock" in text
+        assert "note" not in text
+        for rank in range(comm.size):
+            own = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+            calls = [event["name"] for event in own if event["cat"] == "call"]
+            assert calls == ["start_all_reduce", "start_all_reduce", "reduce", "the end of trace()"]
+            assert {"adding", "staging"} <= {event["name"] for event in own}
+            assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in own)
+        assert any(event["name"] == "exchange" for event in events) == (comm.size > 1)
+
+
+def start_two() -> list[Any]:
+    import mpidist
+
+    context = mpidist.get_replica_context()
+    return [context.start_all_reduce("SUM", np.ones(count)) for count in (100_000, 5)]
+
+
+@pytest.mark.core
+@pytest.mark.ranks(min=2)
+def test_late_rank_is_named(comm: Intracomm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In four of the calls the last rank comes when all others wait, whatever else the machine does."""
+    late, others = comm.size - 1, range(comm.size - 1)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
+        membership = strategy.extended.group.membership
+        assert membership is not None
+        for _ in range(4):
+            number = strategy.extended.group.agreement.sequence + 1
+            while comm.rank == late and not all(
+                f"waits in reduce (call {number}), for" in line and "for 0.0 s" not in line
+                for line in membership.status_lines(others)
+            ):
+                os.sched_yield()
+            strategy.reduce("SUM", 1.0)
+    comm.Barrier()
+    if comm.rank == 0:
+        events, text = merged(folder, capsys)
+        assert f"of it for rank {late}, which came last to " in text
+        assert f"for rank {late} in call " in text
+        waits = [event for event in events if event["name"] == "waiting for ranks" and event["dur"] > 40_000]
+        assert {event["pid"] for event in waits} >= set(others)
+
+
+def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_text("")
+    own = folder / "file"
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        needed = r"no trace can be .*file: rank 0 \(.*\): Not a directory; give a folder that all ranks can write to"
+        with raises_everywhere(comm, UnavailableError, needed), strategy.trace(own):
+            raise AssertionError("nothing may be done untraced")
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    monkeypatch.setenv("MPIDIST_TRACE", str(own))
+    with raises_everywhere(comm, UnavailableError, "no trace can be written to"):
+        MultiWorkerMirroredStrategy(comm=comm)
+    monkeypatch.setenv("MPIDIST_TRACE", str(folder / "made" / "here"))
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    comm.Barrier()
+    assert len(pieces_in(folder / "made" / "here")) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_rank_that_alone_cannot_write_leaves_no_files(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.rank == 1:
+
+        def refuse(*arguments: Any) -> int:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("mpidist.transport.trace.trace.os.open", refuse)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        needed = r": rank 1 \(.*\): Permission denied"
+        with raises_everywhere(comm, UnavailableError, needed), strategy.trace(folder / "here"):
+            raise AssertionError("nothing may be done untraced")
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    assert pieces_in(folder / "here") == {}
+
+
+def test_wrong_arguments_are_refused_together(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        wrong: Any = 3
+        with raises_everywhere(comm, TypeError, "PathLike"), strategy.trace(wrong):
+            raise AssertionError("nothing may be done untraced")
+        again = raises_everywhere(comm, RuntimeError, "traced already, to ")
+        with strategy.trace(folder), again, strategy.trace(folder):
+            raise AssertionError("a second trace would take the calls of the first")
+        if comm.size > 1:
+            with raises_everywhere(comm, InvalidArgumentError, "folder"), strategy.trace(folder / str(comm.rank % 2)):
+                raise AssertionError("two folders")
+        with raises_everywhere(comm, RuntimeError, "requires being in cross-replica context"):
+            strategy.run(lambda: strategy.trace(folder))
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
+def test_two_strategies_are_traced_at_once(
+    comm: Intracomm, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDIST_TRACE", str(folder))
+    half = comm.Split(comm.rank % 2)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, MultiWorkerMirroredStrategy(comm=half) as part:
+        for _ in range(3):
+            strategy.reduce("SUM", 1.0)
+            part.reduce("SUM", [1.0, 2.0])
+        comm.Barrier()
+        with raises_everywhere(comm, RuntimeError, "traced already"), strategy.trace(folder):
+            raise AssertionError("a second trace would take the calls of the first")
+    half.Free()
+    comm.Barrier()
+    if comm.rank == 0:
+        (trace,) = {path.parent for path in folder.glob("*/*.jsonl")}
+        assert len([*trace.glob("*.jsonl")]) == 2 * comm.size
+        events, text = merged(folder, capsys)
+        assert text.count("Strategy ") == 1 + min(comm.size, 2)
+        assert len({event["tid"] for event in events if event["pid"] == 0 and event["ph"] == "X"}) == 2
+
+
+def test_nothing_is_recorded_after_the_block(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        for _ in range(2):
+            with strategy.trace(folder):
+                strategy.reduce("SUM", 1.0)
+            comm.Barrier()
+        files = {path: path.stat().st_size for path in folder.glob("*/*.jsonl")}
+        assert len(files) == 2 * comm.size
+        for _ in range(300):
+            strategy.reduce("SUM", 1.0)
+        with raises_everywhere(comm, KeyError), strategy.trace(folder):
+            strategy.reduce("SUM", 1.0)
+            raise KeyError("of all ranks")
+        strategy.reset()
+        with strategy.trace(folder):
+            strategy.reduce("SUM", 1.0)
+            strategy.reset()
+            strategy.reduce("SUM", 1.0)
+            strategy.close()
+    comm.Barrier()
+    assert {path: path.stat().st_size for path in files} == files
+    assert len([*folder.glob("*/*.jsonl")]) == 4 * comm.size
+    assert sorted(len(calls_of(read(path))) for path in folder.glob("*/rank-0-*")) == [1, 2, 2, 4]
+
+
+def read(path: Path) -> list[Event]:
+    return [*map(json.loads, path.read_text().splitlines())]
+
+
+@pytest.mark.ranks(1)
+def test_strategy_of_one_device_is_traced_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with OneDeviceStrategy() as strategy, strategy.trace(folder):
+        strategy.reduce("SUM", np.ones(1000))
+        strategy.reset()
+        strategy.reduce("SUM", 1.0)
+        agreement = strategy.extended.group.agreement
+        assert isinstance(agreement, SoloAgreement)
+        assert agreement.recorder is not None
+    assert agreement.recorder is None
+    events, text = merged(folder, capsys)
+    assert [event["name"] for event in events if event.get("cat") == "call"] == ["reduce"] * 2 + ["the end of trace()"]
+    assert "=> nobody waited for another rank" in text
+
+
+def test_forked_process_writes_in_no_file_of_its_parent(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.trace(folder):
+        strategy.reduce("SUM", 1.0)
+        (path,) = folder.glob(f"*/rank-{comm.rank}-*")
+        before = path.read_bytes()
+        child = os.fork()
+        if child == 0:
+            strategy.extended.group.trace.write()  # type: ignore[union-attr]
+            os._exit(path.read_bytes() != before)
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(calls_of(read(path))) == 2
+
+
+@pytest.mark.no_mpi
+def test_more_calls_and_names_than_the_flight_recorder_keeps_are_recorded(tmp_path: Path) -> None:
+    num_calls = 5000
+    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
+        for number in range(num_calls):
+            with strategy.raise_together(f"work {number // 5}"):
+                pass
+    (pieces,) = pieces_in(tmp_path).values()
+    texts = {int(number): text for piece in pieces for number, text in piece.get("texts", {}).items()}
+    rows = {row[0]: row for piece in pieces for row in piece.get("calls", ())}
+    assert [texts[row[2]][1] for row in rows.values()][:-1] == [f"work {at // 5}" for at in range(num_calls)]
+    assert all(row[-1] for row in [*rows.values()][:-1])
+
+
+@pytest.mark.no_mpi
+def test_full_disk_ends_the_trace_and_not_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = os.write
+    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
+        monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
+        for _ in range(600):
+            assert strategy.reduce("SUM", 1.0) == 1
+        monkeypatch.undo()
+    assert caplog.text.count("there is no space left for it") == 1
+    assert main(["trace", "merge", str(tmp_path)]) == 0
+
+
+@pytest.mark.no_mpi
+def test_trace_that_is_too_long_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("mpidist.transport.trace.trace._MAX_BYTES", 20_000)
+    with OneDeviceStrategy() as strategy, strategy.trace(tmp_path):
+        for _ in range(2000):
+            strategy.reduce("SUM", 1.0)
+    assert "and gets no more; trace a part of the program" in caplog.text
+    assert main(["trace", "merge", str(tmp_path)]) == 0
+    assert "the trace was full before the end" in capsys.readouterr().out
+
+
+def test_waits_are_told_while_somebody_listens() -> None:
+    told: list[tuple[int, int]] = []
+    observe_waits(lambda begun, ended: told.append((begun, ended)))
+    tell_wait(1, 2)
+    observe_waits(None)
+    tell_wait(3, 4)
+    assert told == [(1, 2)]
+
+
+KILLED = """
+for step in range(400):
+    strategy.reduce("SUM", 1.0)
+print("reached", flush=True)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+reduce_for_ever()
+"""
+RAISES = """
+for step in range(400):
+    strategy.reduce("SUM", 1.0)
+if rank == 1:
+    raise KeyError("of rank 1")
+strategy.reduce("SUM", 1.0)
+"""
+
+EXITS = RAISES.replace('raise KeyError("of rank 1")', "sys.exit(3)")
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
+@pytest.mark.parametrize("program", [KILLED, RAISES, EXITS], ids=["killed", "raises", "exits"])
+def test_job_that_fails_leaves_files_that_can_be_read(
+    job: Job, tmp_path: Path, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = job(program, MPIDIST_TRACE=str(tmp_path / "trace"), MPIDIST_FLIGHT_DIR="off")
+    assert ended.status != 0
+    pieces = pieces_in(tmp_path / "trace")
+    assert sorted(pieces) == [0, 1, 2]
+    least = 256 if program is KILLED else 400
+    assert min(len(calls_of(of_rank)) for of_rank in pieces.values()) >= least
+    assert main(["trace", "merge", str(tmp_path / "trace")]) == 0
+    assert ": the trace has no end" in capsys.readouterr().out
+
+
+SERVERS = """
+import numpy as np
+import mpidist
+
+strategy = mpidist.experimental.ParameterServerStrategy()
+if strategy.is_ps:
+    strategy.serve()
+else:
+    with strategy.scope():
+        table = mpidist.Variable(np.zeros(1000), name="table")
+    try:
+        strategy.trace("here").__enter__()
+    except RuntimeError as error:
+        print(error, flush=True)
+    for step in range(20):
+        strategy.push([table], [np.ones(1000)])
+        strategy.read([table])
+    strategy.barrier()
+strategy.close()
+"""
+
+
+@pytest.mark.no_mpi
+def test_requests_to_parameter_servers_are_traced(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = job(SERVERS, head="", MPIDIST_TRACE=str(tmp_path / "trace"))
+    assert ended.status == 0, ended.err
+    assert "whose ranks make no calls together: set MPIDIST_TRACE" in ended.out
+    events, text = merged(tmp_path / "trace", capsys)
+    calls = [(event["pid"], event["name"]) for event in events if event.get("cat") == "call"]
+    assert [calls.count((rank, "read of 'table'")) for rank in range(3)] == [20, 20, 0], calls
+    assert (2, "serve()") in calls
+    assert "exchange" in text
