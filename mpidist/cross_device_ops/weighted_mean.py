@@ -20,7 +20,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import accumulator_dtype, arrays, mark_shared, value_text
-from mpidist.values import PerReplica, local_component
+from mpidist.values import PerReplica, contribution
 
 __all__ = ["weighted_mean"]
 
@@ -66,7 +66,9 @@ def weighted_mean(
         flat = flatten_contributions(op, value, ops.group, replicas)
         weights = [_checked(one) for one in replica_components("weight", weight, replicas)]
         parts = [flat.leaves, *flat.others]
-        products = [[_times(leaf, own) for leaf in part] for part, own in zip(parts, weights, strict=True)]
+        products = [
+            [_times(contribution(leaf), own) for leaf in part] for part, own in zip(parts, weights, strict=True)
+        ]
         sums = [_joined(its, replicas) for its in zip(*products, strict=True)]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
@@ -76,13 +78,14 @@ def weighted_mean(
         no_mean = InvalidArgumentError("reduce with weights: the weights of all replicas are 0, so there is no mean")
         mark_shared(no_mean, ops.group.agreement.ranks)
         raise no_mean
-    means = [_divided(one, float(total), leaf) for one, leaf in zip(totals, flat.leaves, strict=True)]
+    leaves = map(contribution, flat.leaves)
+    means = [_divided(one, float(total), leaf) for one, leaf in zip(totals, leaves, strict=True)]
     return rebuild_results(value, means, flat.mirrored)
 
 
 def _checked(weight: Any) -> float:
     """Return a weight as a number of double precision."""
-    number = np.asarray(local_component(weight))
+    number = np.asarray(contribution(weight))
     if number.shape != () or number.dtype.kind not in "iuf":
         raise TypeError(f"weight must be a number for each replica, got {value_text(weight)}")
     if not (math.isfinite(number) and number >= 0):

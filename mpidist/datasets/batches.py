@@ -13,6 +13,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.datasets.parts import MISSING
+from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
@@ -132,6 +133,8 @@ class GlobalBatches(BatchSource):
 
     def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
         batches: Any = self.batches
+        if callable(getattr(batches, "unread_from", None)):
+            return cast("Iterable[Any]", batches.unread_from(epoch, num_seen))
         if _tells_epoch(batches):
             return cast("Iterable[Any]", batches.iter_from(epoch, num_seen))
         return without_first(batches, num_seen) if num_seen else self.batches
@@ -324,9 +327,14 @@ def _length_of(leaves: list[Any]) -> int:
 
 
 def _checksum(leaves: list[Any]) -> int:
-    """Return a number that is the same for equal arrays. Arrays outside of host memory, and objects, are left out."""
+    """Return a number that is the same for equal arrays. Objects, and arrays outside of host memory, are left out.
+
+    Of rows that are read when they are needed it is the order, and not the numbers in them.
+    """
     checksum = 0
     for leaf in leaves:
+        if isinstance(leaf, UnreadRows):
+            checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
         library = arrays.library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
         array = None if library is None else library.to_native(leaf)
         if array is None or arrays.is_device(array) or array.dtype.hasobject:
