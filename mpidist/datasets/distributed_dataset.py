@@ -157,8 +157,9 @@ class DistributedDataset:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the last pass that was begun, as JSON can hold it. Local, and equal on all ranks.
 
-        Of global batches it is the number of samples that all ranks have had together; if ranks make batches of their
-        own, the number of steps. What a thread has read ahead does not count.
+        Of global batches it is the number of samples that all ranks have had together; of batches that are dealt out in
+        turn, of batches; if ranks have files, or make batches, of their own, the number of steps. What a thread has
+        read ahead does not count.
         """
         return self._progress.state_at(self._progress.position)
 
@@ -167,8 +168,8 @@ class DistributedDataset:
 
         Raises:
             ValueError: If it is no position in such a data set. If it is in the middle of a pass, and the batches have
-                another order: another `seed` or `num_samples`, if the iterable of batches has these attributes; or, of
-                batches that ranks or replicas make for themselves, another number of them.
+                another order: another `seed`, `num_samples` or `num_files`, if the iterable of batches has these
+                attributes; or, of batches that ranks or replicas have for themselves, another number of them.
         """
         self._progress.require_fitting(state)
 

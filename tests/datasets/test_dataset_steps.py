@@ -345,7 +345,7 @@ def test_ranks_read_their_own_rows_of_files_alone(comm: Intracomm, seed: int | N
         for part in dataset:
             assert isinstance(part["file"], np.ndarray)
             assert part["file"].shape == (len(part["memory"]), 2)
-            assert (part["file"].T == part["memory"]).all()
+            assert (part["memory"] == part["file"].T).all()
             own += part["memory"].tolist()
         assert sorted(numbers_read) == sorted(own)
         assert sorted(number for of_rank in comm.allgather(own) for number in of_rank) == list(range(10))
