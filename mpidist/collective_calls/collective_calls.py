@@ -123,10 +123,9 @@ class CollectiveCalls(ABC):
             A copy of the root's object, on the root, too.
 
         Raises:
-            TypeError: If the object is of another kind. On every rank.
-            InvalidArgumentError: If the ranks' arguments differ. On every rank.
+            InvalidArgumentError: If the ranks' arguments differ, or the root's object cannot be sent. On every rank.
             ValueError: If there is no rank `root`. On every rank.
-            Exception: What pickling or unpickling raised on the lowest rank where it did. On every rank.
+            Exception: What unpickling raised on the lowest rank where it did. On every rank.
             RuntimeError: Inside `run`, and of workers of parameter servers.
         """
         self._require_lock_step("broadcast_object")
@@ -143,9 +142,8 @@ class CollectiveCalls(ABC):
             Copies of the objects, in rank order.
 
         Raises:
-            TypeError: If the object of a rank is of another kind. On every rank.
-            InvalidArgumentError: If the ranks' arguments differ. On every rank.
-            Exception: What pickling or unpickling raised on the lowest rank where it did. On every rank.
+            InvalidArgumentError: If the ranks' arguments differ, or the object of a rank cannot be sent. On every rank.
+            Exception: What unpickling raised on the lowest rank where it did. On every rank.
             RuntimeError: Inside `run`, and of workers of parameter servers.
         """
         self._require_lock_step("gather_object")

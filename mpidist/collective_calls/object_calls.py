@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import collectives, nest
+from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup, raise_together
+from mpidist.transport import SyncGroup, raise_together, text_of
 
 __all__ = ["broadcast_object", "gather_object"]
 
@@ -52,13 +53,15 @@ def _named(call: str, pickled: bool) -> str:
 
 
 def _written(call: str, item: Any, pickled: bool) -> tuple[Bytes, Exception | None]:
-    """Write an object as bytes. Never raises, but returns the error."""
+    """Write an object as bytes. Never raises, but returns the error, of one kind also where other ranks have none."""
     try:
         if pickled:
             return np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8), None
-        return nest.encode(item, call, advice=_ADVICE), None
+        return nest.encode(item, "the object", advice=_ADVICE), None
     except Exception as problem:  # whatever a user's class raises: the other ranks must learn of it
-        return np.empty(0, np.uint8), problem
+        error = InvalidArgumentError(f"{call}: {text_of(problem) if pickled else problem}")
+        error.__cause__ = problem
+        return np.empty(0, np.uint8), error
 
 
 def _item_of(data: Bytes, pickled: bool) -> Any:

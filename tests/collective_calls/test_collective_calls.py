@@ -153,7 +153,7 @@ def test_wrong_broadcasts_are_refused(
 @pytest.mark.ranks(min=2)
 def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
-        with raises_everywhere(comm, InvalidArgumentError, "root: rank 0: 0; rank 1: 1"):
+        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
             strategy.broadcast(1.0, root=min(comm.rank, 1))
         with raises_everywhere(comm, InvalidArgumentError, r"f64\[3\]"):
             strategy.broadcast(np.ones(2 + (comm.rank == 1)))
@@ -239,17 +239,15 @@ def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> No
         assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
         assert strategy.broadcast_object(Point(comm.rank), comm.size - 1, pickle=True) == Point(comm.size - 1)
         for send in (strategy.broadcast_object, strategy.gather_object):
-            with (
-                raises_everywhere(comm, TypeError, r"_object has a Point.* pass pickle=True on all ranks")
-                if (send == strategy.gather_object or comm.size == 1)
-                else raises_everywhere(comm, Exception, r"_object has a Point.* pass pickle=True on all ranks")
+            with raises_everywhere(
+                comm, InvalidArgumentError, "object has a Point.* pass pickle=True on all ranks"
             ):
                 send(Point(1))
-            with raises_everywhere(comm, Exception, r"[Pp]ickle"):
+            with raises_everywhere(comm, InvalidArgumentError, "with pickle: .*[Pp]ickle"):
                 send(lambda: None, pickle=True)
             with raises_everywhere(comm, ImportError, "no module of that name here"):
                 send(Unreadable(), pickle=True)
-        with raises_everywhere(comm, TypeError, "OrderedDict"):
+        with raises_everywhere(comm, InvalidArgumentError, "OrderedDict"):
             strategy.gather_object(OrderedDict(a=1))  # would come back as a dict
         assert strategy.reduce("sum", 1) == comm.size
 
@@ -262,7 +260,7 @@ def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
                 send(1, pickle=comm.rank == 1)
         with raises_everywhere(comm, InvalidArgumentError, "has a Point"):
             strategy.gather_object(Point(1) if comm.rank == 1 else 1)
-        with raises_everywhere(comm, InvalidArgumentError, "root: rank 0: 0; rank 1: 1"):
+        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
             strategy.broadcast_object(1, root=min(comm.rank, 1))
         with raises_everywhere(comm, InvalidArgumentError, "gather_object"):
             strategy.gather_object(1) if comm.rank else strategy.broadcast_object(1)
