@@ -4,6 +4,7 @@ python benchmarks NAME --out results     # names: see below
 python benchmarks plot results           # pictures of what was written there
 python benchmarks predict --out results  # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
+python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+import checkpoints  # noqa: E402
 import parameter_servers  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
@@ -207,7 +209,12 @@ def _end(*_: object) -> None:
 
 def main() -> None:
     """Measure, print and save."""
-    others = {"plot": plot.main, "predict": predict.main, "servers": parameter_servers.main}
+    others = {
+        "checkpoints": checkpoints.main,
+        "plot": plot.main,
+        "predict": predict.main,
+        "servers": parameter_servers.main,
+    }
     if sys.argv[1:2] and sys.argv[1] in others:
         sys.exit(others[sys.argv.pop(1)]())
     given = _parse()

@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
         if not isinstance(self.aggregate_in_node, bool):
             raise TypeError(f"aggregate_in_node must be True or False, got {self.aggregate_in_node!r}")
         if self.replicas is not None:
-            whole_number("replicas, the number on each worker,", self.replicas, 1, "None")
+            whole_number("replicas", self.replicas, 1, "None")
         if self.partitioner is not None and not callable(self.partitioner):
             raise TypeError(f"variable_partitioner must be callable, got {self.partitioner!r}")
         if self.options is not None and not isinstance(self.options, CommunicationOptions):

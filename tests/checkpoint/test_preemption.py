@@ -77,7 +77,6 @@ SIGNALS = {
 
 @pytest.mark.no_mpi
 @pytest.mark.core
-@pytest.mark.whole
 @pytest.mark.parametrize("when", SIGNALS)
 def test_all_ranks_save_one_step_and_go_on_from_there(job: Job, when: str) -> None:  # noqa: F811
     body, step = SIGNALS[when]
