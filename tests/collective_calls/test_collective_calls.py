@@ -111,6 +111,10 @@ def test_broadcast_writes_what_is_given_as_out(comm: Intracomm, place: int) -> N
         both = np.arange(10.0) + 100 * comm.rank
         strategy.broadcast(both[:8], root, out=both[2:])  # what is sent, and written, overlap
         assert both[2:].tolist() == [100 * root + at for at in range(8)]
+        left, right = np.full(5, comm.rank), np.full(5, -1 - comm.rank)
+        strategy.broadcast([left, right], root, out=[right, left])  # each is written where the other one is read
+        assert (left == -1 - root).all()
+        assert (right == root).all()
 
 
 @pytest.mark.parametrize("place", [0, -1])

@@ -218,6 +218,17 @@ def test_position_in_batches_fits_any_number_of_ranks(comm: Intracomm, tmp_path:
     comm.Barrier()  # the folder is rank 0's
 
 
+def test_position_is_the_same_on_ranks_that_have_no_batch_left(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        dataset = strategy.experimental_distribute_dataset(Files(NAMES[:5], read), options("DATA"))
+        num_steps = -(-10 // comm.size)
+        assert len(first(num_steps, dataset)) == num_steps
+        assert comm.allgather(dataset.state_dict()["batches"]) == [num_steps * comm.size] * comm.size
+        assert len(list(dataset)) == num_steps  # a pass that was left early; the next one is whole
+        dataset.load_state_dict({"epoch": 0, "batches": num_steps * comm.size, "num_files": 5})
+        assert list(dataset) == []
+
+
 def test_position_in_whole_files_needs_as_many_ranks(comm: Intracomm) -> None:
     with MultiWorker(comm=comm) as strategy:
         make = lambda **given: strategy.experimental_distribute_dataset(Files(NAMES, read, **given), options("FILE"))  # noqa: E731
