@@ -12,6 +12,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -75,10 +76,15 @@ def part_of_rank(rank: int) -> str:
 def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
-    about = {key: [array.dtype.name, list(array.shape), _checksum(array)] for key, array in plain.items()}
     file = folder / f"{name}.safetensors"
-    save_file({key: array if array.dtype.name in _KNOWN else bytes_of(array) for key, array in plain.items()}, file)
-    _sync(file)
+    with ThreadPoolExecutor(1, "mpidist.checksums") as pool:  # while the disk writes
+        checksums = pool.map(_checksum, plain.values())
+        save_file({key: array if array.dtype.name in _KNOWN else bytes_of(array) for key, array in plain.items()}, file)
+        _sync(file)
+    about = {
+        key: [array.dtype.name, list(array.shape), checksum]
+        for (key, array), checksum in zip(plain.items(), checksums, strict=True)
+    }
     _write_json(folder / f"{name}.json", {"arrays": about, "values": part.values})
 
 

@@ -7,11 +7,11 @@ from typing import Any, final
 
 import numpy as np
 
-from mpidist.errors import DeadlineExceededError
 from mpidist.parameter_server.messages import Change, Location, Push, RowsChange
 from mpidist.parameter_server.node_pushes import NodePushes
 from mpidist.parameter_server.rules import Rule
 from mpidist.parameter_server.servers import Servers
+from mpidist.transport import is_shared
 
 __all__ = ["NodeServers"]
 
@@ -76,15 +76,13 @@ class NodeServers(Servers):
             self._pushes.settle()
         except Exception as problem:  # of any kind: the other workers must learn of it
             error = error or problem
-        have_met = True
         self._pushes.rest()
         try:
             self._alone.meet(call, fields, error, chief)
-        except DeadlineExceededError:
-            have_met = False
+        except BaseException as problem:
+            self._pushes.go_on(None if is_shared(problem) else problem)
             raise
-        finally:
-            self._pushes.go_on(have_met)
+        self._pushes.go_on(None)
 
     def step_done(self) -> None:
         self._settled.step_done()

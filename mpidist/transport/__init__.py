@@ -45,7 +45,7 @@ from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.settings import unknown_settings
-from mpidist.transport.shared_errors import is_shared_by, mark_left, mark_shared, repeat_of
+from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     LINE_BYTES,
     FusedArrays,
@@ -125,6 +125,7 @@ __all__ = [
     "fingerprint_of",
     "first_line",
     "is_half",
+    "is_shared",
     "is_process_failure",
     "is_shared_by",
     "load_mpi",

@@ -9,6 +9,7 @@ __all__ = [
     "Following",
     "following_of",
     "has_left",
+    "is_shared",
     "is_shared_by",
     "mark_following",
     "mark_left",
@@ -41,6 +42,11 @@ def mark_shared(error: BaseException, ranks: Iterable[int]) -> None:
         ranks: The ranks that raise the error, as they are numbered in the whole job.
     """
     vars(error).update(raised_on_all_ranks=True, raised_on=frozenset(ranks))
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether an error is marked as raised alike by several ranks."""
+    return bool(vars(error).get("raised_on"))
 
 
 def is_shared_by(error: BaseException, ranks: frozenset[int]) -> bool:

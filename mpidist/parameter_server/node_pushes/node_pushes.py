@@ -68,7 +68,7 @@ class NodePushes:
             make: Returns what this worker pushes. What it raises, all of them raise.
             send: Makes a push on the servers, and waits for its end. Called on one worker.
         """
-        self.settle()
+        make = self._settled(make)
         if self.broken is not None:
             raise repeat_of(self.broken)
         self._group.enter(_CALL)
@@ -117,17 +117,43 @@ class NodePushes:
 
     def rest(self) -> None:
         """Begin a call of all workers: nobody waits for this one meanwhile. Local."""
-        self._own.rest(self._num_meetings + 1)
+        if self.broken is None:  # else nobody waits for this one any more
+            self._own.rest(self._num_meetings + 1)
 
-    def go_on(self, have_met: bool) -> None:
-        """End a call of all workers. `have_met`: whether all came. Local."""
-        if have_met:
-            self._number = (self._num_meetings + 1) * _MEETING
+    def go_on(self, failure: BaseException | None) -> None:
+        """End a call of all workers. Local.
+
+        Args:
+            failure: Why not all workers came; `None` if they did. If not, nobody knows which pushes the others made
+                meanwhile, and this worker can push no more.
+        """
+        if self.broken is not None:
+            return
+        if failure is not None:
+            self._break(failure)
+            return
+        self._number = (self._num_meetings + 1) * _MEETING
         self._own.go_on()
 
     def end(self) -> None:
         """Push nothing any more. Local."""
         self._own.end()
+
+    def _settled(self, make: Callable[[], Push]) -> Callable[[], Push]:
+        """Settle, and return what to make. If the last push has failed, this one fails, too: all count it alike."""
+        try:
+            self.settle()
+        except Exception as error:  # of any kind, as a server has failed
+            if not self._is_settled:
+                raise
+            failure = error
+        else:
+            return make
+
+        def fail() -> Push:
+            raise failure
+
+        return fail
 
     def _push(self, make: Callable[[], Push], send: Callable[[Push], None]) -> Exception | None:
         """Push with the others, or return why not."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from parameter_server.clusters import on_workers
 
-from mpidist import IndexedSlices, Variable
-from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist import CommunicationOptions, IndexedSlices, Variable
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.experimental import ParameterServerStrategy, coordinator, partitioners, server_rules
 
 if TYPE_CHECKING:
@@ -187,6 +187,59 @@ def test_what_fails_on_a_server_is_an_error_of_all_workers(comm: Intracomm) -> N
         assert variable.numpy()[0] == workers
 
     on_workers(comm, work, aggregate_in_node=True)
+
+
+def test_a_push_after_one_that_failed_is_of_all_workers_or_of_none(comm: Intracomm) -> None:
+    """One worker learns of the failure when it reads, the others when they push, and yet they push on alike."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        workers = strategy.topology.size
+        with strategy.scope():
+            variable = Variable(np.zeros(3))
+        if workers < 2:
+            return
+        strategy.push(variable, 7.0, FAILS)
+        if strategy.is_chief:
+            with pytest.raises(RuntimeError, match="too much"):
+                variable.numpy()
+        with pytest.raises((RuntimeError, InvalidArgumentError), match=r"an error on a worker|too much"):
+            strategy.push(variable, 2.0)
+        strategy.push(variable, 1.0)
+        strategy.barrier()
+        assert variable.numpy().tolist() == [workers] * 3
+
+    on_workers(comm, work, aggregate_in_node=True)
+
+
+def test_who_was_late_for_the_others_pushes_no_more(comm: Intracomm) -> None:
+    """Nobody knows which of their pushes its next one would belong to."""
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        workers = strategy.topology.size
+        with strategy.scope():
+            variable = Variable(np.zeros(3))
+        if workers < 2:
+            return
+        others = range(workers - 1)
+        if comm.rank not in others:
+            with pytest.raises(DeadlineExceededError, match="did not make this call"):
+                strategy.barrier()
+            with pytest.raises(DeadlineExceededError, match="did not make this call"):
+                strategy.push(variable, 100.0)
+            for rank in others:
+                comm.send(None, rank)
+        else:
+            for _ in range(2):
+                strategy.push(variable, 1.0)
+            comm.recv(source=workers - 1)
+        strategy.barrier()
+        assert variable.numpy().tolist() == [2 * (workers - 1)] * 3
+        strategy.barrier()
+        if comm.rank in others:
+            strategy.push(variable, 1.0)
+
+    options = CommunicationOptions(timeout_seconds=3)
+    on_workers(comm, work, aggregate_in_node=True, communication_options=options)
 
 
 def test_wrong_input_is_refused(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
