@@ -26,6 +26,7 @@ from mpidist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevic
 from mpidist.datasets import Batches as Batches
 from mpidist.datasets import DistributedDataset as DistributedDataset
 from mpidist.datasets import DistributedIterator as DistributedIterator
+from mpidist.datasets import Files as Files
 from mpidist.datasets import InputContext as InputContext
 from mpidist.datasets import InputOptions as InputOptions
 from mpidist.datasets import InputReplicationMode as InputReplicationMode
@@ -63,6 +64,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "Files",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",

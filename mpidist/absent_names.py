@@ -15,7 +15,6 @@ _PAGE: Final = "see the page 'From tf.distribute' of the documentation"
 _NO_TPUS: Final = "mpidist runs on CPUs and GPUs, not on TPUs"
 _CLOUD: Final = "a launcher of MPI, such as mpiexec or srun, says who takes part: leave the resolver out"
 _WHY: Final[Mapping[str, str]] = {
-    "AutoShardPolicy": "every rank takes its part of every global batch",
     "CollectiveAllReduceStrategy": "an old name of MultiWorkerMirroredStrategy",
     "GCEClusterResolver": _CLOUD,
     "KubernetesClusterResolver": _CLOUD,

@@ -12,17 +12,14 @@ from typing import Any, NoReturn, TypeVar, final
 
 from mpidist import context_stack, nest
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.collectives import SymmetricSpec
-from mpidist.cross_device_ops import reduce_along_axis
+from mpidist.collective_calls import CollectiveCalls
 from mpidist.datasets import DistributedDataset, InputContext, InputOptions
-from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import Topology, arrays, count_text, ends_normally, traced
+from mpidist.transport import Topology, count_text, ends_normally, traced
 from mpidist.values import (
     DistributedValues,
     PerReplica,
     components_of,
-    contributions,
     has_distributed,
     local_component,
 )
@@ -46,7 +43,7 @@ class ValueContext:
         self.num_replicas_in_sync = num_replicas_in_sync
 
 
-class Strategy(ABC):
+class Strategy(CollectiveCalls, ABC):
     """How the ranks of a job train together. One rank is one replica.
 
     Each concrete strategy is a subclass that only chooses parts. Methods that reduce are collective: every rank
@@ -60,7 +57,7 @@ class Strategy(ABC):
     def __init__(self, extended: StrategyExtended, cluster_resolver: ClusterResolver | None = None) -> None:
         if type(self) is Strategy:
             raise TypeError("Strategy is abstract: make a MirroredStrategy, a MultiWorkerMirroredStrategy, ...")
-        self._extended = extended
+        super().__init__(extended)
         self._cluster_resolver = cluster_resolver
         extended.attach_to(self)
 
@@ -144,57 +141,6 @@ class Strategy(ABC):
             raise ValueError("run: options must be None; tf.distribute's RunOptions are for TPUs and mean nothing here")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
-    def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        axis: int | tuple[int, ...] | None = None,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
-    ) -> Any:
-        """Reduce a value of every rank, and give every rank the result. Collective.
-
-        Args:
-            reduce_op: A `ReduceOp` or its name in any case.
-            value: This rank's contribution, or a distributed value, or a nest of them.
-            axis: An axis, or a tuple of axes, to reduce along on every rank, too. A mean is then the sum over all ranks
-                divided by the count over all ranks, so that ranks with more rows weigh more. `()` means `None`.
-            options: Override the strategy's.
-            experimental_hints: The old name of `options` (deprecated).
-
-        Returns:
-            A nest like `value`, of arrays without these axes.
-
-        Raises:
-            InvalidArgumentError: If the ranks' arguments differ, or cannot be reduced. On every rank.
-            RuntimeError: Inside `run`.
-        """
-        self._extended.require_cross_replica("reduce")
-        ops = self._extended.cross_device_ops
-        options = options_or_hints(options, experimental_hints)
-        if axis is not None and not (isinstance(axis, tuple) and not axis):
-            return reduce_along_axis(ops, self._extended.replicas, reduce_op, value, axis, options)
-        return ops.reduce(reduce_op, value, "all", options)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate every rank's value along an axis, in rank order, for every rank. Collective.
-
-        Args:
-            value: An array of at least one dimension, a distributed value of one, or a nest. Lengths along `axis` may
-                differ between ranks.
-            axis: The axis; negative counts from the end.
-
-        Returns:
-            A nest like `value`.
-
-        Raises:
-            InvalidArgumentError: If shapes differ along another axis, or a value has no such axis. On every rank.
-            RuntimeError: Inside `run`, where `ReplicaContext.all_gather` takes the place of this method.
-        """
-        self._extended.require_cross_replica("gather", "call ReplicaContext.all_gather there")
-        return self._extended.all_gather("gather", value, axis, None)
-
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of a value, one for each replica of this rank, in a tuple. Local."""
         num_here = self._extended.replicas.num_here
@@ -229,21 +175,25 @@ class Strategy(ABC):
         """Give every replica its part of each global batch.
 
         Not collective, but iterating is: each step is one small round, in which the ranks compare pass, step and batch.
+        Of `Files` it is collective: ranks compare the names.
 
         Args:
             dataset: A re-iterable of global batches, the same on every rank. A batch is a nest of arrays of one length
                 on axis 0; replica i gets the i-th contiguous part. Lengths of parts differ by at most one. Parts are
-                views of the batch: copy a part before you change its numbers.
-            options: The memory that parts are put into, and how far to read ahead.
+                views of the batch: copy a part before you change its numbers. Or `Files`, the same on every rank, whose
+                batches are dealt out to replicas: a replica that has none left gets empty ones until all have none.
+            options: The memory that parts are put into, how far to read ahead, and how to deal out `Files`.
 
         Returns:
             An iterable of this rank's parts; of nests of `PerReplica` values, if the number of replicas was chosen.
 
         Raises:
             TypeError: If `dataset` can be iterated only once, or is one batch.
+            ValueError: If there are too few files for the `AutoShardPolicy`. On every rank.
+            InvalidArgumentError: If ranks name other files. On every rank.
         """
         self._extended.require_cross_replica("experimental_distribute_dataset")
-        return DistributedDataset.from_global_batches(self._extended, dataset, options)
+        return DistributedDataset.from_batches(self._extended, dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
@@ -261,7 +211,9 @@ class Strategy(ABC):
         Args:
             dataset_fn: Called once on every rank with an `InputContext`; returns a re-iterable of this rank's batches.
                 If the number of replicas was chosen, and with `PER_REPLICA`, called once for each replica.
-            options: The memory that batches are put into, how far to read ahead, and the `InputReplicationMode`.
+            options: The memory that batches are put into, how far to read ahead, the `InputReplicationMode`, and an
+                `AutoShardPolicy`: with `DATA` or `FILE` all ranks make the same data set, of which replicas get batches
+                in turn, or whole files.
 
         Returns:
             An iterable of this rank's batches.
@@ -272,57 +224,6 @@ class Strategy(ABC):
         """
         self._extended.require_cross_replica("distribute_datasets_from_function")
         return DistributedDataset.from_function(self._extended, dataset_fn, options)
-
-    def symmetric_empty(self, shape: int | Sequence[int], dtype: Any, *, per_node: bool = False) -> Any:
-        """Allocate an array that all ranks of a node can reach. Collective.
-
-        A strategy whose devices the user named as GPUs gives an array in the rank's device memory, unless `per_node`.
-
-        Args:
-            shape: The shape, the same on every rank.
-            dtype: The dtype, the same on every rank.
-            per_node: Make one array for all ranks of a node, which reductions and broadcasts write (`out=`) and all
-                ranks read, instead of one for each rank. Always in host memory, as ranks share no other.
-
-        Returns:
-            An array of uninitialised numbers, which lives until `close`.
-        """
-        return self._extended.symmetric_empty([SymmetricSpec(shape, dtype)], per_node)[0]
-
-    def symmetric_empty_like(self, value: Any, *, per_node: bool = False) -> Any:
-        """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
-
-        An array for one in device memory lies there, too, unless `per_node`.
-        """
-        specs: list[SymmetricSpec] = []
-        error = None
-        try:
-            leaves, _ = nest.flatten(contributions(value))
-            natives = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
-            specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
-        except Exception as problem:  # of any kind: the other ranks must learn of it
-            error = problem
-        allocated = self._extended.symmetric_empty(specs, per_node, error)
-        return nest.rebuild(contributions(value), allocated)
-
-    def raise_together(self, what: str = "") -> AbstractContextManager[None]:
-        """Raise an exception of one rank on all ranks, at the end of a block of local work. Collective.
-
-            with strategy.raise_together("reading the shards"):
-                data = read(my_files)
-
-        At the end of the block all ranks wait for each other. If a rank had an exception, all ranks raise that of the
-        lowest such rank: of the same type and text, with that rank's traceback as the cause; or a `PeerFailedError`
-        with the text where the exception cannot be pickled. The strategy stays usable. Cost: one small all-reduce.
-
-        Args:
-            what: What the block does, for errors; equal on all ranks.
-
-        Raises:
-            InvalidArgumentError: If other ranks make another call meanwhile.
-            DeadlineExceededError: If not all ranks reach the end of the block within the strategy's `timeout_seconds`.
-        """
-        return self._extended.raise_together(what)
 
     def trace(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what calls in a block wait for: `python -m mpidist trace merge` reads it. Collective at both ends.

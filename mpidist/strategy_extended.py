@@ -31,7 +31,7 @@ class StrategyExtended:
         group: The ranks.
         cross_device_ops: The algorithm, bound to the group.
         devices: The device of every replica.
-        options: The defaults of all calls.
+        options: The defaults of all calls. Also an attribute.
         replicas: Which replicas this rank carries. Also an attribute.
         variable_placement: Where mirrored variables live. Also an attribute.
 
@@ -56,7 +56,7 @@ class StrategyExtended:
         self._group = group
         self._cross_device_ops = cross_device_ops
         self._devices = tuple(devices)
-        self._options = options if options is not None else CommunicationOptions()
+        self.options = options if options is not None else CommunicationOptions()
         self._strategy: CurrentStrategy | None = None
         self._num_variables = 0
         self._num_datasets = 0
@@ -308,7 +308,7 @@ class StrategyExtended:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""
         if self.service is not None:
             self.service.close(error)
-        self._group.close(self._options.timeout_seconds, error)
+        self._group.close(self.options.timeout_seconds, error)
 
     def agree(self, call: str, fields: Mapping[str, str], error: Exception | None = None, variant: int = 0) -> bool:
         """Wait until all ranks make this call, and compare what they pass. Collective: one small round.
@@ -326,7 +326,7 @@ class StrategyExtended:
             InvalidArgumentError: If the fields differ, or another rank has an error. On every rank.
         """
         self._group.enter(call)
-        fingerprint, timeout_seconds = fingerprint_of((call, sorted(fields.items()))), self._options.timeout_seconds
+        fingerprint, timeout_seconds = fingerprint_of((call, sorted(fields.items()))), self.options.timeout_seconds
         has_same_variant = self._group.agree(
             Call(call, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, variant=variant)
         )
@@ -335,7 +335,7 @@ class StrategyExtended:
 
     def raise_together(self, what: str) -> AbstractContextManager[None]:
         """Raise an exception of one rank on all ranks: `Strategy.raise_together`. Collective."""
-        return raise_together(self._group, what, self._options.timeout_seconds)
+        return raise_together(self._group, what, self.options.timeout_seconds)
 
     def all_gather(
         self,
@@ -359,9 +359,9 @@ class StrategyExtended:
     def _merge(self, options: Any) -> tuple[CommunicationOptions, Exception | None]:
         """Override the strategy's options by a call's. Returns an error, which the call raises on all ranks."""
         try:
-            return self._options.merge(options), None
+            return self.options.merge(options), None
         except Exception as problem:  # of any kind: the other ranks must learn of it
-            return self._options, problem
+            return self.options, problem
 
     def require_cross_replica(self, call: str, hint: str = "") -> None:
         """Refuse a call inside `run`, inside another strategy's scope, or after `close`.

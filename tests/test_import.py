@@ -105,6 +105,7 @@ experimental.server_rules.SGD experimental.server_rules.Momentum experimental.se
 experimental.server_rules.Registered experimental.server_rules.register
 experimental.coordinator.ClusterCoordinator experimental.coordinator.RemoteValue experimental.coordinator.register
 DistributedValues PerReplica Mirrored IndexedSlices DistributedDataset InputContext InputReplicationMode InputOptions
+experimental.AutoShardPolicy Files
 Variable VariableSynchronization VariableAggregation
 cluster_resolver.ClusterSpec cluster_resolver.ClusterResolver cluster_resolver.SimpleClusterResolver
 cluster_resolver.TFConfigClusterResolver cluster_resolver.SlurmClusterResolver cluster_resolver.MPIClusterResolver
@@ -149,6 +150,7 @@ def test_names_of_the_seed_have_two_homes() -> None:
         ("cluster_resolver.GCEClusterResolver", "leave the resolver out"),
         ("cluster_resolver.UnionClusterResolver", "its name is UnionResolver"),
         ("CollectiveHints", r"did you mean mpidist\.experimental\.CollectiveHints\?$"),
+        ("AutoShardPolicy", r"did you mean mpidist\.experimental\.AutoShardPolicy\?$"),
         ("experimental.MirroredStrategy", r"did you mean mpidist\.MirroredStrategy\?$"),
         ("MirorredStrategy", r"module 'mpidist' has no attribute 'MirorredStrategy'; did you mean mpidist\.Mirrored"),
         ("bogus", "^module 'mpidist' has no attribute 'bogus'$"),
@@ -205,6 +207,7 @@ def test_members_of_the_enumerations_are_those_of_the_contract() -> None:
         "VariableSynchronization": "AUTO NONE ON_WRITE ON_READ",
         "VariableAggregation": "NONE SUM MEAN ONLY_FIRST_REPLICA",
         "InputReplicationMode": "PER_WORKER PER_REPLICA",
+        "experimental.AutoShardPolicy": "OFF AUTO FILE DATA HINT",
     }
     for name, its in members.items():
         assert [member.name for member in named(name)] == its.split()
@@ -252,6 +255,13 @@ MultiWorkerMirroredStrategy(cluster_resolver=, communication_options=, *, cross_
 per_node_variables=)
 Batches(data, batch_size, *, seed=, drop_remainder=)
 Batches.iter_from(self, epoch, num_samples)
+Batches.unread_from(self, epoch, num_samples)
+Files(names, read, *, seed=)
+Files.iter_from(self, epoch, num_samples)
+Files.order(self, epoch)
+Files.shard(self, num_shards, index)
+InputOptions(experimental_fetch_to_device=, experimental_replication_mode=, experimental_place_dataset_on_device=, \
+experimental_per_replica_buffer_size=, auto_shard_policy=)
 DistributedDataset.state_dict(self)
 DistributedDataset.load_state_dict(self, state)
 DistributedDataset.require_fitting(self, state)
@@ -260,7 +270,11 @@ DistributedIterator.load_state_dict(self, state)
 DistributedIterator.require_fitting(self, state)
 Strategy.scope(self)
 Strategy.run(self, fn, args=, kwargs=, options=)
-Strategy.reduce(self, reduce_op, value, axis=, options=, *, experimental_hints=)
+Strategy.reduce(self, reduce_op, value, axis=, options=, *, weight=, experimental_hints=)
+Strategy.barrier(self)
+Strategy.broadcast(self, value, root=, *, out=)
+Strategy.broadcast_object(self, obj, root=, *, pickle=)
+Strategy.gather_object(self, obj, *, pickle=)
 Strategy.gather(self, value, axis)
 Strategy.experimental_local_results(self, value)
 Strategy.experimental_distribute_values_from_function(self, value_fn)

@@ -2,6 +2,7 @@
 
 from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.arguments import (
+    NO_CONTRIBUTIONS,
     NO_MIRRORED,
     HostOuts,
     MirroredLeaves,
@@ -9,6 +10,7 @@ from mpidist.collectives.arguments import (
     axes_text,
     axes_tuple,
     axis_of,
+    flatten_contributions,
     native_dtype,
     ranks_of,
     rebuild_results,
@@ -29,6 +31,7 @@ from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 __all__ = [
     "Algorithm",
     "MirroredLeaves",
+    "NO_CONTRIBUTIONS",
     "NO_MIRRORED",
     "PendingResult",
     "Reduce",
@@ -40,6 +43,7 @@ __all__ = [
     "axes_text",
     "axis_of",
     "broadcast",
+    "flatten_contributions",
     "HostOuts",
     "native_dtype",
     "rebuild_results",

@@ -1,4 +1,4 @@
-"""Broadcast: rank 0's values, sent to other ranks."""
+"""Broadcast: the values of one rank, sent to other ranks."""
 
 from __future__ import annotations
 
@@ -10,38 +10,65 @@ import numpy as np
 from mpidist import nest
 from mpidist.collectives.arguments import (
     Arguments,
+    CheckedOuts,
     Operands,
     agreed_call,
+    copy_overwritten,
+    flatten_out,
+    native_outs,
     ranks_of,
     require_values,
     result_arrays,
     send_to,
+    target_arrays,
+    write_outs,
 )
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions
 from mpidist.transport import SyncGroup, arrays
 from mpidist.values import DistributedValues
+from mpidist.whole_number import whole_number
 
 __all__ = ["broadcast"]
 
 
 @final
 class _Broadcast(Arguments):
-    def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any) -> None:
+    def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any, root: Any, out: Any) -> None:
         self.ranks = ranks_of(destinations, group.topology.size, tensor)
+        self.root = whole_number("root", root, 0)
+        if self.root >= group.topology.size:
+            raise ValueError(f"root {root} is not one of the ranks 0 to {group.topology.size - 1}")
         leaves, self.structure = nest.flatten(tensor)
         leaves = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
         require_values(leaves, tensor)
         self.operands = Operands.of(leaves, group.devices, call)
         if any(spec.dtype.hasobject or spec.dtype.names is not None for spec in self.operands.specs):
             raise InvalidArgumentError("cannot broadcast an array of Python objects or records; needed numbers")
+        self.outs: list[Any] | None = None
+        self.per_node_indices: list[int] = []
+        if out is not None:
+            if len(self.ranks) < group.topology.size:
+                raise ValueError(
+                    f'out takes the value on every rank, so destinations must be "all", got {destinations!r}'
+                )
+            operands = self.operands
+            self.outs = outs = native_outs(flatten_out(self.structure, False, out), leaves, operands.arrays)
+            dtypes = [spec.dtype for spec in operands.specs]
+            checked = CheckedOuts(outs, operands.arrays, operands.specs, dtypes, group.shared)
+            self.per_node_indices = checked.per_node_indices
 
     def key(self) -> Hashable:
-        return self.ranks, self.structure, self.operands.key
+        return self.ranks, self.root, tuple(self.per_node_indices), self.structure, self.operands.key
 
     def describe(self) -> dict[str, str]:
-        fields = {"destinations": str(self.ranks), "form of the nest": form_text(self.structure)}
+        fields = {
+            "destinations": str(self.ranks),
+            "root": str(self.root),
+            "outs that are per-node arrays": ", ".join(f"out {index}" for index in self.per_node_indices) or "none",
+            "form of the nest": form_text(self.structure),
+        }
         names = array_names(self.structure)
         return fields | {name: repr(spec) for name, spec in zip(names, self.operands.specs, strict=True)}
 
@@ -53,43 +80,56 @@ def broadcast(
     destinations: Any,
     options: CommunicationOptions,
     error: Exception | None = None,
+    root: int = 0,
+    out: Any = None,
 ) -> Any:
-    """Send rank 0's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
+    """Send one rank's value to the destinations: `CrossDeviceOps.broadcast`. Collective.
 
     One broadcast per array, S bytes to each rank; if not all ranks are destinations, one message to each destination.
 
     Args:
         group: The ranks.
         call: The name of the call, for errors.
-        tensor: An array, a number, or a nest of them; the numbers of rank 0 are sent.
+        tensor: An array, a number, or a nest of them; the numbers of the root are sent.
         destinations: As in `CrossDeviceOps.reduce`.
         options: Only `timeout_seconds` is used.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
+        root: The rank whose value is sent.
+        out: As in `CrossDeviceOps.broadcast`.
 
     Returns:
-        Rank 0's value where this rank is a destination, else `None`.
+        The root's value where this rank is a destination, else `None`.
 
     Raises:
         InvalidArgumentError: If the ranks' arguments differ. On every rank.
     """
 
     def open_arguments() -> _Broadcast:
-        return _Broadcast(group, call, tensor, destinations)
+        return _Broadcast(group, call, tensor, destinations, root, out)
 
     with agreed_call(group, call, options, open_arguments, error) as (opened, _):
-        results = result_arrays(opened.operands.specs, [spec.dtype for spec in opened.operands.specs])
-        for array, result in zip(opened.operands.arrays, results, strict=True):
-            _send(group, array, result, opened.ranks)
+        values, specs, outs = opened.operands.arrays, opened.operands.specs, opened.outs
+        dtypes = [spec.dtype for spec in specs]
+        if outs is None:
+            results = result_arrays(specs, dtypes)
+        else:
+            results = target_arrays(outs, specs, dtypes, group.shared)
+            values = copy_overwritten(values, results)
+        for array, result in zip(values, results, strict=True):
+            _send(group, array, result, opened.root, opened.ranks)
+        if outs is not None:
+            write_outs(outs, results, group.shared)
+            return out
     return nest.rebuild(tensor, opened.operands.restore(results)) if group.topology.rank in opened.ranks else None
 
 
-def _send(group: SyncGroup, array: Any, result: Any, ranks: tuple[int, ...]) -> None:
+def _send(group: SyncGroup, array: Any, result: Any, root: int, ranks: tuple[int, ...]) -> None:
     if result.dtype.kind in "SU" and result.nbytes:  # sent as bytes: one text may be longer than a message
         array, result = arrays.bytes_of(np.ascontiguousarray(array)), arrays.bytes_of(result)
     levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:
-        levels.world.broadcast(array.reshape(-1), 0, result.reshape(-1))
+        levels.world.broadcast(array.reshape(-1), root, result.reshape(-1))
         return
-    if group.topology.rank == 0:
+    if group.topology.rank == root and result is not array:
         result[...] = array
-    send_to(levels.world, result.reshape(-1), 0, ranks)
+    send_to(levels.world, result.reshape(-1), root, ranks)

@@ -4,7 +4,7 @@ cluster_coordinator   what a program holds: the chief's queue, and the workers' 
 functions             what may be scheduled: functions that all ranks have registered, and data sets of each worker
 closure               one call that was scheduled, and its result
 crew                  the chief's view of the workers: which of them are free, what they do, and which have left
-mail, encoding        the messages between them, without code and without pickled objects
+mail                  the messages between them, without code and without pickled objects: `nest.encode`
 """
 
 from mpidist.coordinator.closure import RemoteValue

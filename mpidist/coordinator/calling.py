@@ -10,12 +10,15 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist import errors
-from mpidist.coordinator.encoding import decode, encode
 from mpidist.coordinator.functions import PerWorkerDatasets, function_named
+from mpidist.nest import decode, encode
 from mpidist.parameter_server import Servers
 from mpidist.transport import text_of
 
-__all__ = ["Caller", "result_of"]
+__all__ = ["ADVICE", "Caller", "result_of"]
+
+# What users can do about what cannot be sent.
+ADVICE: Final = "what else a function needs, it finds where it is defined"
 
 Array = np.ndarray[Any, Any]
 
@@ -50,7 +53,7 @@ class Caller:
             args, kwargs = decode(arguments, self._datasets.value_of)
             value = function_named(name)(*args, **kwargs)
             self._servers.flush()
-            return encode((True, value), f"the result of {name!r}")
+            return encode((True, value), f"the result of {name!r}", advice=ADVICE)
         except Exception as error:  # of any kind: the chief raises it
             with suppress(Exception):  # of this function's changes: the next function would raise it
                 self._servers.flush()

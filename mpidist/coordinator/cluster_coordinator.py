@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from mpidist import nest
-from mpidist.coordinator.calling import Caller, result_of
+from mpidist.coordinator.calling import ADVICE, Caller, result_of
 from mpidist.coordinator.closure import Closure, RemoteValue
 from mpidist.coordinator.crew import Crew
-from mpidist.coordinator.encoding import encode
 from mpidist.coordinator.functions import PerWorkerDataset, PerWorkerDatasets, handle_of, name_of
 from mpidist.coordinator.mail import Mail
 from mpidist.coordinator.work import Work
 from mpidist.datasets import InputContext
+from mpidist.nest import encode
 from mpidist.parameter_server import Role
 from mpidist.strategy import Strategy
 
@@ -130,7 +130,7 @@ class ClusterCoordinator:
         given = [tuple(args), dict(kwargs or {})]
         if any(isinstance(leaf, RemoteValue) for leaf in nest.flatten(given)[0]):
             raise ValueError(f"{what}: an argument is a RemoteValue, which no worker has; fetch it before")
-        message = encode((name, encode(given, f"{what}: an argument", handle_of)), what)
+        message = encode((name, encode(given, f"{what}: an argument", handle_of, ADVICE)), what)
         self._num_scheduled += 1
         closure = Closure(self._num_scheduled, name, message, RemoteValue(self._wait_for_value))
         if self._crew is not None:

@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn, TypeVar, final
 
-from mpidist.coordinator.encoding import Handle
 from mpidist.datasets import InputContext
+from mpidist.nest import Handle
 
 __all__ = [
     "PerWorkerDataset",

@@ -6,6 +6,7 @@ from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCopyAllReduce
 from mpidist.cross_device_ops.nccl_all_reduce import NcclAllReduce
 from mpidist.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
+from mpidist.cross_device_ops.weighted_mean import weighted_mean
 
 __all__ = [
     "CollectiveAllReduce",
@@ -14,4 +15,5 @@ __all__ = [
     "NcclAllReduce",
     "ReductionToOneDevice",
     "reduce_along_axis",
+    "weighted_mean",
 ]

@@ -279,25 +279,35 @@ class CrossDeviceOps(Algorithm):
 
     @final
     def broadcast(
-        self, tensor: Any, destinations: Any, *, call: str = "broadcast", error: Exception | None = None
+        self,
+        tensor: Any,
+        destinations: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        call: str = "broadcast",
+        error: Exception | None = None,
     ) -> Any:
-        """Send rank 0's value to the destinations. Collective.
+        """Send one rank's value to the destinations. Collective.
 
         Args:
             tensor: An array, a number, or a nest of them, of the same form, shapes and dtypes on every rank. The
-                numbers of other ranks than 0 are ignored.
+                numbers of other ranks than the root are ignored.
             destinations: As in `reduce`.
+            root: The rank whose value is sent.
+            out: A nest of arrays like `tensor`, which the value is written to; for all ranks as destinations. May be
+                `tensor` itself.
             call: The name of the call, for errors.
             error: What the caller found wrong on this rank; raised on all ranks.
 
         Returns:
-            Rank 0's value where this rank is a destination, else `None`.
+            The root's value where this rank is a destination, in `out` if given; else `None`.
 
         Raises:
             InvalidArgumentError: If the ranks' arguments differ. On every rank.
-            ValueError: If `destinations` is none of the values that `reduce` takes.
+            ValueError: If `destinations` is none of the values that `reduce` takes, or there is no rank `root`.
         """
-        return broadcast(self.group, call, tensor, destinations, self._options, error)
+        return broadcast(self.group, call, tensor, destinations, self._options, error, root, out)
 
     @final
     def _batch_reduce(

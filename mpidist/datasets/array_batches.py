@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist import nest
+from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.whole_number import whole_number
 
@@ -23,7 +24,7 @@ class Batches:
 
     Args:
         data: An array, or a nest of arrays of one length on axis 0. Also memory-mapped ones, and those of h5py and
-            zarr: of what is no array of memory, rows are read in the order in which they lie.
+            zarr: of what is no array of memory, each rank reads its own rows alone, in the order in which they lie.
         batch_size: Rows in each global batch; the last one may have fewer.
         seed: Shuffles; `None` keeps the order of the rows.
         drop_remainder: Whether to leave a last batch out that has fewer rows.
@@ -67,6 +68,13 @@ class Batches:
         Returns:
             An iterator over batches.
         """
+        return (nest.map_structure(_read, batch) for batch in self.unread_from(epoch, num_samples))
+
+    def unread_from(self, epoch: int, num_samples: int) -> Iterator[Any]:
+        """Iterate as `iter_from` does, but let rows in files be read when a batch is sliced. Local.
+
+        So each rank reads its own rows alone.
+        """
         order = np.arange(self.num_samples)
         if self.seed is not None:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
@@ -83,9 +91,10 @@ def _length(leaf: Any) -> int:
     return int(shape[0])
 
 
-def _take(leaf: Any, rows: np.ndarray[Any, Any]) -> Any:
-    """Return rows of an array. What lies in a file is read in the order in which it lies there: h5py asks for it."""
-    if hasattr(leaf, "__dlpack__"):
-        return leaf[rows]
-    sorted_rows, places = np.unique(rows, return_inverse=True)
-    return leaf[sorted_rows][places]
+def _take(leaf: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    """Return rows of an array; of what lies in a file, `UnreadRows`."""
+    return leaf[numbers] if hasattr(leaf, "__dlpack__") else UnreadRows(leaf, numbers)
+
+
+def _read(leaf: Any) -> Any:
+    return leaf[:] if isinstance(leaf, UnreadRows) else leaf

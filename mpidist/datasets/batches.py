@@ -13,11 +13,23 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.datasets.parts import MISSING
+from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays, shard_bounds
 
-__all__ = ["IN_STEP", "BatchSource", "GlobalBatches", "OwnBatches", "num_batches", "require_batches"]
+__all__ = [
+    "IN_STEP",
+    "BatchSource",
+    "GlobalBatches",
+    "OwnBatches",
+    "WholeBatches",
+    "num_batches",
+    "order_fields_of",
+    "require_batches",
+    "rest_of_pipeline",
+    "without_first",
+]
 
 _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
 
@@ -38,11 +50,13 @@ class BatchSource(ABC):
 
     Attributes:
         batches: A re-iterable with what this rank reads at each step.
-        unit: What tells how much of a pass the program has had: `"samples"` or `"steps"`.
+        unit: What tells how much of a pass the program has had: `"samples"`, `"steps"` or `"batches"`.
         order_fields: What the order of the batches depends on, by name, besides the epoch. JSON can hold it.
+        num_at_end: How much of a pass a step is where this rank has no batch left, and others have.
     """
 
     unit: str
+    num_at_end = 1
 
     def __init__(self, batches: Iterable[Any], order_fields: Mapping[str, int]) -> None:
         self.batches, self.order_fields = batches, order_fields
@@ -113,16 +127,17 @@ class GlobalBatches(BatchSource):
     unit = "samples"
 
     def __init__(self, batches: Iterable[Any], replicas: Replicas, compares_numbers: bool) -> None:
-        told = {name: getattr(batches, name, None) for name in ("seed", "num_samples")}
-        super().__init__(batches, {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)})
+        super().__init__(batches, order_fields_of(batches))
         self._replicas = replicas
         self._compares_numbers = compares_numbers
 
     def batches_from(self, epoch: int, num_seen: int) -> Iterable[Any]:
         batches: Any = self.batches
+        if callable(getattr(batches, "unread_from", None)):
+            return cast("Iterable[Any]", batches.unread_from(epoch, num_seen))
         if _tells_epoch(batches):
             return cast("Iterable[Any]", batches.iter_from(epoch, num_seen))
-        return _without_first(batches, num_seen) if num_seen else self.batches
+        return without_first(batches, num_seen) if num_seen else self.batches
 
     def num_in(self, batch: Any) -> int:
         return _length_of(nest.flatten(batch)[0])
@@ -150,9 +165,26 @@ class GlobalBatches(BatchSource):
         return _SAME_CONTENT if len({fields["global batch"] for fields in everyone}) == 1 else _SAME_SIZES
 
 
+class WholeBatches(BatchSource, ABC):
+    """Batches that replicas get as they are, and that differ between ranks. Their numbers may differ, too."""
+
+    def parts_of(self, batch: Any) -> Sequence[Any]:
+        return tuple(batch)
+
+    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
+        return {}
+
+    @property
+    def end_fields(self) -> dict[str, str]:
+        return {}
+
+    def advice_for(self, everyone: list[dict[str, str]]) -> str:
+        return IN_STEP
+
+
 @final
-class OwnBatches(BatchSource):
-    """Batches that each rank, or each replica, made by itself. The numbers of batches may differ.
+class OwnBatches(WholeBatches):
+    """Batches that each rank, or each replica, made by itself.
 
     Args:
         pipelines: This rank's input pipelines, re-iterables of batches.
@@ -172,19 +204,6 @@ class OwnBatches(BatchSource):
     def num_in(self, batch: Any) -> int:
         return 1
 
-    def parts_of(self, batch: Any) -> Sequence[Any]:
-        return tuple(batch)
-
-    def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
-        return {}
-
-    @property
-    def end_fields(self) -> dict[str, str]:
-        return {}
-
-    def advice_for(self, everyone: list[dict[str, str]]) -> str:
-        return IN_STEP
-
 
 @final
 class _Pipelines:
@@ -198,7 +217,7 @@ class _Pipelines:
 
     def steps_from(self, epoch: int, num_steps: int) -> Iterator[tuple[Any, ...]]:
         """Iterate over a pass without its first steps."""
-        passes = [_rest_of_pipeline(pipeline, epoch, num_steps * self._num_per_step) for pipeline in self._pipelines]
+        passes = [rest_of_pipeline(pipeline, epoch, num_steps * self._num_per_step) for pipeline in self._pipelines]
         return zip_longest(*(one for one in passes for _ in range(self._num_per_step)), fillvalue=MISSING)
 
     def __len__(self) -> int:
@@ -207,6 +226,12 @@ class _Pipelines:
     @property
     def element_spec(self) -> Any:
         return getattr(self._pipelines[0], "element_spec", None)
+
+
+def order_fields_of(batches: Iterable[Any]) -> dict[str, int]:
+    """Return what an iterable of batches tells about their order."""
+    told = {name: getattr(batches, name, None) for name in ("seed", "num_samples", "num_files")}
+    return {name: int(it) for name, it in told.items() if isinstance(it, numbers.Integral)}
 
 
 def num_batches(batches: Iterable[Any]) -> int:
@@ -220,8 +245,12 @@ def num_batches(batches: Iterable[Any]) -> int:
     return len(batches)
 
 
-def require_batches(batches: Any) -> None:
+def require_batches(batches: Any, may_be_used_up: bool = False) -> None:
     """Refuse what is no re-iterable of batches.
+
+    Args:
+        batches: The batches.
+        may_be_used_up: Whether one pass will do, as that of a generator.
 
     Raises:
         TypeError: If `batches` cannot be iterated again and again, or is one batch.
@@ -241,7 +270,7 @@ def require_batches(batches: Any) -> None:
         )
     if isinstance(batches, (str, bytes)) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise TypeError(f"a data set is an iterable of batches, got {kind}")
-    if hasattr(batches, "__next__"):
+    if hasattr(batches, "__next__") and not may_be_used_up:
         raise TypeError(
             f"a data set must be one that can be iterated again, and a {kind} is used up after "
             "one pass; pass a list, or an object whose __iter__ starts anew"
@@ -257,8 +286,8 @@ def _tells_epoch(batches: Any) -> bool:
     return callable(getattr(batches, "iter_from", None))
 
 
-def _rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
-    """Iterate over a pipeline without its first batches, unread if it tells how many samples they are."""
+def rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[Any]:
+    """Iterate over an epoch of a pipeline without its first batches, unread if it tells how many samples they are."""
     if not _tells_epoch(pipeline):
         return islice(pipeline, num_batches, None) if num_batches else iter(pipeline)
     batch_size = getattr(pipeline, "batch_size", None)
@@ -267,7 +296,7 @@ def _rest_of_pipeline(pipeline: Any, epoch: int, num_batches: int) -> Iterator[A
     return iter(pipeline.iter_from(epoch, num_batches * batch_size))
 
 
-def _without_first(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+def without_first(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
     """Iterate over global batches without their first samples, which may end in the middle of a batch."""
     left = num_samples
     for batch in batches:
@@ -298,9 +327,14 @@ def _length_of(leaves: list[Any]) -> int:
 
 
 def _checksum(leaves: list[Any]) -> int:
-    """Return a number that is the same for equal arrays. Arrays outside of host memory, and objects, are left out."""
+    """Return a number that is the same for equal arrays. Objects, and arrays outside of host memory, are left out.
+
+    Of rows that are read when they are needed it is the order, and not the numbers in them.
+    """
     checksum = 0
     for leaf in leaves:
+        if isinstance(leaf, UnreadRows):
+            checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
         library = arrays.library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
         array = None if library is None else library.to_native(leaf)
         if array is None or arrays.is_device(array) or array.dtype.hasobject:

@@ -11,8 +11,10 @@ import numpy as np
 from mpidist import nest
 from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets.batches import BatchSource, GlobalBatches, OwnBatches, num_batches, require_batches
+from mpidist.datasets.dealt_batches import deal_out, fields_of_files
 from mpidist.datasets.distributed_iterator import DistributedIterator
-from mpidist.datasets.input_options import InputContext, InputOptions, InputReplicationMode
+from mpidist.datasets.files import Files
+from mpidist.datasets.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from mpidist.datasets.parts import MISSING
 from mpidist.datasets.position import Progress
 from mpidist.strategy_extended import StrategyExtended
@@ -65,20 +67,32 @@ class DistributedDataset:
         self._progress = Progress(source)
 
     @classmethod
-    def from_global_batches(
+    def from_batches(
         cls, extended: StrategyExtended, dataset: Iterable[Any], options: InputOptions | None
     ) -> DistributedDataset:
-        """Cut every batch into contiguous parts, one per replica. Their lengths differ by at most one row. Local.
+        """Cut every batch into contiguous parts, one per replica; deal out batches of `Files`. Local; of files, not.
 
         Raises:
             NotImplementedError: With `InputReplicationMode.PER_REPLICA`.
             TypeError: If the data set is no re-iterable of batches.
+            ValueError: If the batches cannot be dealt out as the `AutoShardPolicy` says. Of files, on every rank.
+            InvalidArgumentError: If the ranks have other files. On every rank.
         """
         options = _options(options)
+        policy = options.auto_shard_policy
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "InputReplicationMode.PER_REPLICA is for distribute_datasets_from_function; a data set of global "
                 "batches is cut for the replicas anyway"
+            )
+        if isinstance(dataset, Files):
+            source = _dealt_out(extended, "experimental_distribute_dataset", lambda: dataset, policy)
+            return cls(extended, source, options)
+        if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+            raise ValueError(
+                f"auto_shard_policy={policy} of global batches: each replica takes its part of every batch. For "
+                "batches of files make the data set a mpidist.Files(names, read); for whole batches call "
+                "distribute_datasets_from_function"
             )
         require_batches(dataset)
         compares_numbers = extended.group.settings.check and extended.group.topology.size > 1
@@ -91,14 +105,21 @@ class DistributedDataset:
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None,
     ) -> DistributedDataset:
-        """Let every rank, or every replica, make batches of its own. Collective.
+        """Let every rank, or every replica, make batches of its own; or deal out what one pipeline makes. Collective.
 
         Raises:
             TypeError: If the function returned no re-iterable of batches on some rank. On every rank.
+            ValueError: If the batches cannot be dealt out as the `AutoShardPolicy` says. On every rank.
             Exception: What the function raised on the lowest rank where it raised. On every rank.
         """
-        with extended.raise_together("distribute_datasets_from_function"):
-            source = _own_batches(extended, dataset_fn, options)
+        call, source = "distribute_datasets_from_function", None
+        policy = AutoShardPolicy.AUTO if not isinstance(options, InputOptions) else options.auto_shard_policy
+        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
+            whole = InputContext(1, 0, extended.replicas.total)
+            source = _dealt_out(extended, call, lambda: dataset_fn(whole), policy)
+        else:
+            with extended.raise_together(call):
+                source = _own_batches(extended, dataset_fn, options)
         return cls(extended, source, _options(options))
 
     def __iter__(self) -> DistributedIterator:
@@ -136,8 +157,9 @@ class DistributedDataset:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the last pass that was begun, as JSON can hold it. Local, and equal on all ranks.
 
-        Of global batches it is the number of samples that all ranks have had together; if ranks make batches of their
-        own, the number of steps. What a thread has read ahead does not count.
+        Of global batches it is the number of samples that all ranks have had together; of batches that are dealt out in
+        turn, of batches; if ranks have files, or make batches, of their own, the number of steps. What a thread has
+        read ahead does not count.
         """
         return self._progress.state_at(self._progress.position)
 
@@ -146,8 +168,8 @@ class DistributedDataset:
 
         Raises:
             ValueError: If it is no position in such a data set. If it is in the middle of a pass, and the batches have
-                another order: another `seed` or `num_samples`, if the iterable of batches has these attributes; or, of
-                batches that ranks or replicas make for themselves, another number of them.
+                another order: another `seed`, `num_samples` or `num_files`, if the iterable of batches has these
+                attributes; or, of batches that ranks or replicas have for themselves, another number of them.
         """
         self._progress.require_fitting(state)
 
@@ -179,6 +201,24 @@ class DistributedDataset:
             parts = self._source.parts_of(batch)
             return nest.map_structure(_spec_of, next(part for part in parts if part is not MISSING))
         raise ValueError("an empty data set has no element_spec")
+
+
+def _dealt_out(
+    extended: StrategyExtended, call: str, make: Callable[[], Iterable[Any]], policy: AutoShardPolicy
+) -> BatchSource:
+    """Deal out what a function makes, the same on every rank. Collective."""
+    topology, replicas = extended.topology, extended.replicas
+    ids_here, total = replicas.ids_here, replicas.total
+    if extended.service is not None:  # workers of parameter servers: each has as many replicas, numbered from 0
+        ids_here = range(topology.rank * total, (topology.rank + 1) * total)
+        total *= topology.size
+    with extended.raise_together(call):
+        batches = make()
+        fields = fields_of_files(batches, policy) if isinstance(batches, Files) else {"policy": str(policy)}
+    extended.agree(call, fields)
+    with extended.raise_together(call):
+        return deal_out(batches, policy, ids_here, total, topology.rank == 0)
+    raise AssertionError  # `raise_together` keeps no exception back
 
 
 def _own_batches(

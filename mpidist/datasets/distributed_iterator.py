@@ -214,7 +214,7 @@ class DistributedIterator(Iterator[Any]):
                 self._steps = ReadAhead(steps, self._num_ahead) if self._num_ahead else steps
             batch, num_seen, parts = next(self._steps, (_END, 0, ()))
             if batch is _END:
-                return _Step(_END, source.end_fields)
+                return _Step(_END, source.end_fields, num_seen=source.num_at_end)
             part = self._joined(parts)
             return _Step(part, source.common_fields(batch, num_seen, not self._num_steps), num_seen=num_seen)
         except Exception as problem:  # of any kind: the other ranks must learn of it

@@ -8,7 +8,7 @@ from typing import final
 from mpidist.options import CaseInsensitiveEnum
 from mpidist.whole_number import whole_number
 
-__all__ = ["InputContext", "InputOptions", "InputReplicationMode"]
+__all__ = ["AutoShardPolicy", "InputContext", "InputOptions", "InputReplicationMode"]
 
 
 @final
@@ -20,6 +20,23 @@ class InputReplicationMode(CaseInsensitiveEnum):
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
+
+
+@final
+class AutoShardPolicy(CaseInsensitiveEnum):
+    """How batches are dealt out to replicas: to ranks, unless the number of replicas was chosen.
+
+    `OFF`: every replica gets all batches. `FILE`: it gets those of whole files. `DATA`: every rank reads all, and
+    replicas take batches in turn. `AUTO`: of `Files`, `FILE` if there are as many files as replicas, else `DATA`; of
+    global batches a part of each; what a function makes for a rank stays as it is. `HINT` is refused: there is no graph
+    in which it could mark a place.
+    """
+
+    OFF = "OFF"
+    AUTO = "AUTO"
+    FILE = "FILE"
+    DATA = "DATA"
+    HINT = "HINT"
 
 
 @final
@@ -36,16 +53,20 @@ class InputOptions:
             the device, so they are not copied. Needs `PER_REPLICA`, and excludes `experimental_fetch_to_device`.
         experimental_per_replica_buffer_size: Number of batches, of each replica, that may be in memory at a time. With
             more than 1, a thread reads ahead while the program works on one batch.
+        auto_shard_policy: An `AutoShardPolicy` or its name: how batches of `Files` are dealt out. `FILE` and `DATA`
+            also deal out those of `distribute_datasets_from_function`; its function is then called as for one pipeline.
 
     Raises:
         TypeError: If a flag is not a bool, or the buffer's size not a whole number.
-        ValueError: If the mode is not known, the buffer's size is less than 1, or options exclude each other.
+        ValueError: If the mode or the policy is not known, the buffer's size is less than 1, or options exclude each
+            other.
     """
 
     experimental_fetch_to_device: bool = True
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     def __init__(
         self,
@@ -53,6 +74,7 @@ class InputOptions:
         experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
         experimental_place_dataset_on_device: bool = False,
         experimental_per_replica_buffer_size: int = 1,
+        auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO,
     ) -> None:
         place, size = experimental_place_dataset_on_device, experimental_per_replica_buffer_size
         fetch = not place if experimental_fetch_to_device is None else experimental_fetch_to_device
@@ -61,6 +83,12 @@ class InputOptions:
                 raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
         mode = InputReplicationMode(experimental_replication_mode)
         size = whole_number("experimental_per_replica_buffer_size, in batches,", size, 1)
+        policy = AutoShardPolicy(auto_shard_policy)
+        if policy is AutoShardPolicy.HINT:
+            raise ValueError(
+                "auto_shard_policy=HINT is for a graph of tf.data, in which a call of `shard` marks a place; here take "
+                "FILE or DATA, or call `Files.shard`"
+            )
         if place and mode is not InputReplicationMode.PER_REPLICA:
             raise ValueError(
                 "experimental_place_dataset_on_device needs experimental_replication_mode=PER_REPLICA: each replica "
@@ -75,6 +103,7 @@ class InputOptions:
         object.__setattr__(self, "experimental_replication_mode", mode)
         object.__setattr__(self, "experimental_place_dataset_on_device", place)
         object.__setattr__(self, "experimental_per_replica_buffer_size", size)
+        object.__setattr__(self, "auto_shard_policy", policy)
 
 
 @final

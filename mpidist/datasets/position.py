@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 from mpidist.datasets.batches import BatchSource
 
 __all__ = ["Position", "Progress"]
+
+_UNITS: Final = ("samples", "steps", "batches")
 
 
 @final
@@ -67,7 +69,7 @@ class Progress:
                 batches is another one.
         """
         unit = self._source.unit
-        numbers = [state.get(name) for name in ("epoch", unit)]
+        numbers = [state.get("epoch"), _num_seen(unit, state)]
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(
                 f"a position in this data set tells epoch and {unit}, as whole numbers, and this is {dict(state)}"
@@ -75,7 +77,7 @@ class Progress:
         if not numbers[1]:
             return  # a whole pass is left, whatever its order
         own = self._source.order_fields
-        for name in sorted((own.keys() | state.keys()) - {"epoch", unit}):
+        for name in sorted((own.keys() | state.keys()) - {"epoch", *_UNITS}):
             if own.get(name) != state.get(name):
                 raise ValueError(
                     f"the position is {numbers[1]} {unit} into epoch {numbers[0]} of a data set with {name} "
@@ -90,4 +92,10 @@ class Progress:
             ValueError: As `require_fitting` does. Then nothing is changed.
         """
         self.require_fitting(state)
-        self._last = Position(state["epoch"], state[self._source.unit])
+        self._last = Position(state["epoch"], _num_seen(self._source.unit, state))
+
+
+def _num_seen(unit: str, state: Mapping[str, Any]) -> Any:
+    """Return how much of the pass a state has left behind: nothing is nothing, also in another data set's unit."""
+    is_at_start = unit not in state and any(state.get(other) == 0 for other in _UNITS)
+    return 0 if is_at_start else state.get(unit)

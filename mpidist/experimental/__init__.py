@@ -2,6 +2,7 @@
 
 from mpidist.absent_names import explain_absent_names as _explain_absent_names
 from mpidist.checkpoint import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from mpidist.datasets import AutoShardPolicy as AutoShardPolicy
 from mpidist.experimental import coordinator as coordinator
 from mpidist.experimental import partitioners as partitioners
 from mpidist.experimental import server_rules as server_rules
@@ -17,6 +18,7 @@ from mpidist.strategies import Server as Server
 from mpidist.strategy import ValueContext as ValueContext
 
 __all__ = [
+    "AutoShardPolicy",
     "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",

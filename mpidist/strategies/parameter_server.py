@@ -150,16 +150,6 @@ class ParameterServerStrategy(Strategy):
         """
         self._role.serve()
 
-    def barrier(self) -> None:
-        """Wait until all workers call this method, and all their changes are made. On workers.
-
-        Raises:
-            DeadlineExceededError: If not all workers come within the strategy's `timeout_seconds`.
-        """
-        servers = self._servers("barrier()")
-        servers.flush()
-        servers.meet("barrier()", {})
-
     def flush(self) -> None:
         """Wait until all changes that this worker has sent are made. On workers."""
         self._servers("flush()").flush()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 
-from mpidist import InputOptions, InputReplicationMode, get_replica_context
+from mpidist import Batches, InputOptions, InputReplicationMode, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
 
@@ -318,6 +318,52 @@ def test_rows_that_are_read_when_they_are_sliced_are_read_ahead(comm: Intracomm)
         own = [part.tolist() for part in dataset]
         assert sorted(row for of_rank in comm.allgather(own[-1]) for row in of_rank) == list(range(8))
         assert where.count(("mpidist.read_ahead", len(own[0]))) == 4
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("buffer_size", [1, 3])
+def test_ranks_read_their_own_rows_of_files_alone(comm: Intracomm, seed: int | None, buffer_size: int) -> None:
+    """Of shuffled batches, too; and no row twice in an epoch."""
+    numbers_read: list[int] = []
+
+    class OfFile:
+        """As a data set of h5py, which takes slices, and increasing row numbers."""
+
+        shape = (10, 2)
+
+        def __getitem__(self, rows: Any) -> Any:
+            rows = np.arange(10)[rows]
+            assert (np.diff(rows) > 0).all()
+            numbers_read.extend(rows.tolist())
+            return np.stack([rows, rows], axis=1)
+
+    with MultiWorker(comm=comm) as strategy:
+        data = {"file": OfFile(), "memory": np.arange(10)}
+        options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
+        dataset = strategy.experimental_distribute_dataset(Batches(data, 4, seed=seed), options)
+        own = []
+        for part in dataset:
+            assert isinstance(part["file"], np.ndarray)
+            assert part["file"].shape == (len(part["memory"]), 2)
+            assert (part["memory"] == part["file"].T).all()
+            own += part["memory"].tolist()
+        assert sorted(numbers_read) == sorted(own)
+        assert sorted(number for of_rank in comm.allgather(own) for number in of_rank) == list(range(10))
+        assert own == sorted(own) or seed is not None
+
+
+@pytest.mark.ranks(min=2)
+def test_other_orders_of_rows_in_files_are_told(comm: Intracomm) -> None:
+    class OfFile:
+        shape = (100,)
+
+        def __getitem__(self, rows: Any) -> Any:
+            return np.arange(100)[rows]
+
+    with MultiWorker(comm=comm) as strategy:
+        batches = Batches(OfFile(), 50, seed=comm.rank)
+        with raises_everywhere(comm, InvalidArgumentError, "checksum of the first batch"):
+            next(iter(strategy.experimental_distribute_dataset(batches)))
 
 
 def test_error_of_a_batch_that_is_read_ahead_comes_in_its_place(comm: Intracomm) -> None:

@@ -36,9 +36,11 @@ NOT_RUN = {
     "measures the machine": 4,
     "needs a GPU": 3,
     "needs a running job": 3,
+    "needs h5py": 2,
     "needs Slurm": 3,
     "needs TensorFlow": 1,
     "needs torch": 4,
+    "needs zarr": 1,
     "prints bits of one machine": 1,
     "takes minutes": 13,
 }

@@ -1,4 +1,4 @@
-"""Arguments and results as bytes: arrays, numbers, texts, and nests of them. No code, and no pickled objects.
+"""Nests as bytes, to be sent: of arrays, numbers and texts. No code, and no pickled objects.
 
 The bytes are the length of a description, the description in JSON, and the arrays, one after the other.
 """
@@ -23,20 +23,26 @@ Array = np.ndarray[Any, Any]
 Handle = tuple[int, int]  # a data set of each worker, and which of its iterators; -1 for the data set
 
 
-def encode(item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lambda item: None) -> Array:
+def encode(
+    item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lambda item: None, advice: str = ""
+) -> Array:
     """Write a nest as bytes.
 
     Args:
         item: Arrays, numbers, texts, `None`, and lists, tuples and dicts of them.
         what: What the item is, for errors.
         handle_of: Returns the handle of what each worker has its own of; `None` for anything else.
+        advice: What users can do about anything else, for errors.
 
     Raises:
         TypeError: If there is anything else in the nest.
         ValueError: If the bytes are too many.
     """
     arrays: list[Array] = []
-    tree = _tree_of(item, what, arrays, handle_of)
+    try:
+        tree = _tree_of(item, what, arrays, handle_of)
+    except TypeError as problem:
+        raise TypeError(f"{problem}{advice and '; '}{advice}") from None
     about = [[array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape] for array in arrays]
     head = json.dumps([tree, about]).encode()
     parts = [np.frombuffer(_LENGTH.pack(len(head)) + head, np.uint8)]
@@ -44,7 +50,7 @@ def encode(item: Any, what: str, handle_of: Callable[[Any], Handle | None] = lam
     nbytes = sum(part.size for part in parts)
     if nbytes > MAX_BYTES:
         raise ValueError(
-            f"{what} takes {nbytes} bytes, and at most {MAX_BYTES} can be sent: keep large arrays on servers"
+            f"{what} takes {nbytes} bytes, and at most {MAX_BYTES} can be sent so: cut arrays, or keep them on servers"
         )
     return np.concatenate(parts)
 
@@ -84,8 +90,7 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
     if handle is not None:
         return {"handle": handle}
     raise TypeError(
-        f"{what} has a {type(item).__name__}, and needs arrays, numbers, texts, and lists, tuples and dicts of them; "
-        "what else a function needs, it finds where it is defined"
+        f"{what} has a {type(item).__name__}, and needs arrays, numbers, texts, and lists, tuples and dicts of them"
     )
 
 

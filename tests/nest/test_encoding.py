@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.coordinator.encoding import decode, encode
+from mpidist.nest import decode, encode
 
 pytestmark = pytest.mark.no_mpi
 
@@ -68,6 +68,6 @@ def test_handles_stand_for_something_else() -> None:
 
 
 def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpidist.coordinator.encoding.MAX_BYTES", 100)
+    monkeypatch.setattr("mpidist.nest.encoding.MAX_BYTES", 100)
     with pytest.raises(ValueError, match=r"it takes \d+ bytes, and at most 100 can be sent"):
         encode(np.zeros(20), "it")

@@ -1,0 +1,115 @@
+"""The mean over replicas of which each has a weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpidist.collectives import (
+    NO_CONTRIBUTIONS,
+    flatten_contributions,
+    native_dtype,
+    rebuild_results,
+    replica_components,
+    wire_and_result_dtypes,
+)
+from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
+from mpidist.errors import InvalidArgumentError
+from mpidist.options import CommunicationOptions, ReduceOp
+from mpidist.replicas import Replicas
+from mpidist.transport import accumulator_dtype, arrays, mark_shared, value_text
+from mpidist.values import PerReplica, contribution
+
+__all__ = ["weighted_mean"]
+
+
+def weighted_mean(
+    ops: CrossDeviceOps,
+    replicas: Replicas,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    weight: Any,
+    options: CommunicationOptions | None,
+    has_axis: bool = False,
+) -> Any:
+    """Divide the sum of values times weights by the sum of weights, over replicas. Collective: one all-reduce.
+
+    A value whose weight is 0 does not count, whatever it is: also the mean of no rows, which is not a number.
+
+    Args:
+        ops: The algorithm, bound to the ranks.
+        replicas: Which replicas this rank carries.
+        reduce_op: MEAN or its name in any case.
+        value: An array, a distributed value of one, or a nest.
+        weight: A number >= 0, or a `PerReplica` of them.
+        options: Override the strategy's.
+        has_axis: Whether the caller asked for axes, too.
+
+    Returns:
+        A nest like `value`.
+
+    Raises:
+        InvalidArgumentError: If the ranks' arguments differ, a value cannot be averaged, or all weights are 0. On every
+            rank.
+        ValueError: If `reduce_op` is not MEAN, a weight is negative or not finite, or axes are given. On every rank.
+        TypeError: If a weight is no number. On every rank.
+    """
+    flat, sums, weights, error = NO_CONTRIBUTIONS, [], [], None
+    try:
+        op = ReduceOp.of(reduce_op)
+        if op is not ReduceOp.MEAN:
+            raise ValueError(f"weight is for means, and the operation is {op}: multiply what is summed by yourself")
+        if has_axis:
+            raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
+        flat = flatten_contributions(op, value, ops.group, replicas)
+        weights = [_checked(one) for one in replica_components("weight", weight, replicas)]
+        parts = [flat.leaves, *flat.others]
+        products = [
+            [_times(contribution(leaf), own) for leaf in part] for part, own in zip(parts, weights, strict=True)
+        ]
+        sums = [_joined(its, replicas) for its in zip(*products, strict=True)]
+    except Exception as problem:  # of any kind: the other ranks must learn of it
+        error = problem
+    given = [] if error is not None else (sums, _joined(weights, replicas))
+    totals, total = ops.all_reduce(ReduceOp.SUM, given, options, call="reduce with weights", error=error)
+    if not total > 0:
+        no_mean = InvalidArgumentError("reduce with weights: the weights of all replicas are 0, so there is no mean")
+        mark_shared(no_mean, ops.group.agreement.ranks)
+        raise no_mean
+    leaves = map(contribution, flat.leaves)
+    means = [_divided(one, float(total), leaf) for one, leaf in zip(totals, leaves, strict=True)]
+    return rebuild_results(value, means, flat.mirrored)
+
+
+def _checked(weight: Any) -> float:
+    """Return a weight as a number of double precision."""
+    number = np.asarray(contribution(weight))
+    if number.shape != () or number.dtype.kind not in "iuf":
+        raise TypeError(f"weight must be a number for each replica, got {value_text(weight)}")
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"weight must be a finite number >= 0, got {number}")
+    return float(number)
+
+
+def _times(value: Any, weight: float) -> Any:
+    """Return a value times its weight, in a dtype that sums of it fit into."""
+    array = arrays.library_of(value).to_native(value)
+    _, result = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
+    product = arrays.empty(array.shape, accumulator_dtype(result), arrays.is_device(array))
+    product[...] = array if weight else 0
+    product *= product.dtype.type(weight)
+    return product
+
+
+def _joined(components: Any, replicas: Replicas) -> Any:
+    return components[0] if replicas.tree is None else PerReplica(tuple(components))
+
+
+def _divided(total: Any, weight: float, value: Any) -> Any:
+    library = arrays.library_of(value)
+    _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(library.to_native(value).dtype))
+    mean = arrays.empty(total.shape, dtype, arrays.is_device(total))
+    mean[...] = total / weight
+    return library.from_native(mean, value)

@@ -1,0 +1,343 @@
+"""`Strategy.barrier`, `broadcast`, `broadcast_object` and `gather_object`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support.everywhere import raises_everywhere
+
+import mpidist
+from mpidist import CommunicationOptions, OneDeviceStrategy
+from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.experimental import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+# --- barrier ---
+
+
+@pytest.mark.parametrize("check", ["1", "0"])
+@pytest.mark.usefixtures("placement")
+def test_no_rank_leaves_a_barrier_before_all_have_come(
+    comm: Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """Also where ranks do not compare their calls, which is what makes them meet in others."""
+    monkeypatch.setenv("MPIDIST_CHECK", check)
+    folder = Path(comm.bcast(str(tmp_path)))
+    with MultiWorker(comm=comm) as strategy:
+        for late in range(comm.size):
+            time.sleep(0.02 * (comm.rank == late))
+            (folder / f"{late}-{comm.rank}").touch()
+            strategy.barrier()
+            assert {name for name in os.listdir(folder) if name.startswith(f"{late}-")} == {
+                f"{late}-{rank}" for rank in range(comm.size)
+            }
+            strategy.barrier()
+
+
+@pytest.mark.ranks(min=2)
+def test_barrier_is_compared_and_has_a_deadline(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, r"barrier\(\)"):
+            strategy.barrier() if comm.rank else strategy.reduce("sum", 1)
+        strategy.barrier()
+    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=0.3), comm=comm)
+    if comm.rank:
+        with pytest.raises(DeadlineExceededError, match=r"barrier\(\)"):
+            strategy.barrier()
+    comm.Barrier()
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.barrier()
+    strategy.reset()
+    strategy.barrier()
+    strategy.close()
+
+
+# --- broadcast ---
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.usefixtures("placement")
+def test_value_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
+    root = place % comm.size
+    with MultiWorker(comm=comm) as strategy:
+        value = {
+            "a": np.arange(5.0) + comm.rank,
+            "b": [comm.rank, np.float32(comm.rank)],
+            "wide": np.full((300, 300), comm.rank, np.int16)[:, ::2],
+            "text": np.array([f"rank {comm.rank}"]),
+            "none": np.zeros((0, 3)),
+        }
+        found = strategy.broadcast(value, root)
+        assert found["a"].tolist() == [root + at for at in range(5)]
+        assert found["b"] == [root, root]
+        assert isinstance(found["b"][0], int)
+        assert (found["wide"] == root).all()
+        assert found["text"].tolist() == [f"rank {root}"]
+        assert found["none"].shape == (0, 3)
+        assert value["a"][0] == comm.rank
+        assert strategy.broadcast(value)["b"][0] == 0
+        per_replica = strategy.run(lambda: np.float64(comm.rank))
+        assert strategy.broadcast(per_replica, root=np.int64(root)) == root
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.usefixtures("placement")
+def test_broadcast_writes_what_is_given_as_out(comm: Intracomm, place: int) -> None:
+    root = place % comm.size
+    with MultiWorker(comm=comm) as strategy:
+        value = [np.full(7, float(comm.rank)), np.full((3, 4), comm.rank, ">i4")]
+        outs = [np.zeros(7), np.zeros((4, 3), np.int32).T]
+        assert strategy.broadcast(value, root, out=outs) is outs
+        assert (outs[0] == root).all()
+        assert (outs[1] == root).all()
+        assert (value[0] == comm.rank).all()
+        strategy.broadcast(value, root, out=value)
+        assert (value[0] == root).all()
+        assert (value[1] == root).all()
+        both = np.arange(10.0) + 100 * comm.rank
+        strategy.broadcast(both[:8], root, out=both[2:])  # what is sent, and written, overlap
+        assert both[2:].tolist() == [100 * root + at for at in range(8)]
+        left, right = np.full(5, comm.rank), np.full(5, -1 - comm.rank)
+        strategy.broadcast([left, right], root, out=[right, left])  # each is written where the other one is read
+        assert (left == -1 - root).all()
+        assert (right == root).all()
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.usefixtures("placement")
+def test_broadcast_writes_arrays_of_the_transport(comm: Intracomm, place: int) -> None:
+    root = place % comm.size
+    with MultiWorker(comm=comm) as strategy:
+        for per_node in (False, True):
+            out = strategy.symmetric_empty(1000, np.float32, per_node=per_node)
+            assert strategy.broadcast(np.full(1000, comm.rank, np.float32), root, out=out) is out
+            assert (out == root).all()
+            strategy.barrier()  # one array of a node is read by all its ranks
+            strategy.broadcast(out, root, out=out)
+            assert (out == root).all()
+            strategy.barrier()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"root": -1}, ValueError, "root must be a whole number >= 0, got -1"),
+        ({"root": 999}, ValueError, "root 999 is not one of the ranks 0 to"),
+        ({"root": 0.0}, TypeError, r"root must be a whole number >= 0, got 0\.0"),
+        ({"root": True}, TypeError, "root must be a whole number"),
+        ({"value": "text"}, TypeError, "cannot take a value of type"),
+        ({"value": np.array([None])}, InvalidArgumentError, "cannot broadcast an array of Python objects"),
+        ({"out": np.zeros(3)}, InvalidArgumentError, r"out 0 must be an array f64\[2\], got f64\[3\]"),
+        ({"out": [np.zeros(2)]}, InvalidArgumentError, "out must be a nest of the same form"),
+        ({"out": np.broadcast_to(0.0, 2)}, InvalidArgumentError, "read-only"),
+    ],
+)
+def test_wrong_broadcasts_are_refused(
+    comm: Intracomm, arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, kind, text):
+            strategy.broadcast(**({"value": np.ones(2)} | arguments))
+        assert strategy.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_broadcasts_that_differ_are_refused(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
+            strategy.broadcast(1.0, root=min(comm.rank, 1))
+        with raises_everywhere(comm, InvalidArgumentError, r"f64\[3\]"):
+            strategy.broadcast(np.ones(2 + (comm.rank == 1)))
+        per_node = strategy.symmetric_empty(2, np.float64, per_node=True)
+        with raises_everywhere(comm, InvalidArgumentError, "outs that are per-node arrays"):
+            strategy.broadcast(np.ones(2), out=np.zeros(2) if comm.rank == 1 else per_node)
+        with raises_everywhere(comm, InvalidArgumentError, "root 999"):
+            strategy.broadcast(1.0, root=999 if comm.rank == 1 else 0)
+        assert strategy.broadcast(comm.rank, root=1) == 1
+
+
+def test_out_is_for_all_ranks(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        ops = strategy.extended.cross_device_ops
+        if comm.size > 1:
+            with raises_everywhere(comm, ValueError, "out .*destinations"):
+                ops.broadcast(np.ones(2), 0, out=np.ones(2))
+        found = ops.broadcast(comm.rank, 0, root=comm.size - 1)
+        assert found == (comm.size - 1 if comm.rank == 0 else None)
+
+
+# --- objects ---
+
+OBJECT = {"lr": 0.1, 3: ("a", None, True), "rows": [np.arange(3), np.float32(2)], "nested": {"deep": [{}]}}
+
+
+def same(one: Any, other: Any) -> bool:
+    return repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.usefixtures("placement")
+def test_object_of_any_rank_comes_to_all(comm: Intracomm, place: int) -> None:
+    root = place % comm.size
+    with MultiWorker(comm=comm) as strategy:
+        own = OBJECT | {"rank": comm.rank} if comm.rank == root else object()  # of others it is ignored
+        found = strategy.broadcast_object(own, root)
+        assert same(found, OBJECT | {"rank": root})
+        assert found is not own
+        found["rows"][0] += 1  # writable, and each rank's own
+        assert OBJECT["rows"][0].tolist() == [0, 1, 2]  # type: ignore[index]
+        assert strategy.broadcast_object(comm.rank) == 0
+        assert strategy.broadcast_object("" if comm.rank == root else None, root) == ""
+        assert len(strategy.broadcast_object("x" * (1 << 20) if comm.rank == root else None, root)) == 1 << 20
+
+
+@pytest.mark.usefixtures("placement")
+def test_objects_of_all_ranks_come_in_rank_order(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        own = [None, "text", OBJECT, {"big": np.arange(100_000)}][comm.rank % 4]
+        found = strategy.gather_object(own)
+        wanted = [[None, "text", OBJECT, {"big": np.arange(100_000)}][rank % 4] for rank in range(comm.size)]
+        assert same(found, wanted)
+        found = strategy.gather_object(list(range(comm.rank)))
+        assert found == [list(range(rank)) for rank in range(comm.size)]
+
+
+class Point:
+    """Of a program: nothing that can be sent as it is."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and other.x == self.x
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Unreadable:
+    """Comes out of a pickle on all ranks but one."""
+
+    def __init__(self, where: int) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return _fail, (self.where,)
+
+
+def _fail(where: int) -> None:
+    if MPI.COMM_WORLD.rank == where:
+        raise ImportError("no module of that name here")
+
+
+def test_other_objects_are_pickled_if_the_program_says_so(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        assert strategy.gather_object(Point(comm.rank), pickle=True) == [Point(rank) for rank in range(comm.size)]
+        assert strategy.broadcast_object(Point(comm.rank), comm.size - 1, pickle=True) == Point(comm.size - 1)
+        for send in (strategy.broadcast_object, strategy.gather_object):
+            with raises_everywhere(comm, InvalidArgumentError, "object has a Point.* pass pickle=True on all ranks"):
+                send(Point(1))
+            with raises_everywhere(comm, InvalidArgumentError, "with pickle: .*[Pp]ickle"):
+                send(lambda: None, pickle=True)
+            with raises_everywhere(comm, ImportError, "no module of that name here"):
+                send(Unreadable(comm.size - 1), pickle=True)
+        with raises_everywhere(comm, InvalidArgumentError, "OrderedDict"):
+            strategy.gather_object(OrderedDict(a=1))  # would come back as a dict
+        assert strategy.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_calls_of_objects_that_differ_are_refused(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        for send in (strategy.broadcast_object, strategy.gather_object):
+            with raises_everywhere(comm, InvalidArgumentError, "_object with pickle"):
+                send(1, pickle=comm.rank == 1)
+        with raises_everywhere(comm, InvalidArgumentError, "has a Point"):
+            strategy.gather_object(Point(1) if comm.rank == 1 else 1)
+        with raises_everywhere(comm, InvalidArgumentError, r"root: rank 0: 0; ranks? 1[-\d]*: 1"):
+            strategy.broadcast_object(1, root=min(comm.rank, 1))
+        with raises_everywhere(comm, InvalidArgumentError, "gather_object"):
+            strategy.gather_object(1) if comm.rank else strategy.broadcast_object(1)
+        assert strategy.gather_object(comm.rank) == list(range(comm.size))
+
+
+def test_objects_have_a_root_that_is_there(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, ValueError, "root 999 is not one of the ranks"):
+            strategy.broadcast_object(1, root=999)
+        with raises_everywhere(comm, TypeError, "root must be a whole number >= 0, got None"):
+            strategy.broadcast_object(1, root=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(min=2)
+def test_calls_of_objects_have_deadlines(comm: Intracomm) -> None:
+    strategy = MultiWorker(communication_options=CommunicationOptions(timeout_seconds=0.3), comm=comm)
+    if comm.rank:
+        with pytest.raises(DeadlineExceededError, match="gather_object"):
+            strategy.gather_object(1)
+    comm.Barrier()
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError):
+            strategy.broadcast_object(1)
+    strategy.reset()
+    assert strategy.broadcast_object(comm.rank, 1) == 1
+    strategy.close()
+
+
+# --- where they may be called ---
+
+CALLS = {
+    "barrier": lambda strategy: strategy.barrier(),
+    "broadcast": lambda strategy: strategy.broadcast(1.0),
+    "broadcast_object": lambda strategy: strategy.broadcast_object(1),
+    "gather_object": lambda strategy: strategy.gather_object(1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_for_cross_replica_context(comm: Intracomm, name: str) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with pytest.raises(RuntimeError, match=f"{name}.* requires being in cross-replica context"):
+            strategy.run(lambda: CALLS[name](strategy))
+        with strategy.scope():
+            CALLS[name](strategy)
+    with pytest.raises(RuntimeError, match=f"{name}.*closed"):
+        CALLS[name](strategy)
+
+
+@pytest.mark.no_mpi
+def test_one_process_calls_them_too() -> None:
+    with OneDeviceStrategy() as strategy:
+        strategy.barrier()
+        assert strategy.broadcast(np.arange(2)).tolist() == [0, 1]
+        assert strategy.broadcast_object({"a": 1}) == {"a": 1}
+        assert strategy.gather_object("x") == ["x"]
+    mpidist.get_strategy().barrier()
+
+
+def test_replicas_of_a_rank_make_one_call(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm, replicas=2 * comm.size) as strategy:
+        strategy.barrier()
+        assert strategy.broadcast(comm.rank, comm.size - 1) == comm.size - 1
+        assert strategy.gather_object(comm.rank) == list(range(comm.size))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"barrier"}))
+def test_workers_of_parameter_servers_are_not_in_step(name: str) -> None:
+    with ParameterServerStrategy(comm=MPI.COMM_SELF) as strategy:
+        with pytest.raises(RuntimeError, match=f"{name} of a ParameterServerStrategy: its workers are not in step"):
+            CALLS[name](strategy)
+        strategy.barrier()

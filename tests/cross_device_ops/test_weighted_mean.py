@@ -1,0 +1,143 @@
+"""`Strategy.reduce("mean", x, weight=n)`: sums of values times weights over sums of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere, same_everywhere
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as MultiWorker
+from mpidist import PerReplica
+from mpidist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+def test_each_value_counts_as_often_as_its_weight_says(comm: Intracomm, placement: str) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        weights = [rank + 1 for rank in range(comm.size)]
+        own = comm.rank + 1
+        wanted = sum(weight * weight for weight in weights) / sum(weights)  # rank r has r + 1, and weighs r + 1
+        value = {"a": np.full((2, 3), float(own)), "b": [float(own), np.int32(own)], "none": np.zeros((0, 2))}
+        mean = strategy.reduce("mean", value, weight=own)
+        assert np.allclose(mean["a"], wanted, rtol=1e-15)
+        assert mean["b"] == [mean["a"][0, 0]] * 2
+        assert mean["none"].shape == (0, 2)
+        assert same_everywhere(comm, mean["a"])
+        assert isinstance(mean["b"][0], float)
+        assert np.all(value["a"] == own)
+
+
+def test_equal_weights_give_the_mean_of_all(comm: Intracomm) -> None:
+    """Of whole numbers, so that both are exact."""
+    with MultiWorker(comm=comm) as strategy:
+        value = np.arange(6.0) * comm.size + comm.rank
+        for weight in (1, 8.0, np.float32(0.5), np.array(2)):
+            assert (strategy.reduce("mean", value * 2, weight=weight) == strategy.reduce("mean", value * 2)).all()
+
+
+@pytest.mark.parametrize("name", ["i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", "bfloat16"])
+def test_dtypes_are_those_of_means(comm: Intracomm, name: str) -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    value = np.full(3, 2 - comm.rank % 2).astype(dtype)
+    with MultiWorker(comm=comm) as strategy:
+        plain, weighted = strategy.reduce("mean", value), strategy.reduce("mean", value, weight=1 - comm.rank % 2)
+        assert weighted.dtype == plain.dtype
+        assert (weighted == 2).all()  # the others weigh nothing
+
+
+def test_sums_are_wider_than_small_numbers(comm: Intracomm) -> None:
+    """A product with the weight fits neither into int8 nor into float16."""
+    with MultiWorker(comm=comm) as strategy:
+        assert strategy.reduce("mean", np.full(2, 100, np.int8), weight=1000).tolist() == [100, 100]
+        assert strategy.reduce("mean", np.full(2, 100, np.float16), weight=1000).tolist() == [100, 100]
+
+
+def test_value_without_weight_does_not_count(comm: Intracomm) -> None:
+    """As the mean of no rows, which is not a number."""
+    with MultiWorker(comm=comm) as strategy:
+        has_rows = comm.rank == comm.size - 1
+        value = np.array([5.0, 7.0]) if has_rows else np.array([np.nan, np.inf])
+        assert strategy.reduce("mean", value, weight=3 if has_rows else 0).tolist() == [5, 7]
+
+
+def test_weights_that_are_all_0_are_an_error_of_all(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "weights of all replicas are 0"):
+            strategy.reduce("mean", 1.0, weight=0)
+        assert strategy.reduce("mean", 1.0, weight=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"reduce_op": "sum"}, ValueError, "weight is for means, and the operation is SUM"),
+        ({"reduce_op": "min"}, ValueError, "weight is for means, and the operation is MIN"),
+        ({"reduce_op": "bogus"}, ValueError, "not a valid ReduceOp"),
+        ({"axis": 0}, ValueError, "weight and axis exclude each other"),
+        ({"weight": -1}, ValueError, "finite number >= 0, got -1"),
+        ({"weight": float("nan")}, ValueError, "finite number >= 0, got nan"),
+        ({"weight": float("inf")}, ValueError, "finite number >= 0, got inf"),
+        ({"weight": "3"}, TypeError, "a number for each replica"),
+        ({"weight": True}, TypeError, "a number for each replica"),
+        ({"weight": np.ones(2)}, TypeError, "a number for each replica"),
+        ({"value": np.array([True])}, InvalidArgumentError, "MEAN needs numbers, got dtype bool"),
+        ({"value": "text"}, TypeError, "builtins.str"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_data_moves(
+    comm: Intracomm, arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    given = {"reduce_op": "mean", "value": np.ones(2), "weight": 1} | arguments
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, kind, text):
+            strategy.reduce(**given)
+        assert strategy.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.ranks(min=2)
+def test_wrong_arguments_of_one_rank_are_everybodys_error(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "got -1"):
+            strategy.reduce("mean", 1.0, weight=-1 if comm.rank == 1 else 1)
+        with raises_everywhere(comm, InvalidArgumentError, "reduce with weights"):
+            strategy.reduce("mean", 1.0, weight=None if comm.rank == 1 else 1)
+        with raises_everywhere(comm, InvalidArgumentError, r"f64\[2\]"):
+            strategy.reduce("mean", np.ones(3 if comm.rank == 1 else 2), weight=1)
+
+
+def test_replicas_have_weights_of_their_own(comm: Intracomm) -> None:
+    """The same bits on any number of ranks."""
+
+    def mean_over(comm: Intracomm) -> Any:
+        with MultiWorker(comm=comm, replicas=5) as strategy:
+
+            def step(part: Any) -> Any:
+                return (part.mean() if len(part) else np.float64("nan")), len(part)
+
+            (part,) = strategy.experimental_distribute_dataset([np.arange(4.0) / 3])
+            mean, count = strategy.run(step, (part,))
+            with raises_everywhere(comm, ValueError, "weight of 1.* is this rank's and no replica's"):
+                strategy.reduce("mean", mean, weight=1)
+            return strategy.reduce("mean", mean, weight=count)
+
+    found = mean_over(comm)
+    assert found == pytest.approx(0.5)
+    alone = comm.Split(comm.rank, 0)
+    assert mean_over(alone) == found
+    alone.Free()
+
+
+def test_mirrored_values_are_their_own_mean(comm: Intracomm) -> None:
+    with MultiWorker(comm=comm) as strategy:
+        with strategy.scope():
+            variable = mpidist.Variable(0.1)
+        mean = strategy.reduce("mean", [variable, mpidist.Mirrored((0.3,)), PerReplica((2.0,))], weight=3)
+        assert [float(one) for one in mean] == [0.1, 0.3, 2.0]
