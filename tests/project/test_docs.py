@@ -36,7 +36,7 @@ NOT_RUN = {
     "measures the machine": 2,
     "needs a GPU": 3,
     "needs a running job": 3,
-    "needs Slurm": 3,
+    "needs Slurm": 4,
     "needs TensorFlow": 1,
     "needs torch": 4,
     "prints bits of one machine": 1,
