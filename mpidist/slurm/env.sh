@@ -1,6 +1,5 @@
 # shellcheck shell=bash
-# What the job scripts of this folder have in common: each sources it. Copy it with them.
-# Lines marked EDIT are your site's.
+# What the job scripts have in common: each sources it. Copy it with them. Lines marked EDIT are the site's.
 
 # EDIT: the modules that mpidist was installed with, such as `module load python openmpi`, `module load cray-python`,
 # `spack load py-mpi4py` or `conda activate training`, and its virtual environment.
@@ -12,7 +11,6 @@ fi
 set -euo pipefail # from here on: `module` and `activate` may use variables that are not set
 
 [ -n "${python:-}" ] || python=(python) # container.sbatch has another one
-
 # Which MPI mpi4py found decides how srun must start it. On Cray systems: MPI_TYPE=cray_shasta sbatch ...
 if [ -z "${MPI_TYPE:-}" ]; then
     library=$("${python[@]}" -m mpi4py --mpi-lib-version | tr -d '\0') || {
@@ -42,15 +40,18 @@ fi
 # Start ranks: run_ranks [OPTION OF SRUN]... PROGRAM [ARGUMENT]... Returns the exit code of the rank that ended them.
 # Of a job that a rank ends, srun may only say that it was killed: the rank writes its exit code into a file.
 run_ranks() {
-    local code=0 started
+    local code=0 started words=(srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
     export MPIDIST_EXIT_CODE_FILE="$PWD/.exit-code-$SLURM_JOB_ID"
     rm -f "$MPIDIST_EXIT_CODE_FILE"
-    srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@" &
-    started=$!
-    # With PMIx and two components, srun of Slurm 22.05 may wait for ever for tasks that have ended. It has 40 seconds.
-    until [ -s "$MPIDIST_EXIT_CODE_FILE" ] || ! kill -0 "$started" 2>/dev/null; do sleep 0.5; done
-    timeout 40 tail --pid="$started" --follow /dev/null || kill -KILL "$started" || true
-    wait "$started" || code=$?
+    if [ -z "${components[*]-}" ]; then
+        "${words[@]}" || code=$?
+    else # with PMIx srun of Slurm 22.05 may wait for ever for tasks that have ended. It has 40 seconds.
+        "${words[@]}" &
+        started=$!
+        until [ -s "$MPIDIST_EXIT_CODE_FILE" ] || ! kill -0 "$started" 2>/dev/null; do sleep 0.5; done
+        timeout 40 tail --pid="$started" --follow /dev/null || kill -KILL "$started" || true
+        wait "$started" || code=$?
+    fi
     if [ -s "$MPIDIST_EXIT_CODE_FILE" ]; then
         code=$(cat "$MPIDIST_EXIT_CODE_FILE")
         rm "$MPIDIST_EXIT_CODE_FILE"

@@ -68,12 +68,14 @@ class BatchJob:
         """
 
         def starts() -> bool:
-            shown = self._show()
-            if f"Restarts={attempt} " in shown and "JobState=PENDING" in shown:
-                with suppress(ClusterError):  # it has started meanwhile, or the attempt before is not at its end
-                    settings = ("StartTime=now", f"TimeLimit={time_limit}")
-                    self.cluster.call("scontrol", "update", f"JobId={self.number}", *settings)
-            return f"Restarts={attempt} " in shown and "JobState=PENDING" not in shown
+            if self.restarts() < attempt:
+                return False
+            if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:  # COMPLETING is the attempt before
+                return True
+            with suppress(ClusterError):  # it has started meanwhile, or the attempt before is not at its end
+                settings = ("StartTime=now", f"TimeLimit={time_limit}")
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", *settings)
+            return False
 
         self._wait_until(starts, f"did not start for attempt {attempt}")
 
