@@ -62,22 +62,23 @@ class BatchJob:
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
 
     def start_again(self, attempt: int, time_limit: str) -> None:
-        """Wait until the job is requeued for this attempt, and let it start at once, with a time limit.
+        """Wait until the job is requeued for this attempt, and let it start, with a time limit.
 
-        Slurm waits two minutes, counted from the end of the attempt before: a time that is set earlier is lost.
+        Slurm waits two minutes, counted from the end of the attempt before: a start that is set earlier is forgotten.
+        And a job that starts in the second in which it was requeued fails, as Slurm has revoked its credential.
         """
+        self._wait_until(lambda: self.restarts() >= attempt and self._states() == {"PENDING"}, "was not requeued")
+        time.sleep(2)
+        self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={time_limit}")
 
-        def starts() -> bool:
-            if self.restarts() < attempt:
-                return False
-            if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:  # COMPLETING is the attempt before
+        def has_started() -> bool:
+            if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:
                 return True
-            with suppress(ClusterError):  # it has started meanwhile, or the attempt before is not at its end
-                settings = ("StartTime=now", f"TimeLimit={time_limit}")
-                self.cluster.call("scontrol", "update", f"JobId={self.number}", *settings)
+            with suppress(ClusterError):  # it has started meanwhile
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
             return False
 
-        self._wait_until(starts, f"did not start for attempt {attempt}")
+        self._wait_until(has_started, f"did not start for attempt {attempt}")
 
     def restarts(self) -> int:
         """Return how often the job was requeued."""

@@ -187,7 +187,7 @@ class EmulatedCluster:
         (self._folder / "slurm.conf").write_text(text)
         gpus = [self._folder / f"gpu{number}" for number in range(_GPUS_PER_NODE)]
         for gpu in gpus:
-            gpu.touch()  # a file will do where there is no cgroup to keep others away from it
+            gpu.symlink_to(os.devnull)  # must be a device
         lines = [f"Name=gpu File={gpu} Flags=nvidia_gpu_env\n" for gpu in gpus]
         (self._folder / "gres.conf").write_text("".join(lines))
         (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -90,7 +90,7 @@ def test_sweep_takes_a_line_for_each_task(cluster: EmulatedCluster, tmp_path: Pa
 def test_container(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
     """Here `apptainer exec` runs the program as it is."""
     stand_in = tmp_path / "apptainer"
-    stand_in.write_text('#!/bin/bash\n[ "$*" = "${*#exec --bind $PWD image.sif}" ] && exit 9\nshift 4\nexec "$@"\n')
+    stand_in.write_text('#!/bin/bash\n[ "$1 $2 $3 $4" = "exec --bind $PWD image.sif" ] || exit 9\nshift 4\nexec "$@"\n')
     stand_in.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     ended = submit(cluster, tmp_path, library, "container.sbatch", ADD, *TWO_NODES, IMAGE="image.sif", PATH=path).end()
