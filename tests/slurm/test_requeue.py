@@ -26,7 +26,9 @@ def run(self, *arguments):
 
 PreemptionCheckpointHandler.run = run
 sys.argv = ["preemptible.py", "checkpoints", "0.5" if attempt < int(sys.argv[1]) else "0"]
-runpy.run_path({str(EXAMPLE)!r})
+end = runpy.run_path({str(EXAMPLE)!r})
+if os.environ["SLURM_PROCID"] == "0":
+    print("bits", end["weights"].numpy().tobytes().hex())
 """
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@5")
 
@@ -34,7 +36,9 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@5")
 def last_lines(job: BatchJob) -> list[str]:
     ended = job.end()
     assert (ended.state, ended.code) == ("COMPLETED", 0), ended
-    return [line for line in ended.output.splitlines() if line.startswith("step ")]
+    lines = [line for line in ended.output.splitlines() if line.startswith(("step ", "bits "))]
+    assert len(lines) == 2, ended
+    return lines
 
 
 def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tmp_path: Path) -> None:
