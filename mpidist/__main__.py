@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import mpidist
-from mpidist.cli import doctor, flight, trace, tune
+from mpidist.cli import batch_job, doctor, flight, trace, tune
 from mpidist.errors import TopologyError, UnavailableError
 
 __all__ = ["main"]
 
-_COMMANDS = (doctor, tune, flight, trace)
+_COMMANDS = (doctor, tune, flight, trace, batch_job)
 _RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 

@@ -37,7 +37,7 @@ NOT_RUN = {
     "needs a GPU": 3,
     "needs a running job": 3,
     "needs h5py": 2,
-    "needs Slurm": 3,
+    "needs Slurm": 4,
     "needs TensorFlow": 1,
     "needs torch": 4,
     "needs zarr": 1,

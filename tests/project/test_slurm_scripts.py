@@ -1,7 +1,8 @@
-"""The job script with parameter servers: which ranks it starts, and how many serve. A stand-in answers for srun."""
+"""The job scripts: which ranks they start, and how they are written. A stand-in answers for srun."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,9 +10,22 @@ import pytest
 
 pytestmark = pytest.mark.no_mpi
 
-SCRIPT = Path(__file__).parents[2] / "slurm" / "roles.sbatch"
-JOB = {"SLURM_JOB_ID": "7", "MPI_TYPE": "pmi2", "VIRTUAL_ENV": "/nowhere"}
+FOLDER = Path(__file__).parents[2] / "slurm"
+SCRIPT = FOLDER / "roles.sbatch"
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "JOB_ENV": str(FOLDER / "env.sh"),
+    "MPI_TYPE": "pmi2",
+    "VIRTUAL_ENV": "/nowhere",
+}
 TWO_COMPONENTS = {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "4", "SLURM_NTASKS_HET_GROUP_1": "2"}
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Write a program that answers for one of Slurm's."""
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +38,14 @@ TWO_COMPONENTS = {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "4", "SLURM
     ids=["two components", "plain", "plain with NUM_PS"],
 )
 def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, started: str) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$NUM_PS: $*"\n')
-    srun.chmod(0o755)
+    stand_in(tmp_path, "srun", 'echo "$NUM_PS: $*"')
+    stand_in(tmp_path, "scontrol", "")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
     command = ["bash", str(SCRIPT), "train.py", "--name", "two words"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"job 7: {said}",
+    assert done.stdout.splitlines()[1:] == [
+        said,
         f"{started} --kill-on-bad-exit=1 python train.py --name two words",
     ]
 
@@ -44,11 +57,22 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
 def test_requeue_when_the_program_says_try_again(tmp_path: Path, code: int, attempt: str, is_requeued: bool) -> None:
     stand_ins = {"srun": f'case "$*" in *python*) exit {code};; esac', "scontrol": 'echo "scontrol $*"', "sleep": ""}
     for name, body in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = {"SLURM_RESTART_COUNT": attempt, "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "USER": "user"}
+        stand_in(tmp_path, name, body)
+    variables = {"SLURM_RESTART_COUNT": attempt, "SLURM_NTASKS": "4"}
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
     command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("scontrol requeue 7" in done.stdout) == is_requeued
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.s*")), ids=lambda script: script.name)
+def test_how_scripts_are_written(script: Path) -> None:
+    """Short, and as shellcheck likes them where there is one."""
+    lines = script.read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    shellcheck = shutil.which("shellcheck")
+    command = [shellcheck, "-x"] if shellcheck else ["bash", "-n"]
+    done = subprocess.run([*command, script.name], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

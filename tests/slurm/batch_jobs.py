@@ -6,17 +6,18 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 import pytest
 from mpi_session import clean_environment
-from slurm.emulated_cluster import EmulatedCluster
+from slurm.emulated_cluster import ClusterError, EmulatedCluster
 
 import mpidist
 
-__all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "submit"]
+__all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "job_environment", "submit"]
 
 PROJECT: Final = Path(mpidist.__file__).parents[1]
 _ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
@@ -60,6 +61,31 @@ class BatchJob:
         """Wait until the job has written something."""
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
 
+    def start_again(self, attempt: int, time_limit: str) -> None:
+        """Wait until the job is requeued for this attempt, and let it start, with a time limit.
+
+        Slurm waits two minutes, counted from the end of the attempt before: a start that is set earlier is forgotten.
+        And a job that starts in the second in which it was requeued fails, as Slurm has revoked its credential.
+        """
+        self._wait_until(lambda: self.restarts() >= attempt and self._states() == {"PENDING"}, "was not requeued")
+        time.sleep(2)
+        self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={time_limit}")
+
+        def has_started() -> bool:
+            if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:
+                return True
+            with suppress(ClusterError):  # it has started meanwhile
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return False
+
+        self._wait_until(has_started, f"did not start for attempt {attempt}")
+
+    def restarts(self) -> int:
+        """Return how often the job was requeued."""
+        number = re.search(r"Restarts=(\d+)", self._show())
+        assert number
+        return int(number[1])
+
     def cancel(self) -> Ended:
         """Cancel the job as `scancel` does, and wait for its end."""
         self.cluster.call("scancel", self.number)
@@ -73,6 +99,12 @@ class BatchJob:
         assert state, shown
         assert code, shown
         return Ended(state[1], int(code[1]), self._output())
+
+    def codes(self) -> dict[str, int]:
+        """Wait for the end of all tasks of a job array, and return their exit codes by their numbers."""
+        self._wait_until(lambda: not self._states() & _BEFORE_THE_END, "did not end")
+        tasks = re.findall(r"ArrayTaskId=(\d+) .* ExitCode=(\d+):", self._show())
+        return {task: int(code) for task, code in tasks}
 
     def processes(self) -> list[str]:
         """Return the commands of all processes of the job, on all nodes."""
@@ -102,7 +134,8 @@ class BatchJob:
         while not is_so():
             if time.monotonic() > limit:
                 said, shown = self._output(), self._show()
-                self.cluster.call("scancel", "--signal=KILL", "--full", self.number)
+                with suppress(ClusterError):  # it may not run
+                    self.cluster.call("scancel", "--signal=KILL", "--full", self.number)
                 pytest.fail(f"job {self.number} {otherwise} within {_JOB_SECONDS:.0f} s; {shown}; it wrote:\n{said}")
             time.sleep(0.1)
 
@@ -115,6 +148,7 @@ def submit(
     program: str,
     *options: str,
     arguments: tuple[str, ...] = (),
+    program_name: str | None = "program.py",
     **variables: str,
 ) -> BatchJob:
     """Submit a job script, with a program for its ranks.
@@ -127,32 +161,16 @@ def submit(
         program: The text of the program; "" writes none.
         options: Of sbatch.
         arguments: Of the program.
+        program_name: What the job script gets before them; None for nothing.
         variables: More of the environment.
     """
-    environment = PROJECT / _ENVIRONMENTS[library]
-    if not environment.exists():
-        pytest.skip(f"there is no {environment.name}: `make test` makes it")
     if program:
         (folder / "program.py").write_text(program)
-    inherited = clean_environment()
-    inherited.pop("USER", None)  # cron, containers and some sites do not set it
+    words = [*([] if program_name is None else [program_name]), *arguments]
     done = subprocess.run(
-        ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), "program.py", *arguments],
+        ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), *words],
         cwd=folder,
-        env={
-            **inherited,
-            **cluster.environment,
-            "VIRTUAL_ENV": str(environment),
-            "PYTHONPATH": str(PROJECT),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            # There may be more ranks than cores: one that waits gives its own up soon.
-            "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
-            **variables,
-        },
+        env={**job_environment(cluster, library), **variables},
         capture_output=True,
         text=True,
         timeout=_JOB_SECONDS,
@@ -160,3 +178,25 @@ def submit(
     )
     assert done.returncode == 0, done.stderr
     return BatchJob(cluster, done.stdout.strip().partition(";")[0], folder)
+
+
+def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
+    """Return the environment of one who submits a job with a library."""
+    environment = PROJECT / _ENVIRONMENTS[library]
+    if not environment.exists():
+        pytest.skip(f"there is no {environment.name}: `make test` makes it")
+    inherited = clean_environment()
+    inherited.pop("USER", None)  # cron, containers and some sites do not set it
+    return {
+        **inherited,
+        **cluster.environment,
+        "VIRTUAL_ENV": str(environment),
+        "PYTHONPATH": str(PROJECT),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        # There may be more ranks than cores: one that waits gives its own up soon.
+        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
+    }

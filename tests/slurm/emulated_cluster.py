@@ -27,6 +27,7 @@ _TOOLS: Final = {
     "util-linux": "unshare",
 }
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_GPUS_PER_NODE: Final = 2
 _START_SECONDS: Final = 30.0
 _END_SECONDS: Final = 10.0
 _UNSHARE: Final = ("unshare", "--mount", "--uts", "--ipc", "--propagation", "private")
@@ -50,7 +51,8 @@ done
 exec env --ignore-signal=CHLD cat >/dev/null
 """
 
-# There is no cgroup to follow a job's processes by, no database of accounts, and the nodes have more CPUs than is true.
+# There is no cgroup to follow a job's processes by, no database of accounts; the nodes have more CPUs than is true, and
+# GPUs that are names in jobs' environments.
 # A job starts, ends and starts again within a second.
 _CONFIGURATION: Final = """
 ClusterName=emulated
@@ -85,6 +87,7 @@ MessageTimeout=30
 SlurmdTimeout=60
 ReturnToService=2
 MailProg=/bin/true
+GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=01:00:00 State=UP
 """
@@ -177,10 +180,16 @@ class EmulatedCluster:
         ports = _free_ports(1 + len(self.nodes))
         nodes = [
             f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus_per_node}"
+            f" Gres=gpu:{_GPUS_PER_NODE}"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         ]
         text = _CONFIGURATION.format(folder=self._folder, ports=ports, nodes="\n".join(nodes))
         (self._folder / "slurm.conf").write_text(text)
+        gpus = [self._folder / f"gpu{number}" for number in range(_GPUS_PER_NODE)]
+        for gpu in gpus:
+            gpu.symlink_to(os.devnull)  # must be a device
+        lines = [f"Name=gpu File={gpu} Flags=nvidia_gpu_env\n" for gpu in gpus]
+        (self._folder / "gres.conf").write_text("".join(lines))
         (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         hosts = ["127.0.0.1 localhost", *(f"127.0.0.1 {name}" for name in ("head", *self.nodes))]
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")

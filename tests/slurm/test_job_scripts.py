@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ def submit_job(cluster: EmulatedCluster, tmp_path: Path, request: pytest.Fixture
 def plain_roles(tmp_path: Path) -> Path:
     """The script of roles without its second component."""
     first, _, rest = (PROJECT / "slurm" / "roles.sbatch").read_text().partition("#SBATCH hetjob\n")
+    shutil.copy(PROJECT / "slurm" / "env.sh", tmp_path)
     script = tmp_path / "roles.sbatch"
     script.write_text(first + "".join(line for line in rest.splitlines(True) if not line.startswith("#SBATCH")))
     return script
@@ -109,7 +111,12 @@ def test_training_by_one_task(submit_job: Submit) -> None:
 def test_workers_and_servers(submit_job: Submit) -> None:
     """A heterogeneous job: two workers on a node each, and a server on a third."""
     job = submit_job("roles.sbatch", SERVE, *TWO_NODES, ":", *ONE_TASK)
-    require_lines(job.end(), f"job {job.number}: workers: 2, parameter servers: 1", "2 workers; the sum is 3.0")
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; components: 2",
+        "workers: 2, parameter servers: 1",
+        "2 workers; the sum is 3.0",
+    )
 
 
 @pytest.mark.long
@@ -147,7 +154,12 @@ def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
 @pytest.mark.long
 def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
     job = submit_job(plain_roles, SERVE, NUM_PS="2")
-    require_lines(job.end(), f"job {job.number}: workers: 2, parameter servers: 2", "2 workers; the sum is 3.0")
+    require_lines(
+        job.end(),
+        f"job {job.number}, attempt 0; ranks: 4, nodes: 2",
+        "workers: 2, parameter servers: 2",
+        "2 workers; the sum is 3.0",
+    )
 
 
 @pytest.mark.long
@@ -156,4 +168,4 @@ def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path,
     ended = submit_job(plain_roles, SERVE, NUM_PS=num_ps).end()
     assert (ended.state, ended.code) == ("FAILED", 2), ended
     text = "the job has 4 tasks: needed are 1 or more servers, and 1 or more workers"
-    assert ended.output.splitlines() == [f"NUM_PS is '{num_ps}', and {text}"]
+    assert ended.output.splitlines()[1:] == [f"NUM_PS is '{num_ps}', and {text}"]

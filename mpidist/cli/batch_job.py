@@ -1,0 +1,156 @@
+"""Submit a training to Slurm, with the job script that fits.
+
+    mpidist sbatch --nodes 8 --ntasks-per-node 4 --time 02:00:00 train.py --epochs 10
+
+The job script is train.sbatch; with --gpus-per-node train_gpu.sbatch, with --ps roles.sbatch, with --requeue
+requeue.sbatch. What is not said is as there. An account or a partition is for the variables of sbatch: SBATCH_ACCOUNT,
+SBATCH_PARTITION. `mpidist sbatch --write-scripts slurm` copies all job scripts, to be edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "sbatch"
+HELP: Final = "submit a training to Slurm, with the job script that fits"
+
+_SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
+_ASK_SECONDS: Final = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--nodes", type=_count, metavar="N", help="nodes of ranks")
+    parser.add_argument("--ntasks-per-node", type=_count, metavar="K", help="ranks per node; with GPUs one for each")
+    parser.add_argument("--gpus-per-node", type=_count, metavar="G", help="GPUs per node")
+    parser.add_argument("--time", type=_time, metavar="T", help="how long at most, as for sbatch: 30, 02:00:00, 1-12")
+    parser.add_argument("--ps", type=_count, metavar="P", help="parameter servers, on a node of their own")
+    parser.add_argument("--requeue", action="store_true", help="go on after exit code 75, in the same job")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
+    parser.add_argument("--write-scripts", metavar="FOLDER", help="write all job scripts there, and submit nothing")
+    parser.add_argument("script", nargs="?", help="the program of all ranks")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit the job, and return the exit status of sbatch."""
+    try:
+        if arguments.write_scripts is not None:
+            return _write_scripts(Path(arguments.write_scripts))
+        command = _command(arguments)
+        variables = _variables(os.environ)
+        if arguments.dry_run:
+            print(
+                " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
+            )
+            return 0
+        if shutil.which("sbatch") is None:
+            raise _RefusedError(
+                "there is no sbatch on PATH: submit on a login node of a Slurm cluster; --dry-run prints the command"
+            )
+        sys.stdout.flush()
+        return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+    except _RefusedError as problem:
+        print(f"mpidist sbatch: {problem}", file=sys.stderr)
+        return 2
+
+
+class _RefusedError(Exception):
+    """The job cannot be submitted."""
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    if arguments.script is None:
+        raise _RefusedError("needed is the program of the ranks, as in `mpidist sbatch --nodes 2 train.py`")
+    if not Path(arguments.script).is_file():
+        raise _RefusedError(f"there is no file {arguments.script} in {Path.cwd()}; options come before the program")
+    gpus, ranks = arguments.gpus_per_node, arguments.ntasks_per_node
+    if gpus is not None and ranks is not None and ranks > gpus:
+        raise _RefusedError(f"{ranks} ranks and {gpus} GPUs per node: needed is a GPU for each rank")
+    if arguments.ps is not None and arguments.requeue:
+        raise _RefusedError("--requeue is for ranks in lock step, and --ps for others: take one of them")
+    per_job = _options(time=arguments.time)
+    command = ["sbatch", *_options(nodes=arguments.nodes, ntasks_per_node=ranks or gpus, gpus_per_node=gpus), *per_job]
+    if arguments.ps is not None:
+        command += [":", *_options(nodes=1, ntasks_per_node=arguments.ps), *per_job]
+    name = "roles" if arguments.ps else "requeue" if arguments.requeue else "train_gpu" if gpus else "train"
+    return [*command, str(_SCRIPTS / f"{name}.sbatch"), arguments.script, *arguments.arguments]
+
+
+def _options(**values: object) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the job script cannot know: which environment this is, and how srun starts its MPI."""
+    variables = {}
+    if sys.prefix != sys.base_prefix:
+        variables["VIRTUAL_ENV"] = sys.prefix
+    launcher = environ.get("MPI_TYPE") or _launcher()
+    if launcher:
+        variables["MPI_TYPE"] = launcher
+    return variables
+
+
+def _launcher() -> str:
+    """Return what `srun --mpi=` should say; "" where the job script must find out, as there is no MPI here."""
+    library = _answer(sys.executable, "-m", "mpi4py", "--mpi-lib-version")
+    if not library:
+        return ""
+    wanted = "pmix" if "Open MPI" in library else "cray_shasta" if "CRAY" in library else "pmi2"
+    known = re.findall(r"[\w.]+", _answer("srun", "--mpi=list"))
+    if not known or wanted in known:
+        return wanted
+    versions = sorted(word for word in known if word.startswith(f"{wanted}_"))
+    if not versions:
+        raise _RefusedError(
+            f"the MPI library here needs `srun --mpi={wanted}`, which `srun --mpi=list` does not list: ask the site "
+            "for it, take another MPI library, or say what to take: MPI_TYPE=... mpidist sbatch ..."
+        )
+    return str(versions[-1])
+
+
+def _answer(*command: str) -> str:
+    """Return what a command says; "" if there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr if done.returncode == 0 else ""
+
+
+def _write_scripts(folder: Path) -> int:
+    there = [path.name for path in sorted(_SCRIPTS.iterdir()) if (folder / path.name).exists()]
+    if there:
+        raise _RefusedError(f"{folder} has {', '.join(there)}: name another folder, as these are not overwritten")
+    try:
+        shutil.copytree(_SCRIPTS, folder, dirs_exist_ok=True)
+    except OSError as error:
+        raise _RefusedError(f"the job scripts cannot be written: {error}") from None
+    print(f"{folder}: " + ", ".join(path.name for path in sorted(_SCRIPTS.iterdir())))
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time of Slurm, such as 30 (minutes), 02:00:00 or 1-12 (days-hours)"
+        )
+    return text

@@ -1,0 +1,60 @@
+# shellcheck shell=bash
+# What the job scripts have in common: each sources it. Copy it with them. Lines marked EDIT are the site's.
+
+# EDIT: the modules that mpidist was installed with, such as `module load python openmpi`, `module load cray-python`,
+# `spack load py-mpi4py` or `conda activate training`, and its virtual environment.
+if [ -f "${VIRTUAL_ENV:-.venv}/bin/activate" ]; then
+    # shellcheck disable=SC1091
+    source "${VIRTUAL_ENV:-.venv}/bin/activate"
+fi
+
+set -euo pipefail # from here on: `module` and `activate` may use variables that are not set
+
+[ -n "${python:-}" ] || python=(python) # container.sbatch has another one
+# Which MPI mpi4py found decides how srun must start it. On Cray systems: MPI_TYPE=cray_shasta sbatch ...
+if [ -z "${MPI_TYPE:-}" ]; then
+    library=$("${python[@]}" -m mpi4py --mpi-lib-version | tr -d '\0') || {
+        echo "${python[*]} -m mpi4py fails: load modules and an environment with mpidist in ${BASH_SOURCE[0]}" >&2
+        exit 2
+    }
+    case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
+fi
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
+attempt=${SLURM_RESTART_COUNT:-0}
+if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+    components=(--het-group="$(seq -s, 0 $((SLURM_HET_SIZE - 1)))")
+    echo "job $SLURM_JOB_ID, attempt $attempt; components: $SLURM_HET_SIZE"
+else
+    components=()
+    echo "job $SLURM_JOB_ID, attempt $attempt; ranks: $SLURM_NTASKS, nodes: $SLURM_JOB_NUM_NODES"
+fi
+
+# After a requeue MPICH would take the shared memory that a killed attempt left behind.
+if [ "$attempt" -gt 0 ]; then
+    srun ${components[@]+"${components[@]}"} --mpi=none \
+        find /dev/shm -maxdepth 1 -user "$(id -u)" -name 'mpich_shm_*' -delete 2>/dev/null || true
+fi
+
+# Start ranks: run_ranks [OPTION OF SRUN]... PROGRAM [ARGUMENT]... Returns the exit code of the rank that ended them.
+# Of a job that a rank ends, srun may only say that it was killed: the rank writes its exit code into a file.
+run_ranks() {
+    local code=0 started words=(srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
+    export MPIDIST_EXIT_CODE_FILE="$PWD/.exit-code-$SLURM_JOB_ID"
+    rm -f "$MPIDIST_EXIT_CODE_FILE"
+    if [ -z "${components[*]-}" ]; then
+        "${words[@]}" || code=$?
+    else # with PMIx srun of Slurm 22.05 may wait for ever for tasks that have ended. It has 40 seconds.
+        "${words[@]}" &
+        started=$!
+        until [ -s "$MPIDIST_EXIT_CODE_FILE" ] || ! kill -0 "$started" 2>/dev/null; do sleep 0.5; done
+        timeout 40 tail --pid="$started" --follow /dev/null || kill -KILL "$started" || true
+        wait "$started" || code=$?
+    fi
+    if [ -s "$MPIDIST_EXIT_CODE_FILE" ]; then
+        code=$(cat "$MPIDIST_EXIT_CODE_FILE")
+        rm "$MPIDIST_EXIT_CODE_FILE"
+    fi
+    return "$code"
+}

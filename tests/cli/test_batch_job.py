@@ -1,0 +1,122 @@
+"""`python -m mpidist sbatch`: which job script it takes, and with what; stand-ins answer for Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import mpidist
+from mpidist.__main__ import main
+
+pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
+
+SCRIPTS = Path(mpidist.__file__).parent / "slurm"
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with programs and Slurm's commands, in which the command runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("mpidist.cli.batch_job.sys.executable", str(tmp_path / "python"))
+    monkeypatch.delenv("MPI_TYPE", raising=False)
+    (tmp_path / "train.py").touch()
+    stand_in(tmp_path, "python", "echo MPICH Version: 5")
+    stand_in(tmp_path, "srun", "echo MPI plugin types are...; echo pmi2; echo pmix >&2")
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the words of the command that --dry-run prints."""
+    assert main(["sbatch", "--dry-run", *arguments]) == 0
+    return [word for word in shlex.split(capsys.readouterr().out) if not word.startswith("VIRTUAL_ENV=")]
+
+
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize(
+    ("arguments", "options", "script"),
+    [
+        ("", "", "train"),
+        ("--nodes 8 --ntasks-per-node 4 --time 1-12", "--nodes=8 --ntasks-per-node=4 --time=1-12", "train"),
+        ("--gpus-per-node 4", "--ntasks-per-node=4 --gpus-per-node=4", "train_gpu"),
+        ("--gpus-per-node 4 --requeue", "--ntasks-per-node=4 --gpus-per-node=4", "requeue"),
+        ("--nodes 3 --ps 2 --time 5", "--nodes=3 --time=5 : --nodes=1 --ntasks-per-node=2 --time=5", "roles"),
+    ],
+)
+def test_which_job_script(capsys: pytest.CaptureFixture[str], arguments: str, options: str, script: str) -> None:
+    words = would_submit(capsys, *arguments.split(), "train.py", "--nodes", "two words")
+    path = SCRIPTS / f"{script}.sbatch"
+    assert path.is_file()
+    assert words == ["MPI_TYPE=pmi2", "sbatch", *options.split(), str(path), "train.py", "--nodes", "two words"]
+
+
+@pytest.mark.parametrize(
+    ("library", "listed", "chosen"),
+    [
+        ("echo Open MPI v5", "echo pmi2; echo pmix", ["MPI_TYPE=pmix"]),
+        ("echo Open MPI v5", "echo pmix_v3; echo pmix_v4", ["MPI_TYPE=pmix_v4"]),
+        ("echo CRAY MPICH", "echo cray_shasta", ["MPI_TYPE=cray_shasta"]),
+        ("echo MPICH", "exit 1", ["MPI_TYPE=pmi2"]),
+        ("exit 1", "echo pmix", []),
+    ],
+)
+def test_how_srun_starts_the_library(
+    tools: Path, capsys: pytest.CaptureFixture[str], library: str, listed: str, chosen: list[str]
+) -> None:
+    stand_in(tools, "python", library)
+    stand_in(tools, "srun", listed)
+    words = would_submit(capsys, "train.py")
+    assert words[: words.index("sbatch")] == chosen
+
+
+def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tools, "sbatch", 'echo "$MPI_TYPE $*"; exit 7')
+    monkeypatch.setenv("MPI_TYPE", "special")
+    assert main(["sbatch", "train.py", "-x"]) == 7
+    assert capfd.readouterr().out == f"special {SCRIPTS / 'train.sbatch'} train.py -x\n"
+
+
+@pytest.mark.usefixtures("tools")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("", "needed is the program of the ranks"),
+        ("missing.py", "there is no file missing.py in "),
+        (
+            "--gpus-per-node 2 --ntasks-per-node 4 train.py",
+            "4 ranks and 2 GPUs per node: needed is a GPU for each rank",
+        ),
+        ("--requeue --ps 1 train.py", "--requeue is for ranks in lock step"),
+        ("train.py", "there is no sbatch on PATH"),
+    ],
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
+    assert main(["sbatch", *arguments.split()]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["--nodes 0", "--ps -1", "--ntasks-per-node many", "--time soon"])
+def test_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sbatch", *arguments.split(), "train.py"])
+    assert arguments.split()[1] in capsys.readouterr().err
+
+
+def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(tools, "srun", "echo pmix")
+    assert main(["sbatch", "train.py"]) == 2
+    assert "needs `srun --mpi=pmi2`, which `srun --mpi=list` does not list" in capsys.readouterr().err
+
+
+def test_it_writes_all_job_scripts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for status in (0, 2):
+        assert main(["sbatch", "--write-scripts", str(tmp_path / "jobs")]) == status
+    assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in SCRIPTS.iterdir()}
+    assert "are not overwritten" in capsys.readouterr().err
