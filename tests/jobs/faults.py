@@ -62,7 +62,7 @@ DEADLINE_SECONDS = 1.0  # of the calls in HEAD
 AT_ONCE_SECONDS = 0.5  # what takes no time, on a busy machine
 SLACK_SECONDS = 0.5  # what a deadline may take longer
 _JOB_SECONDS = 40.0
-_BURY_SECONDS = 5.0  # for ranks that a cut host keeps from their launcher: they end on their own
+_BURY_SECONDS = 15.0  # for ranks that a cut host keeps from their launcher: they end on their own, after 3 s of MPI's
 _MARK = "FAULT_JOB"
 
 HEAD = """
@@ -319,7 +319,7 @@ def _processes_with(sought: bytes) -> dict[int, str]:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if sought in (path / "environ").read_bytes():
                 found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
-    return found
+    return {pid: command for pid, command in found.items() if command}  # without one, it is just ending
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float = _JOB_SECONDS) -> None:
