@@ -231,9 +231,12 @@ class Strategy(CollectiveCalls, ABC):
         Raises:
             UnavailableError: If a rank cannot write to the folder. On every rank.
             RuntimeError: If the strategy is traced already, or has parameter servers: set `MPIDIST_TRACE` there.
+            DeadlineExceededError: If not all ranks come to either end within the strategy's `timeout_seconds`.
         """
-        self._extended.require_cross_replica("trace")
-        return traced(self._extended.group, folder, is_in_lock_step=self._extended.service is None)
+        extended = self._extended
+        extended.require_cross_replica("trace")
+        timeout_seconds, is_in_lock_step = extended.options.timeout_seconds, extended.service is None
+        return traced(extended.group, folder, timeout_seconds, is_in_lock_step)
 
     def reset(self) -> None:
         """Make the strategy usable again after a deadline or a lost rank. Collective; all ranks must be alive.

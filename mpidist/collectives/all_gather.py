@@ -153,7 +153,8 @@ def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, An
     moved = array.swapaxes(0, axis)
     row = int(np.prod(moved.shape[1:], dtype=np.int64))
     bounds = [0, *(int(bound) * row for bound in np.cumsum(lengths))]
-    gathered = arrays.empty((int(lengths.sum()), *moved.shape[1:]), native_dtype(array.dtype), device)
+    shape, dtype = (int(lengths.sum()), *moved.shape[1:]), native_dtype(array.dtype)
+    gathered = group.result_memory.empty(shape, dtype, device)
     flat = gathered.reshape(-1)
     own = flat[bounds[world.rank] : bounds[world.rank + 1]].reshape(moved.shape)
     own[...] = moved

@@ -111,7 +111,7 @@ def broadcast(
         values, specs, outs = opened.operands.arrays, opened.operands.specs, opened.outs
         dtypes = [spec.dtype for spec in specs]
         if outs is None:
-            results = result_arrays(specs, dtypes)
+            results = result_arrays(specs, dtypes, group.result_memory)
         else:
             results = target_arrays(outs, specs, dtypes, group.shared)
             values = copy_overwritten(values, results)

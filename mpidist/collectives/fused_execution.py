@@ -17,6 +17,8 @@ from mpidist.transport import (
     InPlace,
     Pending,
     Place,
+    RecycledResults,
+    ResultMemory,
     SharedArrays,
     Steps,
     TwoShot,
@@ -97,6 +99,7 @@ class FusedExecution(Execution):
         specs: The arrays.
         results: The dtype of each result.
         shared: The shared arrays.
+        memory: Memory for new results.
         agreement_is_barrier: Whether the agreement of a call also synchronises the ranks of the node.
         wants_results: Whether this rank gets the results.
     """
@@ -108,6 +111,7 @@ class FusedExecution(Execution):
         specs: Sequence[Spec],
         results: Sequence[np.dtype[Any]],
         shared: SharedArrays,
+        memory: ResultMemory,
         agreement_is_barrier: bool,
         wants_results: bool,
     ) -> None:
@@ -120,6 +124,7 @@ class FusedExecution(Execution):
         if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
         self._ignores_places = self._small is not None and self._is_copied(lists[0])
+        self._memories = [self._recycled(fused, memory) for fused in lists]
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
@@ -170,20 +175,20 @@ class FusedExecution(Execution):
             return list(outs or ()), self._in_place_transfers(places)
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
-            arrays = copy_overwritten(arrays, results)
+            arrays = copy_overwritten(arrays, results, are_shared=writes_outs)
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
-        for fused in self._lists:
+        for fused, memory in zip(self._lists, self._memories, strict=True):
+            new = self._take_results(fused, memory, results) if outs is None and self._wants_results else []
             if writes_outs or places.sources is not None:
-                transfer = self._shared_transfer(fused, arrays, results, places, writes_outs, outs is None)
-                transfers.append((transfer, False))
+                transfers.append((self._shared_transfer(fused, arrays, results, places, writes_outs), False))
             else:
                 begun = None if fused is not self._lists[0] else staged
-                transfer = self._private_transfer(fused, begun, arrays, results, outs is None)
+                transfer = self._private_transfer(fused, begun, arrays, results, new)
                 transfers.append((transfer, begun is not None))
         return results, transfers
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
-        """Return the array of each result; `None` for an array that `_targets` allocates later."""
+        """Return the array of each result; `None` for an array that `_take_results` sets later."""
         outs, checked = call.outs, call.checked_outs
         if outs is not None:
             if checked is not None and checked.are_targets:
@@ -223,7 +228,7 @@ class FusedExecution(Execution):
         return results
 
     def _private_transfer(
-        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], results: list[Any], makes_new: bool
+        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], results: list[Any], new: list[Any]
     ) -> TwoShot:
         transfer = begun
         if transfer is None:
@@ -232,25 +237,15 @@ class FusedExecution(Execution):
             )
         else:
             transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
-        are_small = len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
-        if makes_new and self._wants_results and are_small:
-            whole = np.empty(fused.count, fused.result_dtype)
-            for index, part in zip(fused.indices, self._split(whole, fused), strict=True):
-                results[index] = part
-            transfer.arrays.results = [whole]
+        if new and _are_joined(fused):
+            transfer.arrays.results = new
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
-        else:
-            transfer.arrays.results = self._targets(fused, results, makes_new)
+        elif self._wants_results:
+            transfer.arrays.results = _flat(results, fused)
         return transfer
 
     def _shared_transfer(
-        self,
-        fused: FusedList,
-        arrays: Sequence[Any],
-        results: list[Any],
-        places: _Places,
-        writes_outs: bool,
-        makes_new: bool,
+        self, fused: FusedList, arrays: Sequence[Any], results: list[Any], places: _Places, writes_outs: bool
     ) -> TwoShot:
         given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
@@ -258,8 +253,8 @@ class FusedExecution(Execution):
         if writes_outs:
             assert places.outs is not None
             given.shared = _by_rank(places.outs, fused)
-        else:
-            given.results = self._targets(fused, results, makes_new)
+        elif self._wants_results:
+            given.results = _flat(results, fused)
         return self._two_shot(fused, given)
 
     def _are_in_place(self, places: _Places) -> bool:
@@ -299,13 +294,17 @@ class FusedExecution(Execution):
         self._reducer.count(fused.nbytes)
         return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
-    def _targets(self, fused: FusedList, results: list[Any], makes_new: bool) -> list[Any]:
-        if not self._wants_results:
-            return []
-        if makes_new:
-            for index in fused.indices:
-                results[index] = np.empty(self._specs[index].shape, fused.result_dtype)
-        return _flat(results, fused)
+    def _take_results(self, fused: FusedList, memory: RecycledResults, results: list[Any]) -> list[Any]:
+        """Set the results of a list to new arrays, and return the memory of these arrays."""
+        new = memory.take()
+        parts = self._split(new[0], fused) if _are_joined(fused) else new
+        for index, part in zip(fused.indices, parts, strict=True):
+            results[index] = part
+        return new
+
+    def _recycled(self, fused: FusedList, memory: ResultMemory) -> RecycledResults:
+        shapes = [(fused.count,)] if _are_joined(fused) else [self._specs[index].shape for index in fused.indices]
+        return memory.results(shapes, [fused.result_dtype] * len(shapes))
 
     def _split(self, whole: Any, fused: FusedList) -> list[Any]:
         """Split a flat array into views with the shapes of a list's results."""
@@ -317,6 +316,11 @@ class FusedExecution(Execution):
             parts.append(whole[at : at + length].reshape(self._specs[index].shape))
             at += length
         return parts
+
+
+def _are_joined(fused: FusedList) -> bool:
+    """Whether new results of a list are views of one new array."""
+    return len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
 
 
 def _flat(arrays: Sequence[Any], fused: FusedList) -> list[Any]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist.collectives.arguments import (
+    NewResults,
     Spec,
     copy_overwritten,
-    result_arrays,
     send_to,
     target_arrays,
     write_outs,
@@ -88,6 +88,7 @@ class PackedExecution(Execution):
         self._group, self._parts = group, parts
         self._uses_device = any(spec.device for part in parts for spec in part.specs)
         self._is_all_device = all(spec.device for part in parts for spec in part.specs)
+        self._new_results = [NewResults(part.specs, part.result_dtypes, group.result_memory) for part in parts]
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
@@ -142,10 +143,10 @@ class PackedExecution(Execution):
     def _lay_out(self, call: ReductionCall, is_started: bool) -> _Layout:
         """Find or allocate the arrays of a call's results. Local."""
         laid = []
-        for part in self._parts:
+        for part, new_results in zip(self._parts, self._new_results, strict=True):
             arrays = [call.operands.arrays[index] for index in part.indices]
             if call.outs is None:
-                targets = result_arrays(part.specs, part.result_dtypes)
+                targets = new_results.take()
             else:
                 outs = [call.outs[index] for index in part.indices]
                 targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)

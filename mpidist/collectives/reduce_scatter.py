@@ -110,7 +110,7 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     rows = shard_bounds(moved.shape[0], levels.world.size)
     reduction, divide_by = arithmetic.reduction(wire)
     own = rows[levels.world.rank + 1] - rows[levels.world.rank]
-    result = arrays.empty((own, *moved.shape[1:]), result_dtype, device)
+    result = group.result_memory.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
     by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
     levels = levels.compressed(arithmetic.half if wire == np.float32 else None)

@@ -25,7 +25,7 @@ from mpidist.collectives.arguments import (
 from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
 from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
 from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.local_sums import LocalSums, SumMemory, open_all_replicas, require_like_operands
+from mpidist.collectives.local_sums import LocalSums, open_all_replicas, require_like_operands
 from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plan import make_fused_lists, make_messages
 from mpidist.collectives.rows_execution import RowList, RowsExecution
@@ -37,6 +37,7 @@ from mpidist.transport import (
     Pending,
     ReplicaTree,
     Steps,
+    SumMemory,
     SyncGroup,
     count_text,
     fingerprint_of,
@@ -289,7 +290,8 @@ class Reductions:
         wants_results = ranks is None or group.topology.rank in ranks
         self._log(call, len(specs), "fused", sum(fused.nbytes for fused in lists), ranks)
         is_barrier = group.agreement.is_node_barrier
-        return FusedExecution(reducer, lists, specs, results, group.shared, is_barrier, wants_results), "fused"
+        memory = group.shared, group.result_memory
+        return FusedExecution(reducer, lists, specs, results, *memory, is_barrier, wants_results), "fused"
 
     def _packed(
         self, call: ReductionCall, specs: tuple[Spec, ...], parts: dict[Ranks, list[int]]

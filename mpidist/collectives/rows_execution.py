@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import Spec, target_arrays, write_outs
+from mpidist.collectives.arguments import NewResults, Spec, target_arrays, write_outs
 from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.local_sums import LocalSums, SumMemory
-from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SyncGroup, all_reduce_rows, arrays
+from mpidist.collectives.local_sums import LocalSums
+from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SumMemory, SyncGroup, all_reduce_rows, arrays
 
 __all__ = ["RowList", "RowsExecution"]
 
@@ -63,6 +63,7 @@ class RowsExecution(Execution):
         self._group, self._tree, self._lists = group, tree, lists
         self._local_sums, self._specs, self._result_dtypes = local_sums, specs, result_dtypes
         self._memory, self._is_wanted = memory, is_wanted
+        self._new_results = NewResults(specs, result_dtypes, group.result_memory)
         self._uses_device = any(spec.device for spec in specs)
 
     def prepare(self, call: ReductionCall, is_started: bool) -> None:
@@ -74,7 +75,7 @@ class RowsExecution(Execution):
         """See `Execution`."""
         shared, specs, dtypes = self._group.shared, self._specs, self._result_dtypes
         if call.outs is None:
-            results = [arrays.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
+            results = self._new_results.take()
         else:
             results = target_arrays(call.outs, specs, dtypes, shared)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`

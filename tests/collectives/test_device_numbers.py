@@ -111,7 +111,7 @@ def wrong_leaves(comm: Intracomm, op: str, shapes: tuple[Any, ...], options: Opt
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_are_right(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, name: str) -> None:
     is_small = request.node.callspec.params["gpus"] == "stand-in"
-    is_slow = os.environ.get("MPIDIST_TEST_HOSTIDS") == "1"
+    is_slow = os.environ.get("TEST_HOSTIDS") == "1"
     if is_slow and name not in SLOW:
         pytest.skip("takes long where ranks share a GPU by real NCCL")
     make, options = ALGORITHMS[name]

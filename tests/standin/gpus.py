@@ -52,7 +52,7 @@ def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:
         pytest.skip(f"needs a GPU: {reasons[0]}")
-    if os.environ.get("MPIDIST_TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
+    if os.environ.get("TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
         os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
     found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
     return found

@@ -14,6 +14,7 @@ from mpidist.collectives.arguments.destinations import (
 )
 from mpidist.collectives.arguments.operands import (
     NO_OPERANDS,
+    NewResults,
     Operands,
     Spec,
     axes_of,
@@ -45,6 +46,7 @@ __all__ = [
     "CheckedOuts",
     "FlatContributions",
     "MirroredLeaves",
+    "NewResults",
     "Operands",
     "Spec",
     "ValueWithDestinations",

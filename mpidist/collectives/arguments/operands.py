@@ -14,11 +14,12 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
-from mpidist.transport import DeviceLevels, arrays, value_text
+from mpidist.transport import DeviceLevels, ResultMemory, arrays, value_text
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
     "NO_OPERANDS",
+    "NewResults",
     "Operands",
     "Spec",
     "axes_of",
@@ -137,9 +138,38 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
-def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
-    """Allocate results: C-contiguous arrays of the given dtypes."""
-    return [arrays.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
+@final
+class NewResults:
+    """New arrays for the results of equal calls: in host memory that is used again, or in device memory.
+
+    Args:
+        specs: The arrays of a call.
+        dtypes: The dtypes of the results.
+        memory: The host memory.
+    """
+
+    def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> None:
+        self._specs, self._dtypes = specs, dtypes
+        self._on_host = [at for at, spec in enumerate(specs) if not spec.device]
+        self._host = memory.results([specs[at].shape for at in self._on_host], [dtypes[at] for at in self._on_host])
+
+    def take(self) -> list[Any]:
+        """Return C-contiguous arrays, uninitialised."""
+        host = self._host.take()
+        if len(host) == len(self._specs):
+            return list(host)
+        results: list[Any] = [
+            arrays.empty(spec.shape, dtype, device=True) if spec.device else None
+            for spec, dtype in zip(self._specs, self._dtypes, strict=True)
+        ]
+        for at, array in zip(self._on_host, host, strict=True):
+            results[at] = array
+        return results
+
+
+def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> list[Any]:
+    """Return C-contiguous arrays, uninitialised, for the results of a call that has no plan."""
+    return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
 def require_values(leaves: Sequence[Any], value: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from operator import attrgetter, is_
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -26,6 +27,8 @@ __all__ = [
     "target_arrays",
     "write_outs",
 ]
+
+_owns_data: Final = attrgetter("flags.owndata")
 
 
 def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list[Any]:
@@ -275,10 +278,32 @@ def target_arrays(
     ]
 
 
-def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    """Return the values, with a copy of each value that the result of another value may overwrite too early."""
-    if all(array is target for array, target in zip(arrays, targets, strict=True)):
+def _owner(array: Any) -> int | None:
+    """Return the `id` of the array that owns the memory of an array; `None` if another object may own it."""
+    if type(array) is not np.ndarray:
+        return None
+    owner = array if array.base is None else array.base
+    return id(owner) if type(owner) is np.ndarray and owner.flags.owndata else None
+
+
+def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any], are_shared: bool = False) -> list[Any]:
+    """Return the values, with a copy of each value that the result of another value may overwrite too early.
+
+    Args:
+        arrays: The values.
+        targets: The arrays in which results are made.
+        are_shared: Whether all targets lie in shared memory.
+    """
+    if all(map(is_, arrays, targets)):
         return list(arrays)
+    # Owned memory overlaps neither shared memory nor what other arrays own.
+    if are_shared and all(map(_owns_data, arrays)):
+        return list(arrays)
+    owners = set(map(_owner, arrays))
+    if None not in owners:
+        others = set() if are_shared else set(map(_owner, targets))
+        if None not in others and owners.isdisjoint(others):
+            return list(arrays)
     bounds = sorted(native.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]
     apart = []

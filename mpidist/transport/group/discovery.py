@@ -99,11 +99,16 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
 
 
 def own_settings() -> Settings:
-    """Read this rank's settings; defaults if they are invalid, which `discover` raises later, on all ranks. Local."""
+    """Read this rank's settings; defaults if they are invalid, which `discover` raises later, on all ranks. Local.
+
+    The loggers follow them from now on.
+    """
     try:
-        return Settings.from_environment(os.environ)
+        settings = Settings.from_environment(os.environ)
     except ValueError:
         return Settings()
+    settings.apply_log_level()
+    return settings
 
 
 def agreed_token(comm: Intracomm) -> str:

@@ -29,7 +29,7 @@ from mpidist.transport.group.last_round import LastRound
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology
-from mpidist.transport.trace import Seat, Trace, begin_trace, end_trace
+from mpidist.transport.trace import Gather, Seat, Trace, begin_trace, end_trace
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]
@@ -179,11 +179,11 @@ class Membership:
             for rank in sorted({board.rank, *behind})
         }
 
-    def begin_trace(self, folder: Path, is_of_job: bool = False) -> Trace:
+    def begin_trace(self, folder: Path, is_of_job: bool = False, gather: Gather | None = None) -> Trace:
         """Begin to record this rank's calls: `trace.begin_trace`. Collective."""
         comm = self.comm
         seat = Seat(self._token, comm.rank, comm.size, self._world_ranks[comm.rank])
-        self.trace = begin_trace(comm, folder, seat, self.recorder, is_of_job)
+        self.trace = begin_trace(comm, folder, seat, self.recorder, is_of_job, gather)
         return self.trace
 
     def end_trace(self) -> None:

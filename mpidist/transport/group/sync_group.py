@@ -30,6 +30,7 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.started_calls import PendingCalls
 from mpidist.transport.group.thread_guard import ThreadGuard
+from mpidist.transport.host_memory import ResultMemory
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
@@ -42,15 +43,14 @@ __all__ = ["SyncGroup"]
 
 @final
 class SyncGroup(OpenGroup):
-    """Ranks that make the same calls in the same order.
-
-    `solo` and `from_mpi` make groups.
+    """Ranks that make the same calls in the same order. `solo` and `from_mpi` make groups.
 
     Attributes:
         topology: The nodes of the ranks.
         levels: The communicators of the topology, for host memory; `levels_of` returns those for device memory.
         devices: The communicators for device memory, which are made at their first use.
         shared: The arrays in shared memory of the node.
+        result_memory: Memory for results in host memory.
         settings: The settings that were read from the environment.
         cost_model: The speeds of the machine.
         calls: The started calls that are not done.
@@ -74,13 +74,14 @@ class SyncGroup(OpenGroup):
         self._threads = None if membership is None else ThreadGuard.of_group()
         self._handled_exception = sys.exc_info()[1]  # the exception that the program handles during the last call
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_closed = self._is_forked = False  # forked: this process is a child of the process that made the group
+        self._is_closed = self._is_forked = False  # forked: this process is a child of the group's process
         self._sequence = 0  # the number of the last call before a reset
         self._watchdog: Watchdog | None = None  # `None` for a group of one
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
         self.agreement: Agreement
+        self.result_memory = ResultMemory.of_rank(settings.result_bytes, topology.local_size)
         self._connect()
         self.shared = SharedArrays(self.levels.within_node)
 
@@ -153,8 +154,8 @@ class SyncGroup(OpenGroup):
             RuntimeError: If MPI was finalized.
         """
         if self._is_finalized():
-            what = "the program has ended MPI; close strategies before, or leave ending MPI to mpidist"
-            raise RuntimeError(f"{call} after MPI.Finalize(): {what}")
+            advice = "close strategies before, or leave ending MPI to mpidist"
+            raise RuntimeError(f"{call} after MPI.Finalize(): the program has ended MPI; {advice}")
 
     def levels_of(self, device: bool, nccl_everywhere: bool = False) -> Levels:
         """Return the communicators for host or device memory. Collective at the first use for device memory.
@@ -210,14 +211,11 @@ class SyncGroup(OpenGroup):
 
     @contextmanager
     def data_phase(self) -> Iterator[None]:
-        """End a call after the body, which joins the call and does this rank's part; break off if the body raises.
-
-        The call is not ended here if the body has joined another call since, after a launch on a GPU.
-        """
+        """End a call after the body, which joins the call and does this rank's part; break off if the body raises."""
         number = self.agreement.sequence + 1
         try:
             yield
-            if self.agreement.sequence == number:
+            if self.agreement.sequence == number:  # else the body has joined another call, after a launch on a GPU
                 self.agreement.end()
         except GeneratorExit:  # `reset` or `close` abandoned the call, and do the rest
             raise
@@ -331,6 +329,7 @@ class SyncGroup(OpenGroup):
         open_groups.remove(self, has_failed=self.membership is not None)
         if self.trace is not None:
             self.trace.end()
+        self.result_memory.clear()
         self.devices.abandon()
         self.levels.abandon()
         self._connect_alone()  # frees shared memory; the membership stays until the program ends
@@ -368,6 +367,7 @@ class SyncGroup(OpenGroup):
         return self._threads is not None and self._threads.is_of_this_thread()
 
     def _free_levels(self) -> None:
+        self.result_memory.clear()
         self.devices.free()
         self.agreement.restart_clock()  # the last call may be long over
         self.agreement.free()

@@ -119,10 +119,10 @@ class TwoShot:
                 if at < len(chunks) and self._lane >= 0:
                     if exchange is not None:
                         exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
-                    elif self.arrays.shared is None:
-                        self._fold(chunks[at], self._views[at], None)
-                    else:
+                    elif self._adds_in_place:
                         self._add_in_place(chunks[at], self._views[at])
+                    else:
+                        self._fold(chunks[at], self._views[at], None)
                 shard = exchanges[done] if done >= 0 else None
                 while shard is not None and exchange is not None and not shard.is_done:
                     exchange.progress()
@@ -141,6 +141,12 @@ class TwoShot:
     @property
     def _keeps_dtype(self) -> bool:
         return self.arrays.result_dtype is None or self.arrays.result_dtype == self.arrays.dtype
+
+    @property
+    def _adds_in_place(self) -> bool:
+        """Whether sums are made in shared memory of the results; those of many small pieces are made in the slot."""
+        is_fine = self._stages_own and self.arrays.peers is None
+        return self.arrays.shared is not None and self._exchange is None and not is_fine
 
     def _stage(self, chunk: Chunk) -> None:
         """Copy this rank's contribution to a chunk into its slot: all shards but the rank's own."""
@@ -210,7 +216,7 @@ class TwoShot:
 
     def _finish(self, index: int) -> None:
         """Divide this rank's shard, which has been added, and write it to results in shared memory."""
-        if self.arrays.shared is not None and self._exchange is None:
+        if self._adds_in_place:
             return
         chunk, slot = self._chunks[index], self._views[index][self._slots.rank]
         if self._divide_by != 1 and self._keeps_dtype:

@@ -14,37 +14,87 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(min=2)]
 
+LONG_SECONDS = 20  # after which a rank that waits in vain gives up, so that this test ends
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["before", "in the round"])
-def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm, seconds: float) -> None:
-    """Else those of other nodes, which cannot see the process, would wait for ever."""
-    lost, knows, own, begun = comm.size - 1, max(0, comm.size - 2), comm.Dup(), time.monotonic()
-    text = None
 
-    def gone() -> list[int]:
-        sees = comm.rank == knows or time.monotonic() > begun + 2  # so that this test ends
-        return [lost] if sees and time.monotonic() >= begun + seconds else []
+class Losses:
+    """Which ranks a rank finds gone: what it sees itself, or what another rank lets it see."""
 
+    def __init__(self, comm: Intracomm, lost: int, knows: int, is_in_round: bool) -> None:
+        self._comm, self._lost, self._knows, self._is_in_round = comm, lost, knows, is_in_round
+        self._num_calls, self._begun = 0, time.monotonic()
+        self.has_given_up = False
+
+    def __call__(self) -> list[int]:
+        self._num_calls += 1  # the first call comes before the messages, all others after them
+        self.has_given_up = time.monotonic() > self._begun + LONG_SECONDS
+        if self._comm.rank == self._knows:
+            sees = self._num_calls > self._is_in_round
+        else:
+            sees = self._is_in_round and self._comm.Iprobe(self._knows)
+        return [self._lost] if sees or self.has_given_up else []
+
+
+@pytest.mark.parametrize("is_in_round", [False, True], ids=["before", "in the round"])
+def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm, is_in_round: bool) -> None:
+    """Else those of other nodes, which cannot see the process, would wait for ever; here they see it after that."""
+    lost, knows, own = comm.size - 1, max(0, comm.size - 2), comm.Dup()
+    losses, text = Losses(comm, lost, knows, is_in_round), None
     if comm.rank != lost:
-        text = LastRound(own, gone).wait()
-    took = time.monotonic() - begun
+        text = LastRound(own, losses).wait()
+    if is_in_round and comm.rank == knows:
+        for other in range(knows):
+            comm.send(None, other)
+    elif is_in_round and comm.rank < knows:
+        comm.recv(source=knows)
     comm.Barrier()
     if comm.rank == lost:  # nothing stays under way
         LastRound(own, list).wait()
-    texts, times = comm.allgather(text), comm.allgather(took)
+    texts = comm.allgather(text)
     told = f"the process of rank {lost} of {comm.size} ranks was lost before; all others are done"
-    assert (texts[knows] == told) == (seconds > 0 or knows == 0)
+    assert (texts[knows] == told) == (is_in_round or knows == 0)
     assert texts[0] == told
-    assert times[knows] < 1.8
-    if not seconds:
-        assert max(times) < 1.8, "who has come later was told"
+    assert not losses.has_given_up, "who has come later was told"
 
 
-def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(comm: Intracomm) -> None:
+class Clock:
+    """Stands still until rank 0 has heard of all ranks that their messages are on their way; then the time is over."""
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm, self._num_calls, self._now = comm, 0, 0.0
+
+    def monotonic(self) -> float:
+        self._num_calls += 1
+        if self._num_calls == 2:  # the first one in the round
+            self._comm.send(None, 0)
+        if not self._now and self._comm.Iprobe(0):
+            self._comm.recv(source=0)
+            self._now = 1.0
+        return self._now
+
+
+def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, lines = comm.Dup(), list[str]()
-    if comm.rank == 0:
-        time.sleep(0.5)
-    assert LastRound(own, list, 0.1, lines.append).wait() is None
+    others = range(1, comm.size)
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if comm.rank == 1:
+            comm.send(None, 0, 1)
+
+    with monkeypatch.context() as patch:
+        if comm.rank:
+            patch.setattr("mpidist.transport.group.last_round.time", Clock(comm))
+        else:
+            for other in others:
+                comm.recv(source=other, tag=0)
+            for other in others:
+                comm.send(None, other)
+            comm.recv(source=1, tag=1)
+            time.sleep(0.2)  # in which others might tell, too
+        assert LastRound(own, list, 0.1 if comm.rank else 0.0, tell).wait() is None
     told = comm.allgather(lines)
     text = f"has come to its end, and has waited 0.1 s for rank 0 of {comm.size} ranks to come to theirs"
     assert told[1] == [f"{text}; it waits on while their processes live"]

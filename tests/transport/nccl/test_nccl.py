@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = ["gpus", "standin"]  # fixtures
+
+_HAS_RAISED: Final = 21  # a tag
 
 HOSTNAME = socket.gethostname()
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
@@ -477,14 +479,20 @@ def test_a_rank_that_stops_within_a_call_is_noticed(
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    run, others = NcclCommunicator._run, [rank for rank in range(comm.size) if rank != 1]
+
+    def come_last(*args: Any, **more: Any) -> Any:
+        for rank in others:  # those that waited for this one would wait for ever
+            assert comm.recv(None, rank, _HAS_RAISED) == rank
+        return run(*args, **more)
+
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            run = NcclCommunicator._run
-            patch.setattr(NcclCommunicator, "_run", lambda *args, **more: (time.sleep(1.0), run(*args, **more))[1])
-        start = time.monotonic()
+            patch.setattr(NcclCommunicator, "_run", come_last)
         with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
-            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
-        assert comm.rank == 1 or time.monotonic() - start < 1.0
+            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=2.0))
+        if comm.rank != 1:
+            comm.send(comm.rank, 1, _HAS_RAISED)
     assert standin.log == [("abort", 1)]
     group.reset()
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()

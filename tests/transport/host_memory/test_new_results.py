@@ -1,0 +1,154 @@
+"""New results lie in memory of results that the program has let go: numbers, what is kept, and what it costs."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere
+from support.reductions import all_reduce
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+SHAPES = (300, 200), (64,), (40, 1000), (), (100_000,), (3, 3, 64, 64)
+
+
+@pytest.fixture
+def strategy(comm: Intracomm, placement: tuple[int, ...]) -> Iterator[Strategy]:
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+def gradients(step: int) -> dict[str, Any]:
+    return {f"layer {at}": np.full(shape, step + at, np.float32) for at, shape in enumerate(SHAPES)}
+
+
+def require(results: dict[str, Any], size: int, step: int) -> None:
+    for at, shape in enumerate(SHAPES):
+        result = results[f"layer {at}"]
+        assert result.shape == shape
+        assert (result == size * (step + at)).all(), (step, at)
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_steps_that_are_kept_stay_what_they_were(strategy: Strategy) -> None:
+    """All of them, or those of the last few steps; results may be written by the program."""
+    size = strategy.num_replicas_in_sync
+    history = [all_reduce(strategy, "SUM", gradients(step)) for step in range(7)]
+    for step, results in enumerate(history):
+        require(results, size, step)
+    for step in range(7, 16):
+        history.append(all_reduce(strategy, "SUM", gradients(step)))
+        history.pop(0)
+        for at, results in enumerate(history):
+            require(results, size, step - 6 + at)
+        kept = history[3]["layer 4"][5:10]
+        history[3]["layer 4"] += 1  # the program's own array
+        history[3]["layer 4"] -= 1
+        assert (kept == size * (step - 3 + 4)).all()
+
+
+def test_ranks_may_keep_unlike_steps(strategy: Strategy, comm: Intracomm) -> None:
+    size, kept = strategy.num_replicas_in_sync, {}
+    for step in range(12):
+        results = all_reduce(strategy, "SUM", gradients(step))
+        require(results, size, step)
+        if step % (comm.rank + 1) == 0:
+            kept[step] = results["layer 0"][:3]
+    assert all((rows == size * step).all() for step, rows in kept.items())
+
+
+def test_results_as_arguments_and_as_outs(strategy: Strategy) -> None:
+    """Of the call after, and of calls with other shapes in between."""
+    size = strategy.num_replicas_in_sync
+    value, other = gradients(1), np.ones((500, 100), np.float32)
+    for _ in range(6):
+        first = all_reduce(strategy, "SUM", value)
+        second = all_reduce(strategy, "MEAN", first)
+        third = all_reduce(strategy, "SUM", other, out=np.empty_like(other))
+        require(first, size, 1)
+        require(second, size, 1)
+        assert all_reduce(strategy, "MEAN", second, out=second) is second
+        require(second, size, 1)
+        assert (third == size).all()
+
+
+def test_a_training_step_takes_no_page_of_the_system(comm: Intracomm) -> None:
+    """Once it has been made a few times: the results of the step before are let go."""
+    with Strategy(comm=comm) as strategy:
+        value = gradients(1) | {"large": np.ones(1 << 20, np.float32)}
+        results = None
+        for _ in range(8):
+            results = all_reduce(strategy, "SUM", value)
+        least = 1 << 30
+        for _ in range(20):  # a page now and then is Python's own
+            before = faults()
+            results = all_reduce(strategy, "SUM", value)
+            least = min(least, faults() - before)
+        assert results is not None
+        assert least <= 2, f"{least} pages of 4 KiB for {5 << 20} bytes of results"
+
+
+def test_other_calls_take_kept_memory_too(strategy: Strategy) -> None:
+    size, history = strategy.topology.size, []
+    large = np.full((size * 50, 2000), strategy.topology.rank, np.float32)
+
+    def step() -> tuple[Any, Any]:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_gather(large, 0), context.reduce_scatter("SUM", large)
+
+    for _ in range(6):
+        history.append((*strategy.run(step), strategy.broadcast(large, 0)))
+    for gathered, shard, sent in history:
+        assert (gathered[:: size * 50, 0] == np.arange(size)).all()
+        assert (shard == sum(range(size))).all()
+        assert shard.shape == (50, 2000)
+        assert (sent == 0).all()
+    history.clear()
+    pages = []
+    for _ in range(20):
+        before = faults()
+        gathered, shard = strategy.run(step)
+        sent = strategy.broadcast(large, 0)
+        pages.append(faults() - before)
+    assert min(pages) <= 8, f"{pages} pages of 4 KiB"
+
+
+def test_after_an_error_and_after_close(comm: Intracomm) -> None:
+    size = comm.size
+    strategy = Strategy(comm=comm)
+    kept = all_reduce(strategy, "SUM", gradients(1))
+    if size > 1:
+        with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+            all_reduce(strategy, "SUM", np.ones(50_000 + comm.rank))
+    again = all_reduce(strategy, "SUM", gradients(2))
+    strategy.close()
+    with Strategy(comm=comm) as other:
+        third = all_reduce(other, "SUM", gradients(3))
+        require(kept, size, 1)
+        require(again, size, 2)
+        require(third, size, 3)
+
+
+def test_nothing_is_kept_if_the_program_says_so(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
+    with Strategy(comm=comm) as strategy:
+        for step in range(4):
+            require(all_reduce(strategy, "SUM", gradients(step)), comm.size, step)
+    monkeypatch.setenv("MPIDIST_RESULT_BYTES", "all")
+    with raises_everywhere(comm, ValueError, "MPIDIST_RESULT_BYTES='all'.*bytes, 0 or more"):
+        Strategy(comm=comm)

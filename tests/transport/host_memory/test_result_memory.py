@@ -1,0 +1,195 @@
+"""Memory of results that were let go: what is used again, what is never, and how much is kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist.transport import RecycledResults, ResultMemory
+
+pytestmark = pytest.mark.no_mpi
+
+FLOAT = np.dtype(np.float32)
+LARGE = (64, 1024)  # 256 KiB
+NBYTES = 4 * 64 * 1024
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.fixture
+def memory() -> ResultMemory:
+    return ResultMemory(1 << 30)
+
+
+def repeated(memory: ResultMemory, shapes: list[tuple[int, ...]], dtypes: list[Any]) -> RecycledResults:
+    """Return results of calls of which one was made before."""
+    results = memory.results(shapes, dtypes)
+    assert [array.shape for array in results.take()] == shapes
+    return results
+
+
+def test_a_call_that_is_made_once_leaves_nothing_behind(memory: ResultMemory) -> None:
+    memory.results([LARGE], [FLOAT]).take()
+    memory.empty(LARGE, FLOAT, device=False)
+    assert memory.nbytes == 0
+
+
+def test_results_lie_where_results_lay_that_were_let_go(memory: ResultMemory) -> None:
+    results = repeated(memory, [LARGE, LARGE], [FLOAT, np.dtype(np.int64)])
+    first = results.take()
+    assert [(array.shape, array.dtype) for array in first] == [(LARGE, FLOAT), (LARGE, np.int64)]
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in first)
+    assert all(address(array) % 64 == 0 for array in first)
+    addresses = [address(array) for array in first]
+    del first
+    for _ in range(5):
+        assert [address(array) for array in results.take()] == addresses
+
+
+def test_a_program_that_binds_the_same_name_needs_two_lists(memory: ResultMemory) -> None:
+    results = repeated(memory, [LARGE], [FLOAT])
+    addresses = set()
+    kept = results.take()
+    for _ in range(10):
+        kept = results.take()
+        addresses.add(address(kept[0]))
+    assert len(addresses) == 2
+    assert 2 * NBYTES <= memory.nbytes <= 2 * NBYTES + 1024
+
+
+def exported(array: np.ndarray[Any, Any]) -> Any:
+    class Foreign:
+        """Holds a capsule of DLPack, as an array of another library does."""
+
+        def __init__(self) -> None:
+            self.capsule = array.__dlpack__()
+
+    return Foreign()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array,
+        lambda array: array[3:5, 7],
+        lambda array: array.view(np.uint8).T[1:],
+        lambda array: memoryview(array),
+        lambda array: np.frombuffer(memoryview(array), np.int32),
+        lambda array: array.flat,
+        lambda array: np.lib.stride_tricks.sliding_window_view(array, 3, 0),
+        exported,
+    ],
+    ids=["array", "slice", "other dtype", "memoryview", "frombuffer", "iterator", "windows", "DLPack"],
+)
+def test_nothing_lies_where_the_program_still_looks(memory: ResultMemory, view: Callable[[Any], Any]) -> None:
+    results = repeated(memory, [LARGE], [FLOAT])
+    (array,) = results.take()
+    array[...] = 7
+    start, stop = address(array), address(array) + NBYTES
+    kept = view(array)
+    del array
+    gc.collect()
+    for _ in range(6):
+        (other,) = results.take()
+        assert address(other) + NBYTES <= start or stop <= address(other)
+        other[...] = 1
+    del kept, other
+    gc.collect()
+    again = [results.take() for _ in range(4)]
+    assert start in {address(array) for (array,) in again}  # and there again, once nobody looks
+
+
+def test_a_program_may_keep_all_results(memory: ResultMemory) -> None:
+    results = repeated(memory, [LARGE], [FLOAT])
+    history = []
+    for step in range(12):
+        (array,) = results.take()
+        array[...] = step
+        history.append(array)
+    assert [float(array[0, 0]) for array in history] == list(range(12))
+    assert all((array == array[0, 0]).all() for array in history)
+    assert memory.nbytes <= 4 * NBYTES + 1024
+
+
+def test_small_results_are_kept_apart(memory: ResultMemory) -> None:
+    """A loss of each step that is kept does not hold the gradients' memory."""
+    results = repeated(memory, [(), LARGE, (0,), (10,)], [np.dtype(np.float64), FLOAT, FLOAT, FLOAT])
+    losses, addresses = [], set()
+    for _ in range(8):
+        loss, gradient, empty, few = results.take()
+        assert loss.shape == ()
+        assert empty.shape == (0,)
+        assert few.shape == (10,)
+        losses.append(loss)
+        addresses.add(address(gradient))
+    assert len(addresses) == 2
+
+
+def test_few_bytes_are_left_to_the_c_library(memory: ResultMemory) -> None:
+    results = repeated(memory, [(100,), (20,)], [FLOAT, FLOAT])
+    assert all(array.base is None for array in results.take())
+    assert memory.empty((100,), FLOAT, device=False).base is None
+    assert repeated(memory, [], []).take() == []
+    assert memory.nbytes == 0
+
+
+def test_no_more_is_kept_than_the_limit() -> None:
+    """What was not used for the longest time goes first; a list that is larger than the limit is not kept."""
+    memory = ResultMemory(3 * NBYTES + 1024)
+    lists = [repeated(memory, [(64 + at, 1000)], [FLOAT]) for at in range(8)]
+    for results in lists * 3:
+        results.take()
+        assert memory.nbytes <= 3 * NBYTES + 1024
+    assert len({address(lists[-1].take()[0]) for _ in range(3)}) == 1
+    too_large = repeated(memory, [(2000, 1000)], [FLOAT])
+    assert too_large.take()[0].shape == (2000, 1000)
+    assert NBYTES <= memory.nbytes <= 3 * NBYTES + 1024
+
+
+def test_a_limit_of_nothing_keeps_nothing() -> None:
+    memory = ResultMemory(0)
+    results = repeated(memory, [LARGE], [FLOAT])
+    assert results.take()[0].shape == LARGE
+    assert memory.empty(LARGE, FLOAT, device=False).shape == LARGE
+    assert memory.nbytes == 0
+
+
+def test_what_is_not_used_for_long_is_given_back(memory: ResultMemory) -> None:
+    once = repeated(memory, [(1000, 1000)], [FLOAT])
+    once.take()
+    often = repeated(memory, [LARGE], [FLOAT])
+    for _ in range(1023):
+        often.take()
+    assert memory.nbytes > 4_000_000
+    for _ in range(3):
+        often.take()
+    assert memory.nbytes <= NBYTES + 1024
+    assert once.take()[0].shape == (1000, 1000)
+
+
+def test_calls_without_a_plan_share_by_shape_and_dtype(memory: ResultMemory) -> None:
+    memory.empty(LARGE, FLOAT, device=False)
+    first = address(memory.empty(LARGE, FLOAT, device=False))
+    assert address(memory.empty(LARGE, FLOAT, device=False)) == first
+    other = memory.empty(LARGE, np.dtype(np.int32), device=False)
+    assert address(other) != first
+    assert other.dtype == np.int32
+
+
+def test_clear_gives_back_all_that_nobody_looks_at(memory: ResultMemory) -> None:
+    results = repeated(memory, [LARGE], [FLOAT])
+    (kept,) = results.take()
+    kept[...] = 3
+    for _ in range(2):
+        memory.empty(LARGE, FLOAT, device=False)
+    assert memory.nbytes >= 2 * NBYTES
+    memory.clear()
+    assert memory.nbytes == 0
+    results.take()[0][...] = 4
+    assert (kept == 3).all()
