@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from typing import NoReturn
 
 import mpidist
 from mpidist.cli import batch_job, doctor, flight, trace, tune
 from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport import is_shared, let_first_rank_end, mark_shared, rank_said
 
-__all__ = ["main"]
+__all__ = ["main", "run_command"]
 
 _COMMANDS = (doctor, tune, flight, trace, batch_job)
-_RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> NoReturn:
+    """Run the command that this process's arguments name, and end with its exit status."""
+    try:
+        end = SystemExit(run_command(sys.argv[1:]))
+    except SystemExit as problem:  # wrong arguments, or --help
+        end = problem
+    if end.code:
+        let_first_rank_end(os.environ)
+    mark_shared(end, ())  # every rank ends so: none waits for this one, and a traceback would tell nothing
+    raise end
+
+
+def run_command(arguments: Sequence[str]) -> int:
     """Run a command.
 
     Args:
-        arguments: The command's name and arguments; `None` for the arguments of this process.
+        arguments: The command's name and arguments.
 
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="mpidist", description="Commands of mpidist. Also: python -m mpidist")
-    parser.add_argument("--version", action="version", version=f"mpidist {mpidist.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
-        subparser.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    chosen = parser.parse_args(arguments)
+    is_first = not rank_said(os.environ)
+    with nullcontext() if is_first else _silence():
+        chosen = _parse(arguments)
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it
     try:
         status: int = chosen.run(chosen)
-    except (TopologyError, UnavailableError) as error:  # every process has it, and one of them tells
-        if _is_first(os.environ):
+    except (TopologyError, UnavailableError, ValueError) as error:
+        if isinstance(error, ValueError) and not is_shared(error):
+            raise
+        if is_first:  # every process has it, and one of them tells
             print(f"mpidist {chosen.command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
@@ -50,11 +60,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _is_first(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher calls this process the first one, as far as it says."""
-    ranks = [environ[name] for name in _RANK_VARIABLES if name in environ]
-    return not ranks or ranks[0] == "0"
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Print nothing in the body: another process prints the same."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mpidist", description="Commands of mpidist. Also: python -m mpidist")
+    parser.add_argument("--version", action="version", version=f"mpidist {mpidist.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = {}
+    for command in _COMMANDS:
+        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.__doc__)
+        subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+        subparsers[command.NAME] = subparser
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        subparsers[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return chosen
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from mpidist.cli.cuda_aware_child import RIGHT
-from mpidist.transport import load_mpi
+from mpidist.transport import LAUNCHER_PREFIXES, load_mpi
 
 __all__ = ["Answer", "child_command", "child_environment", "hint", "prove"]
 
 PROOF_SECONDS: Final = 60.0
 _TAIL: Final = 2000  # characters of what a child wrote
-# With one of these variables the child would join its parent's job, or wait for it. Settings of the library stay.
-_LAUNCHERS: Final = (
-    "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
-    "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
-    "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "OMPI_MCA_prte", "OMPI_MCA_initial", "_MPIDIST_",
-)  # fmt: skip
+_OF_RANKS: Final = "_MPIDIST_"  # what a rank marks its environment with
 
 
 @final
@@ -67,7 +62,7 @@ def child_command(device: int) -> list[str]:
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which a program starts MPI alone."""
-    kept = {name: text for name, text in environ.items() if not name.startswith(_LAUNCHERS)}
+    kept = {name: text for name, text in environ.items() if not name.startswith((*LAUNCHER_PREFIXES, _OF_RANKS))}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

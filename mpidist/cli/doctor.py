@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from typing import Final
 
@@ -19,7 +20,7 @@ from mpidist.cli.doctor_page import as_json, print_page
 from mpidist.cli.findings import Mark, compare_nodes, find
 from mpidist.cli.rank_facts import RankFacts, gpus_text
 from mpidist.errors import UnavailableError
-from mpidist.transport import SyncGroup, cuda, load_mpi
+from mpidist.transport import SyncGroup, cuda, load_mpi, rank_said
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -43,8 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         load_mpi()
     except UnavailableError as error:
-        print(f"MPI:   {error}")
-        print(f"GPUs:  {gpus_text(cuda.current())}")
+        if not rank_said(os.environ):  # every process has it, and one of them tells
+            print(f"MPI:   {error}")
+            print(f"GPUs:  {gpus_text(cuda.current())}")
         return 1
     group = SyncGroup.from_mpi(None)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -13,7 +14,7 @@ from rich.text import Text
 import mpidist
 from mpidist.cli.findings import Finding, Mark
 from mpidist.cli.rank_facts import RankFacts
-from mpidist.transport import Topology, count_text, name_placement, name_ranks
+from mpidist.transport import Topology, count_text, launcher_here, name_placement, name_ranks
 
 __all__ = ["as_json", "print_page"]
 
@@ -47,8 +48,8 @@ def print_page(topology: Topology, facts: Sequence[RankFacts], within: str, foun
         found: The findings.
     """
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_LOG_WIDTH)
+    if not console.is_terminal or not _is_launcher_in_terminal():
+        console = Console(highlight=False, width=_LOG_WIDTH, force_terminal=False)
     with console.capture() as capture:
         console.print(Text(f"{name_placement(topology.node_sizes)}. Within nodes: {within}.", style="bold"))
         for alike in _alike(topology, facts):
@@ -57,6 +58,20 @@ def print_page(topology: Topology, facts: Sequence[RankFacts], within: str, foun
         console.print(Text("\nFindings", style="bold"))
         console.print(_table([(one.mark.value, one.text, _STYLES[one.mark]) for one in found]))
     print("\n".join(line.rstrip() for line in capture.get().splitlines()), flush=True)
+
+
+def _is_launcher_in_terminal() -> bool:
+    """Whether the launcher of this process, if there is one, prints to a terminal.
+
+    Open MPI's launcher gives its ranks a terminal of its own, and passes on to a file or a pipe what they print there.
+    """
+    launcher = launcher_here()
+    if launcher is None:
+        return True
+    try:
+        return os.readlink(f"/proc/{launcher}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:  # it is another user's, or has ended
+        return False
 
 
 def as_json(topology: Topology, facts: Sequence[RankFacts], within: str, found: Sequence[Finding]) -> str:

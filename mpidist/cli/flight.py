@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.rank is not None and arguments.rank not in job.files:
             raise FlightFileError(f"{folder} has no file of rank {arguments.rank}; it has {name_ranks(job.files)}")
     except (FlightFileError, OSError) as error:
-        print(f"python -m mpidist flight: {error}", file=sys.stderr)
+        print(f"mpidist flight: {error}", file=sys.stderr)
         return 2
     verdicts = [judge(strategy) for strategy in job.strategies]
     if arguments.json:

@@ -104,7 +104,11 @@ def find_job(folder: Path) -> Path:
         FlightFileError: If neither has files.
     """
     if not folder.is_dir():
-        raise FlightFileError(f"there is no folder {folder}")
+        raise FlightFileError(
+            f"there is no folder {folder}: ranks write files there when a call fails, when a program crashes, or at a "
+            "signal (MPIDIST_FLIGHT_SIGNAL, else SIGUSR1). Name the folder if it is another one, as with "
+            "MPIDIST_FLIGHT_DIR"
+        )
     if any(_files_in(folder)):
         return folder
     jobs = {job: [path.stat().st_mtime for path in _files_in(job)] for job in folder.iterdir() if job.is_dir()}

@@ -26,7 +26,9 @@ _MOST_REPEATS: Final = 100_000
 _SLOWEST: Final = Reduction("max")
 
 
-def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, tuple[str, ...]]:
+def measure_cost_model(
+    levels: Levels, seconds: float = 10, begin_wait: Step = lambda: None
+) -> tuple[CostModel, tuple[str, ...]]:
     """Measure what mpidist's own parts cost here. Collective; the result is the same on all ranks.
 
     The ranks work at once, as they do in an all-reduce. A time is the median of some rounds, on the slowest rank.
@@ -34,12 +36,13 @@ def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, 
     Args:
         levels: The levels of a group with all the ranks that jobs will use.
         seconds: About how long to measure.
+        begin_wait: Called before the ranks wait for each other: no wait is as long as the whole measurement.
 
     Returns:
         The model, and the names of its numbers that were measured. The other numbers cannot be measured here: those of
         links on one node, for example.
     """
-    clock = _Clock(levels.world)
+    clock = _Clock(levels.world, begin_wait)
     ranks = round(clock.slowest(levels.within_node.size))  # of the largest node
     lanes = -round(clock.slowest(-levels.within_node.size))  # the ranks of the smallest
     steps = _array_steps(levels.within_node)
@@ -55,12 +58,13 @@ def measure_cost_model(levels: Levels, seconds: float = 10) -> tuple[CostModel, 
 class _Clock:
     """Times that are the same on all ranks: those of the slowest rank."""
 
-    def __init__(self, world: Communicator) -> None:
-        self._world = world
+    def __init__(self, world: Communicator, begin_wait: Step) -> None:
+        self._world, self._begin_wait = world, begin_wait
 
     def slowest(self, value: float) -> float:
         """Return the largest of all ranks' values. Collective."""
         everyone = np.array([value])
+        self._begin_wait()
         self._world.all_reduce(everyone, _SLOWEST)
         return float(everyone[0])
 

@@ -18,17 +18,21 @@ from mpidist.cli.cuda_aware_mpi import child_command, hint, prove
 from mpidist.cluster_resolver import TFConfigClusterResolver
 from mpidist.transport import (
     GpuFacts,
+    Placement,
     SyncGroup,
+    TuningKey,
     count_text,
     cuda,
     first_line,
+    launcher_text,
     load_mpi,
     nccl_version_text,
     read_boot_id,
     size_text,
+    tuning_path,
 )
 
-__all__ = ["THREAD_VARIABLES", "RankFacts", "gpus_text", "launcher_text"]
+__all__ = ["THREAD_VARIABLES", "RankFacts", "gpus_text"]
 
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -72,6 +76,7 @@ class RankFacts:
             "/dev/shm": size_text(shared_bytes) if shared_bytes else "none",
             "network": _network(),
             "cluster": _cluster(os.environ),
+            "tuned": _tuned(topology.node_sizes) if topology.is_leader else "",
             **_gpu_texts(provider, gpu, group),
         }
         return cls(
@@ -106,29 +111,6 @@ def _gpu_texts(provider: cuda.Cuda, gpu: GpuFacts, group: SyncGroup) -> dict[str
             _device_mpi(provider, group.settings.device_mpi) if group.topology.is_leader else ""
         )
     return texts
-
-
-def launcher_text(environ: Mapping[str, str]) -> str:
-    """Say which launcher started this process, by the variables that it sets."""
-    step = environ.get("SLURM_STEP_ID")
-    if "OMPI_COMM_WORLD_RANK" in environ and "PRTE_LAUNCHED" in environ:
-        found = "mpiexec of Open MPI"
-    elif "MPI_LOCALNRANKS" in environ:
-        found = "mpiexec of MPICH, or of one of its kin"
-    elif "MV2_COMM_WORLD_RANK" in environ:
-        found = "mpiexec of MVAPICH"
-    elif step is not None:
-        protocol = "pmix" if "PMIX_RANK" in environ else "pmi2" if "PMI_RANK" in environ else "none"
-        found = f"srun --mpi={protocol}"
-    elif "OMPI_COMM_WORLD_RANK" in environ or "PMIX_RANK" in environ:
-        found = "a launcher with PMIx"
-    elif "PMI_RANK" in environ:
-        found = "a launcher with PMI"
-    else:
-        found = "none: this process was started alone"
-    job = environ.get("SLURM_JOB_ID")
-    where = f", step {step}" if step is not None else ""
-    return f"{found}, in Slurm's job {job}{where}" if job else found
 
 
 def _num_threads(environ: Mapping[str, str]) -> int:
@@ -180,6 +162,15 @@ def _cluster(environ: Mapping[str, str]) -> str:
         return ""
     advice = "SlurmClusterResolver(component_jobs=[...]) says what their tasks are"
     return f"a heterogeneous job of Slurm with {components} components; {advice}"
+
+
+def _tuned(placement: Placement) -> str:
+    """Say where the numbers of `tune` for this placement are, or are looked for."""
+    try:
+        path = tuning_path(TuningKey.here(placement))
+    except RuntimeError as error:  # no home
+        return f"no: {error}"
+    return f"by {path}" if path.exists() else f"no: `mpidist tune` would write {path}"
 
 
 def _gpu_name(runtime: Any, index: int) -> str:

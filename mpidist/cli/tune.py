@@ -11,14 +11,18 @@ else in mpidist below XDG_CACHE_HOME or ~/.cache.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
 from mpidist.cli.measure_costs import measure_cost_model
 from mpidist.transport import (
     NEVER,
+    Call,
     CostModel,
     Placement,
     SyncGroup,
@@ -52,6 +56,7 @@ _MEANINGS: Final = {
 }
 _UNITS: Final = {"seconds": ("us", 1e6), "bytes_per_second": ("GB/s", 1e-9), "bytes": ("MiB", 2.0**-20)}
 _MOST_SECONDS: Final = 3600
+_POWERS: Final = range(10, 31, 2)  # of 2: the sizes in bytes that are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement", type=_placement, help="with --show: ranks of each node, as in 2,2, not this job's"
     )
+    parser.add_argument("--json", action="store_true", help="print the numbers and the choices as JSON, for programs")
     parser.set_defaults(parser=parser)
 
 
@@ -72,52 +78,58 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--placement goes with --show; to measure, start as many ranks as your jobs have")
     if arguments.placement is not None:
         if load_mpi().COMM_WORLD.Get_rank() == 0:
-            _show(arguments.placement)
+            _show(arguments.placement, arguments.json)
         return 0
     group = SyncGroup.from_mpi(None)
     try:
         if not arguments.show:
-            return _measure(group, arguments.seconds)
+            return _measure(group, arguments.seconds, arguments.json)
         if group.topology.rank == 0:
-            _show(group.topology.node_sizes)
+            _show(group.topology.node_sizes, arguments.json)
         return 0
     finally:
         group.close()
 
 
-def _measure(group: SyncGroup, seconds: float) -> int:
+def _measure(group: SyncGroup, seconds: float, as_json: bool) -> int:
     topology = group.topology
     key = TuningKey.here(topology.node_sizes)
     if topology.rank == 0:
-        print(f"Measuring {name_placement(topology.node_sizes)} with {key.mpi}, about {seconds:g} s.", flush=True)
+        _tell(f"Measuring {name_placement(topology.node_sizes)} with {key.mpi}, about {seconds:g} s.", as_json)
         if topology.local_size > (cores := os.cpu_count() or topology.local_size):
-            print(
-                f"Its ranks take turns on {cores} cores: what is measured here changes from time to time.", flush=True
-            )
-    model, measured = measure_cost_model(group.levels, seconds)
+            _tell(f"Its ranks take turns on {cores} cores: what is measured here changes from time to time.", as_json)
+    with group.call(Call(NAME, timeout_seconds=0.0)):
+        model, measured = measure_cost_model(group.levels, seconds, group.agreement.restart_clock)
     if topology.rank > 0:
         return 0
-    print(_table(model, measured))
-    print()
-    print(explain(model, topology.node_sizes))
-    print()
+    path, why = _keep(group, key, model, measured)
+    if as_json:
+        print(_json(key, model, measured, path), flush=True)
+    else:
+        print(f"{_table(model, measured)}\n\n{explain(model, topology.node_sizes)}\n")
+    _tell(why or f"Written to {path}", as_json)
+    return int(path is None and group.settings.pretend_nodes is None)
+
+
+def _keep(group: SyncGroup, key: TuningKey, model: CostModel, measured: tuple[str, ...]) -> tuple[Path | None, str]:
+    """Write the numbers to their file. Returns the file; or `None`, and why there is none."""
     if group.settings.pretend_nodes is not None:
-        print(
+        return None, (
             "The numbers are not kept: MPIDIST_PRETEND_NODES is set, and they would be taken for those of real nodes."
         )
-        return 0
     try:
-        path = save_cost_model(key, model, measured)
+        return save_cost_model(key, model, measured), ""
     except (OSError, RuntimeError) as error:
-        print(f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder.")
-        return 1
-    print(f"Written to {path}")
-    return 0
+        return None, f"The numbers were not kept: {error}. MPIDIST_TUNE_DIR names another folder."
 
 
-def _show(placement: Placement) -> None:
+def _show(placement: Placement, as_json: bool) -> None:
     key = TuningKey.here(placement)
     path, tuned = tuning_path(key), load_tuned(key)
+    model, measured = (CostModel(), ()) if tuned is None else (tuned.model, tuned.measured)
+    if as_json:
+        print(_json(key, model, measured, None if tuned is None else path))
+        return
     if tuned is not None:
         print(f"Measured at {tuned.date}, from {path}")
     elif path.exists():
@@ -125,10 +137,19 @@ def _show(placement: Placement) -> None:
     else:
         print(f"mpidist's own numbers, not measured here: there is no {path}.")
     print(f"For {name_placement(placement)}, {key.mpi}, {key.processor}.")
-    model = CostModel() if tuned is None else tuned.model
-    print(_table(model, () if tuned is None else tuned.measured))
-    print()
-    print(explain(model, placement))
+    print(f"{_table(model, measured)}\n\n{explain(model, placement)}")
+
+
+def _tell(text: str, as_json: bool) -> None:
+    """Print a text for people: where JSON is printed, beside it."""
+    print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def _json(key: TuningKey, model: CostModel, measured: tuple[str, ...], path: Path | None) -> str:
+    """Write what holds where, in seconds and bytes; `path`: the file that has it."""
+    choices = {str(1 << power): model.choose(1 << power, key.placement) for power in _POWERS}
+    where = {"file": None if path is None else str(path), **asdict(key)}
+    return json.dumps({**where, "model": asdict(model), "measured": measured, "choices": choices}, indent=2)
 
 
 def _table(model: CostModel, measured: tuple[str, ...]) -> str:
@@ -148,7 +169,7 @@ def explain(model: CostModel, placement: Placement) -> str:
     lines = [f"Predicted for {name_placement(placement)}:"]
     names = ("one_shot", "two_shot") if nodes == 1 else ("leader", "hierarchical", "two_shot")
     lines.append(f"{'bytes':>10}  {'taken':<12}" + "".join(f"{name:>14}" for name in names))
-    for power in range(10, 31, 2):
+    for power in _POWERS:
         times = "".join(f"{time_text(model.seconds(name, 1 << power, placement)):>14}" for name in names)
         lines.append(f"{size_text(1 << power):>10}  {model.choose(1 << power, placement):<12}{times}")
     lines += _reasons(model, placement)

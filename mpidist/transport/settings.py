@@ -31,6 +31,7 @@ _KNOWN: Final = (
     "MPIDIST_NCCL",
     "MPIDIST_ON_ERROR",
     "MPIDIST_PRETEND_NODES",
+    "MPIDIST_RESULT_BYTES",
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
     "MPIDIST_TIMEOUT_SECONDS",
@@ -60,6 +61,8 @@ class Settings:
         staging_bytes: Size of the chunks in which device memory is staged through the host; 0 to compute the best.
         flight_signal: The signal at which flight recorders are written, or `None`.
         trace: The folder for traces of all calls; "" for none.
+        result_bytes: The most bytes of results that a rank keeps for later results; `None` for a quarter of its part of
+            the node's memory.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
     """
 
@@ -74,6 +77,7 @@ class Settings:
     staging_bytes: int = 0
     flight_signal: str | None = "SIGUSR1"
     trace: str = ""
+    result_bytes: int | None = None
     device_mpi: bool = False
 
     @classmethod
@@ -91,7 +95,8 @@ class Settings:
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
-            staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES),
+            staging_bytes=_bytes(environ, "MPIDIST_STAGING_BYTES", LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES) or 0,
+            result_bytes=_bytes(environ, "MPIDIST_RESULT_BYTES", 0),
             flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
             trace=environ.get("MPIDIST_TRACE", "").strip(),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
@@ -155,10 +160,11 @@ def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
     return seconds
 
 
-def _bytes(environ: Mapping[str, str], name: str, least: int, most: int) -> int:
+def _bytes(environ: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
-        return 0
+        return None
     if not text.isdecimal() or not least <= int(text) <= most:
-        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of bytes, {least} to {most}")
+        limits = f"{least} to {most}" if most < math.inf else f"{least} or more"
+        raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of bytes, {limits}")
     return int(text)

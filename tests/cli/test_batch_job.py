@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpidist
-from mpidist.__main__ import main
+from mpidist.__main__ import run_command
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
@@ -35,7 +35,7 @@ def stand_in(folder: Path, name: str, body: str) -> None:
 
 def would_submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Return the words of the command that --dry-run prints."""
-    assert main(["sbatch", "--dry-run", *arguments]) == 0
+    assert run_command(["sbatch", "--dry-run", *arguments]) == 0
     return [word for word in shlex.split(capsys.readouterr().out) if not word.startswith("VIRTUAL_ENV=")]
 
 
@@ -79,7 +79,7 @@ def test_how_srun_starts_the_library(
 def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tools, "sbatch", 'echo "$MPI_TYPE $*"; exit 7')
     monkeypatch.setenv("MPI_TYPE", "special")
-    assert main(["sbatch", "train.py", "-x"]) == 7
+    assert run_command(["sbatch", "train.py", "-x"]) == 7
     assert capfd.readouterr().out == f"special {SCRIPTS / 'train.sbatch'} train.py -x\n"
 
 
@@ -98,25 +98,25 @@ def test_it_submits(tools: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
-    assert main(["sbatch", *arguments.split()]) == 2
+    assert run_command(["sbatch", *arguments.split()]) == 2
     assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", ["--nodes 0", "--ps -1", "--ntasks-per-node many", "--time soon"])
 def test_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["sbatch", *arguments.split(), "train.py"])
+        run_command(["sbatch", *arguments.split(), "train.py"])
     assert arguments.split()[1] in capsys.readouterr().err
 
 
 def test_slurm_that_cannot_start_the_library(tools: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stand_in(tools, "srun", "echo pmix")
-    assert main(["sbatch", "train.py"]) == 2
+    assert run_command(["sbatch", "train.py"]) == 2
     assert "needs `srun --mpi=pmi2`, which `srun --mpi=list` does not list" in capsys.readouterr().err
 
 
 def test_it_writes_all_job_scripts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for status in (0, 2):
-        assert main(["sbatch", "--write-scripts", str(tmp_path / "jobs")]) == status
+        assert run_command(["sbatch", "--write-scripts", str(tmp_path / "jobs")]) == status
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == {path.name for path in SCRIPTS.iterdir()}
     assert "are not overwritten" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from mpi_session import clean_environment
 from standin.nccl import StandIn
 
 import mpidist
-from mpidist.__main__ import main
+from mpidist.__main__ import run_command
 from mpidist.cli import doctor, rank_facts
 from mpidist.cli.cuda_aware_mpi import Answer
 from mpidist.cross_device_ops import CollectiveAllReduce
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def said(capfd: pytest.CaptureFixture[str], comm: Intracomm, *arguments: str, status: int = 0) -> str:
     """Run the command on all ranks, and return what the first printed, which alone prints."""
-    assert main(["doctor", *arguments]) == status
+    assert run_command(["doctor", *arguments]) == status
     texts: list[str] = comm.allgather(capfd.readouterr().out)
     assert texts[1:] == [""] * (comm.size - 1)
     return texts[0]
@@ -49,7 +49,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
         command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
-    for text in ("1 rank on 1 node.", "  launcher  none: this process was started alone", "GPUs "):
+    for text in ("1 rank on 1 node.", "  launcher  none: this process was started alone", "  tuned ", "GPUs "):
         assert text in done.stdout
     assert "ok  one rank: there is nothing to reduce" in done.stdout
     assert not any(line.endswith(" ") for line in done.stdout.splitlines())
@@ -61,7 +61,7 @@ def test_without_mpi_it_says_what_brings_it(capfd: pytest.CaptureFixture[str], m
         raise UnavailableError("mpidist needs mpi4py; `pip install mpi4py mpich`")
 
     monkeypatch.setattr(doctor, "load_mpi", fails)
-    assert main(["doctor"]) == 1
+    assert run_command(["doctor"]) == 1
     text = capfd.readouterr().out
     assert "MPI:   mpidist needs mpi4py; `pip install mpi4py mpich`" in text
     assert "GPUs:  " in text
@@ -266,22 +266,6 @@ def test_an_error_of_all_processes_is_told_by_the_first(capfd: pytest.CaptureFix
 @pytest.mark.no_mpi
 def test_the_command_tells_its_version(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["--version"])
+        run_command(["--version"])
     assert end.value.code == 0
     assert capfd.readouterr().out == f"mpidist {mpidist.__version__}\n"
-
-
-@pytest.mark.no_mpi
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, "none: this process was started alone"),
-        ({"SLURM_JOB_ID": "7"}, "none: this process was started alone, in Slurm's job 7"),
-        ({"PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, "mpiexec of MPICH, or of one of its kin"),
-        ({"PMI_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "srun --mpi=pmi2, in Slurm's job 7, step 1"),
-        ({"PMIX_RANK": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}, "srun --mpi=pmix, in Slurm's job 7, step 1"),
-        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "PRTE_LAUNCHED": "1"}, "mpiexec of Open MPI"),
-    ],
-)
-def test_launchers_are_told_apart(environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rank_facts.launcher_text(environ) == expected

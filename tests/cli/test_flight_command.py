@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mpi_session import clean_environment
 
-from mpidist.__main__ import main
+from mpidist.__main__ import run_command
 from mpidist.transport.failures import FILE_VERSION, GroupFlight
 from mpidist.transport.failures.flight_files import write_flight
 from mpidist.transport.failures.flight_recorder import FlightEntry
@@ -57,7 +57,7 @@ def write(folder: Path, rank: int, *groups: dict[str, Any], **other: Any) -> Pat
 
 def flight(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str]:
     """Return the exit status, and what was printed, with every sentence on one line."""
-    status = main(["flight", str(folder), *arguments])
+    status = run_command(["flight", str(folder), *arguments])
     out, err = capsys.readouterr()
     assert all(len(line) <= max(100, len(str(folder)) + 4) for line in out.splitlines())
     return status, " ".join((out + err).split())
@@ -429,13 +429,13 @@ def test_writer_for_another_rank_is_told(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("calls", ["0", "all"])
 def test_wrong_number_of_calls_is_refused(calls: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["flight", "--calls", calls])
+        run_command(["flight", "--calls", calls])
     assert end.value.code == 2
     assert f"{calls!r} is no number of calls" in capsys.readouterr().err
 
 
 def test_json_has_the_same_answers(one_behind: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["flight", str(one_behind), "--json"]) == 1
+    assert run_command(["flight", str(one_behind), "--json"]) == 1
     (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
     assert strategy["diverged"] is True
     assert [place["ranks"] for place in strategy["places"]] == [[5], [0, 1, 2, 3, 4, 6, 7]]
@@ -446,7 +446,7 @@ def test_json_has_the_same_answers(one_behind: Path, capsys: pytest.CaptureFixtu
 def test_json_has_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, call in enumerate(("gather", "reduce")):
         write(tmp_path, rank, group(rank, 2, [row(5, call, "failed", 3)]))
-    assert main(["flight", str(tmp_path), "--json"]) == 1
+    assert run_command(["flight", str(tmp_path), "--json"]) == 1
     (strategy,) = json.loads(capsys.readouterr().out)["strategies"]
     sides = [{"call": "gather", "details": "", "ranks": [0]}, {"call": "reduce", "details": "", "ranks": [1]}]
     assert strategy["difference"] == {"sequence": 5, "sides": sides}
@@ -467,10 +467,10 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MPIDIST_FLIGHT_DIR", raising=False)
     write(tmp_path / "mpidist-flight" / "job", 0, group(0, 1, [row(2, "reduce", "done", 5)]))
-    assert main(["flight"]) == 0
+    assert run_command(["flight"]) == 0
     assert "The newest job in mpidist-flight is job." in capsys.readouterr().out
     monkeypatch.setenv("MPIDIST_FLIGHT_DIR", "elsewhere")
-    assert main(["flight"]) == 2
+    assert run_command(["flight"]) == 2
     assert "there is no folder elsewhere" in capsys.readouterr().err
 
 
@@ -565,7 +565,7 @@ def test_thousand_ranks_are_fast_and_fit_a_screen(tmp_path: Path, capsys: pytest
         calls += [row(sequence, "gather", "done", 800 - sequence, f"{rank} KiB") for sequence in range(60, at)]
         write(tmp_path, rank, group(rank, 1000, calls), reason=f"on rank {rank}")
     start = time.monotonic()
-    assert main(["flight", str(tmp_path), "--calls", "5"]) == 1
+    assert run_command(["flight", str(tmp_path), "--calls", "5"]) == 1
     assert time.monotonic() - start < 10
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 80
@@ -575,8 +575,8 @@ def test_thousand_ranks_are_fast_and_fit_a_screen(tmp_path: Path, capsys: pytest
 
 def test_help_starts_no_mpi() -> None:
     program = (
-        "import sys\nfrom mpidist.__main__ import main\n"
-        "try:\n    main(['flight', '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "import sys\nfrom mpidist.__main__ import run_command\n"
+        "try:\n    run_command(['flight', '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program]

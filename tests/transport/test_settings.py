@@ -140,3 +140,20 @@ def test_all_variables_that_the_library_reads_are_known() -> None:
     read = set(name.findall(text.replace(known, "")))
     assert sorted(read) == name.findall(known)
     assert unknown_settings(dict.fromkeys(read, "")) == []
+
+
+def test_tests_and_benchmarks_read_no_variables_that_mean_nothing() -> None:
+    """A strategy would warn of them. Those of the tests alone begin with TEST_."""
+    root = Path(__file__).parents[2]
+    texts = [path.read_text() for folder in ("tests", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    read = {name for text in texts for name in re.findall(r"environ(?:\.get\(|\[)\"(MPIDIST_\w+)\"", text)}
+    assert len(read) > 1
+    assert unknown_settings(dict.fromkeys(read, "")) == []
+
+
+def test_all_variables_that_are_known_are_on_their_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text()
+    documented = set(re.findall(r"^\| `(MPIDIST_\w+)", page, re.MULTILINE))
+    text = (Path(mpidist.__file__).parent / "transport" / "settings.py").read_text()
+    (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
+    assert documented == set(re.findall(r"MPIDIST_\w+", known))

@@ -6,7 +6,8 @@ MPIDIST_TRACE=FOLDER. Then:
     python -m mpidist trace merge FOLDER
 
 writes trace.json beside the files of the newest trace in the folder: open it at https://ui.perfetto.dev or in
-chrome://tracing. The exit status is 0, and 2 if there are no files, or one cannot be understood.
+chrome://tracing. Files that cannot be understood are named and left out. The exit status is 0, and 2 if there is no
+file that can.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _OFTEN: Final = 0.5  # of the waits: who causes as much is named
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    merge = actions.add_parser("merge", help=HELP, description=HELP)
+    merge = actions.add_parser("merge", help=HELP, description=__doc__)
+    merge.formatter_class = argparse.RawDescriptionHelpFormatter
     merge.add_argument("folder", metavar="FOLDER", help="the files of a trace, or the folders of traces")
     merge.add_argument(
         "-o", dest="out", metavar="FILE", help="what to write (default: trace.json beside the files); packed, as .gz"
@@ -57,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         folder, num_others = find_trace(named)
         job = load_trace(folder)
-        out = Path(arguments.out) if arguments.out else folder / "trace.json"
+        out = Path(arguments.out) if arguments.out else folder
+        out = out / "trace.json" if out.is_dir() else out
         num_events = _write(out, job)
     except (TraceFileError, OSError) as error:
-        print(f"python -m mpidist trace: {error}", file=sys.stderr)
+        print(f"mpidist trace: {error}", file=sys.stderr)
         return 2
     if num_others:
         print(f"The newest trace in {named} is {folder.name}; {count_text(num_others, 'other one', 'other ones')}.")
@@ -72,13 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(path: Path, job: JobTrace) -> int:
     """Write the events, one on a line. Returns how many there are."""
     partial, count = path.with_name(f"{path.name}.{os.getpid()}"), 0
-    with gzip.open(partial, "wt") if path.suffix == ".gz" else partial.open("w") as file:
-        separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
-        for event in events_of(job):
-            file.write(separator + json.dumps(event, separators=(",", ":")))
-            separator, count = ",\n", count + 1
-        file.write("\n]}\n")
-    partial.replace(path)  # readers find a whole file
+    try:
+        with gzip.open(partial, "wt") if path.suffix == ".gz" else partial.open("w") as file:
+            separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
+            for event in events_of(job):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
+                separator, count = ",\n", count + 1
+            file.write("\n]}\n")
+        partial.replace(path)  # readers find a whole file
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     return count
 
 
@@ -86,7 +93,9 @@ def _print_page(job: JobTrace) -> None:
     console = Console(highlight=False, width=_WIDTH)
     with console.capture() as capture:
         clocks = "one clock" if job.num_clocks == 1 else f"clocks aligned to {_time_text(job.error)}"
-        console.print(Text(f"{job.folder}: {count_text(job.num_clocks, 'host')}, {clocks}", style="bold"))
+        names = {trace.host for strategy in job.strategies for trace in strategy.ranks.values()}
+        hosts = count_text(max(len(names), job.num_clocks), "host")  # containers of a host share its clock
+        console.print(Text(f"{job.folder}: {hosts}, {clocks}", style="bold"))
         for strategy in job.strategies:
             waits = waits_of(strategy)
             console.print(Text(f"\n{_title(strategy, waits)}", style="bold"))
@@ -99,8 +108,10 @@ def _print_page(job: JobTrace) -> None:
 
 
 def _title(strategy: StrategyTrace, waits: StrategyWaits) -> str:
-    calls = f"{count_text(waits.num_calls, 'call')} that all made together"
-    return f"Strategy {strategy.group}, {count_text(strategy.size, 'rank')}: {calls}"
+    what = f"{count_text(waits.num_calls, 'call')} that all made together"
+    if not waits.num_calls:
+        what = f"{count_text(sum(times.num_calls for times in waits.ranks.values()), 'request')}, none made together"
+    return f"Strategy {strategy.group}, {count_text(strategy.size, 'rank')}: {what}"
 
 
 def _table(strategy: StrategyTrace, waits: StrategyWaits) -> Table:
@@ -135,6 +146,8 @@ def _row(strategy: StrategyTrace, waits: StrategyWaits, rank: int, times: RankTi
 
 
 def _verdict(waits: StrategyWaits) -> list[str]:
+    if not waits.num_calls:
+        return ["each rank makes its requests by itself: a server's answer is the exchange"]
     if waits.longest is None:
         return ["nobody waited for another rank"]
     sums = {rank: waits.waits_for(rank) for rank in waits.came_last}
@@ -156,7 +169,8 @@ def _verdict(waits: StrategyWaits) -> list[str]:
 def _notes(job: JobTrace) -> Iterable[str]:
     for strategy in job.strategies:
         if strategy.missing:
-            yield f"{name_ranks(strategy.missing)} of strategy {strategy.group} left no file: waits for it are nobody's"
+            who = f"{name_ranks(strategy.missing)} of strategy {strategy.group}"
+            yield f"{who} left no file that can be read: waits for it are nobody's"
         notes: dict[str, list[int]] = {}
         for rank, trace in strategy.ranks.items():
             if trace.note:

@@ -93,7 +93,7 @@ class JobTrace(NamedTuple):
     Attributes:
         folder: Where they are.
         strategies: The strategies, large ones first.
-        num_clocks: How many hosts there are.
+        num_clocks: How many clocks there are.
         error: By how many nanoseconds times of two ranks may be wrong to each other.
         notes: What is wrong with clocks or files, for people.
     """
@@ -107,12 +107,12 @@ class JobTrace(NamedTuple):
 
 @final
 class _File(NamedTuple):
-    """What a file says."""
+    """What a file says, as far as it can be understood; `damage` says what cannot."""
 
     path: Path
     header: Mapping[str, Any]
     pieces: Sequence[Mapping[str, Any]]
-    is_torn: bool
+    damage: str
 
 
 def find_trace(folder: Path) -> tuple[Path, int]:
@@ -122,7 +122,11 @@ def find_trace(folder: Path) -> tuple[Path, int]:
         TraceFileError: If neither has files.
     """
     if not folder.is_dir():
-        raise TraceFileError(f"there is no folder {folder}")
+        if folder.exists():
+            raise TraceFileError(f"{folder} is no folder; name its folder, {folder.parent}")
+        raise TraceFileError(
+            f"there is no folder {folder}: ranks write traces with MPIDIST_TRACE=FOLDER, or strategy.trace(FOLDER)"
+        )
     if _files_in(folder):
         return folder, 0
     found = {one: _files_in(one) for one in folder.iterdir() if one.is_dir()}
@@ -133,14 +137,12 @@ def find_trace(folder: Path) -> tuple[Path, int]:
 
 
 def load_trace(folder: Path) -> JobTrace:
-    """Read the files of a trace.
+    """Read the files of a trace. What cannot be understood is left out, and told in the notes.
 
     Raises:
-        TraceFileError: If one cannot be understood, or the files are of several traces.
+        TraceFileError: If none can be understood, or the files are of several traces.
     """
-    read = [(path, _read(path)) for path in _files_in(folder)]
-    notes = [f"{path.name} is empty: its rank was ended at once" for path, file in read if file is None]
-    files = [file for _, file in read if file is not None]
+    files, notes = _read_all(folder)
     names = {str(file.header["trace"]): file for file in files}
     if len(names) != 1:
         which = "; ".join(f"{name} ({file.path.name} and others)" for name, file in sorted(names.items()))
@@ -150,14 +152,44 @@ def load_trace(folder: Path) -> JobTrace:
     files.sort(key=lambda file: (-file.header["size"], file.header["group"], file.header["rank"]))
     clocks = _Clocks(files)
     strategies: dict[str, StrategyTrace] = {}
+    problems: list[str] = []
     for file in files:
         header = file.header
-        strategy = strategies.setdefault(header["group"], StrategyTrace(header["group"], header["size"], {}))
         try:
-            strategy.ranks[header["rank"]] = _rank_trace(file, clocks)
+            trace = _rank_trace(file, clocks)
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceFileError(f"{file.path} cannot be understood: {type(error).__name__}: {error}") from error
+            problems.append(f"{file.path} cannot be understood: {type(error).__name__}: {error}")
+            continue
+        strategy = strategies.setdefault(header["group"], StrategyTrace(header["group"], header["size"], {}))
+        strategy.ranks[header["rank"]] = trace
+    if not strategies:
+        raise TraceFileError(problems[0])
+    notes += [f"{problem}; it is left out" for problem in problems]
     return JobTrace(folder, list(strategies.values()), clocks.count, clocks.error, notes + clocks.notes)
+
+
+def _read_all(folder: Path) -> tuple[list[_File], list[str]]:
+    """Read the files that can be read, and say of the others why not.
+
+    Raises:
+        TraceFileError: If there are files, and none can be understood.
+    """
+    files, notes, problems = list[_File](), list[str](), list[str]()
+    for path in _files_in(folder):
+        try:
+            file = _read(path)
+        except (TraceFileError, OSError) as problem:
+            problems.append(str(problem))
+            continue
+        if file is None:
+            notes.append(f"{path.name} is empty: its rank was ended at once")
+            continue
+        files.append(file)
+        if file.damage:
+            notes.append(f"{path.name}, {file.damage}; what follows is left out")
+    if problems and not files:
+        raise TraceFileError(problems[0])
+    return files, notes + [f"{problem}; it is left out" for problem in problems]
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -165,20 +197,21 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> _File | None:
-    """Read a file; `None` if not even its first line was finished."""
-    *lines, rest = path.read_bytes().split(b"\n")
-    if not lines:
-        return None
-    pieces = []
+    """Read a file up to a line that cannot be understood; `None` if not even its first line was finished."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    pieces: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             piece = json.loads(line)
             if number == 1 and piece["version"] != TRACE_VERSION:
                 raise ValueError(f"it has version {piece['version']}; this mpidist reads version {TRACE_VERSION}")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise TraceFileError(f"{path}, line {number}, cannot be understood: {error}") from error
+            damage = f"line {number}, cannot be understood: {error}"
+            if not pieces:
+                raise TraceFileError(f"{path}, {damage}") from error
+            return _File(path, pieces[0], pieces[1:], damage)
         pieces.append(piece)
-    return _File(path, pieces[0], pieces[1:], bool(rest))
+    return _File(path, pieces[0], pieces[1:], "") if pieces else None
 
 
 @final

@@ -13,7 +13,6 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,6 +25,7 @@ __all__ = [
     "Tuned",
     "TuningKey",
     "load_tuned",
+    "processor_in",
     "save_cost_model",
     "tuning_path",
 ]
@@ -156,9 +156,19 @@ def _require(holds: bool, problem: str) -> None:
 
 def _processor() -> str:
     """Return the processor's model, or else its architecture."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    return processor_in(text) or platform.processor() or platform.machine()
+
+
+def processor_in(cpuinfo: str) -> str:
+    """Return the processor's model that the text of /proc/cpuinfo names; "" if it names none."""
+    pairs = (line.partition(":") for line in cpuinfo.splitlines())
+    first: dict[str, str] = {}
+    for name, _, value in pairs:
+        first.setdefault(name.strip(), value.strip())
+    if "CPU part" in first:  # of ARM, whose kernel names models by numbers alone
+        return f"{platform.machine()} of implementer {first.get('CPU implementer', '')}, part {first['CPU part']}"
+    return first.get("model name", "")

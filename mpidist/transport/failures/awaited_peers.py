@@ -21,8 +21,8 @@ class AwaitedPeers(Awaited):
         what: Name of the wait, for people.
         ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
         dispensable: The ranks that the group goes on without, when they are lost.
-        lost: Why each of these ranks is lost that this rank has learnt of. The owner adds to it as well.
-        is_ended_by_program: Whether what ended the wait is that a program ended, not that a rank was lost.
+        lost: Why each rank is lost that this rank has learnt of. The owner adds to it as well.
+        is_ended_by_program: Whether what ended the wait is that a program ended, not that an awaited rank was lost.
     """
 
     given_up = " for another rank"
@@ -57,7 +57,7 @@ class AwaitedPeers(Awaited):
             return False
         if note.tag in (ENDED, LEFT):
             ends = note.tag == ENDED or self.ends_if_any_leaves or rank in self.ranks
-            self.is_ended_by_program |= ends
+            self.is_ended_by_program |= ends and not {*self.ranks} & {*note.lost}
             return ends
         is_told_of_loss = any(one.rank in self.ranks and one.process == GONE for one in note.statuses)
         return note.tag in (GAVE_UP, FOLLOWS) and is_told_of_loss

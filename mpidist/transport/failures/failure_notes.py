@@ -45,6 +45,7 @@ class FailureNote(NamedTuple):
         sequence: The number of the call that the writer was in.
         text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.
+        lost: The ranks that the writer has found to be lost: what it needed them for, it cannot do.
         seen: The ranks on the writer's status board.
         statuses: The status of the writer, and of the ranks on its board that it waited for.
     """
@@ -53,6 +54,7 @@ class FailureNote(NamedTuple):
     sequence: int
     text: str
     is_lost: bool
+    lost: tuple[int, ...]
     seen: tuple[int, ...]
     statuses: tuple[Status, ...]
 

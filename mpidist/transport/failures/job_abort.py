@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any, Final, NamedTuple, final
 
 from mpidist import errors
 from mpidist.transport.failures.exit_code import status_of, watch_exits, where_raised
-from mpidist.transport.mpi import store_code
+from mpidist.transport.mpi import FORWARD_SECONDS, rank_prefix, store_code, write_lines
 from mpidist.transport.shared_errors import following_of, has_left
 from mpidist.transport.text import text_of
 
@@ -33,11 +34,12 @@ __all__ = [
     "write_line",
 ]
 
+logger = logging.getLogger("mpidist.transport")
+
 EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
-_FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote before it is killed
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
 _FOLLOW_SECONDS: Final = 2.0  # for the rank that failed first to end the job
 _ABORT_SECONDS: Final = 3.0  # for MPI to do so
@@ -70,7 +72,7 @@ class Job(NamedTuple):
     @property
     def prefix(self) -> str:
         """What stands before every line of this rank."""
-        return f"[rank {self.rank} on {self.hostname}] "
+        return rank_prefix(self.rank, self.hostname)
 
 
 _jobs: list[Job] = []  # at most one
@@ -86,7 +88,7 @@ def register_job(job: Job) -> None:
 def write_line(text: str) -> None:
     """Write a line to standard error, with this rank's name in front."""
     if _jobs:
-        _write(f"{text}\n", _jobs[0].prefix)
+        write_lines(f"{text}\n", _jobs[0].prefix)
 
 
 def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
@@ -116,6 +118,7 @@ def install(job: Job, flight_signal: str | None = "SIGUSR1") -> None:
         number = signal.Signals[flight_signal]
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _save_on_signal)
+            logger.debug("r%d | the flight recorder is written at %s (MPIDIST_FLIGHT_SIGNAL)", job.rank, number.name)
             _undo.append(lambda: release_signal(number))
 
 
@@ -173,9 +176,9 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
     if is_deliberate or kind is KeyboardInterrupt:
         frames = [frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)]
         limit = max((at for at, is_ours in enumerate(frames) if not is_ours), default=len(frames)) + 2
-        _write("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
+        write_lines("".join(traceback.format_exception(kind, error, trace, limit=limit)), prefix)
     else:
-        _write("".join(traceback.format_exception(kind, error, trace)), prefix)
+        write_lines("".join(traceback.format_exception(kind, error, trace)), prefix)
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -187,7 +190,7 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     try:
         _report_failure(job, kind, error, trace)
     except BaseException as problem:  # no memory, for example: the job must end nevertheless
-        _write(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
+        write_lines(f"{kind.__name__}; to say more of it failed with {type(problem).__name__}\n", job.prefix)
     finally:
         _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
 
@@ -195,7 +198,7 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _report_failure(job: Job, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     following = following_of(error)
     if following is not None:  # the other rank prints the whole error, and ends this one
-        _write(f"{kind.__name__}: {following.summary}\n", job.prefix)
+        write_lines(f"{kind.__name__}: {following.summary}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
         if not following.may_go_on:
             return
@@ -242,7 +245,7 @@ def _end_with_code(error: SystemExit) -> None:
 def _report_exit(job: Job, error: SystemExit) -> None:
     where = where_raised(error)
     head = "Traceback (most recent call last):\n" if where else ""
-    _write(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
+    write_lines(f"{head}{where}SystemExit: {error.args[0]}\n", job.prefix)
 
 
 def _has_left(job: Job, error: BaseException) -> bool:
@@ -260,21 +263,15 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
     try:
         where = _jobs[0].save_flights(signal.Signals(number).name)
         if where:
-            _write(f"{where}\n", _jobs[0].prefix)
+            write_lines(f"{where}\n", _jobs[0].prefix)
     finally:
         _saving.clear()
 
 
 def _abort(job: Job, code: int) -> None:
-    time.sleep(_FORWARD_SECONDS)
+    time.sleep(FORWARD_SECONDS)
     # MPI's own end may hang, where a launcher is busy with another rank's. This thread needs nothing of Python.
     with suppress(OSError, RuntimeError):  # out of files, or of memory: then MPI has to do
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
     store_code(os.environ, code)
     job.abort(code)
-
-
-def _write(text: str, prefix: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))

@@ -91,6 +91,7 @@ class Awaited(ABC):
         ranks: The ranks that are awaited: the wait fails when the process of one of them is gone.
         timeout: How long this rank may wait, in seconds; `None` or 0 for ever.
         sequence: The number of the call that this rank waits in; 0 where calls have no numbers.
+        lost: The ranks that this rank has found to be lost, by which it can do something no more.
         is_last: Whether the group is closed with this wait, so that a failure cannot be reset.
         given_up: What ranks that gave up waiting had waited for, as it ends the sentence "... had given up waiting".
     """
@@ -98,6 +99,7 @@ class Awaited(ABC):
     ranks: Collection[int] = ()
     timeout: float | None = None
     sequence = 0
+    lost: Collection[int] = ()
     is_last = False
     given_up = ""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, NoReturn, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -197,7 +197,8 @@ class Watchdog:
         statuses |= {rank: note.statuses[0] for rank, note in self._received.items() if rank in statuses}
         own = self._board.status(self._rank)
         others = (one for rank, one in statuses.items() if rank != self._rank and self._awaited.is_late(one))
-        note = FailureNote(tag, self._awaited.sequence, text, is_lost, self._board.ranks, (own, *others))
+        lost, seen = tuple(self._awaited.lost), self._board.ranks
+        note = FailureNote(tag, self._awaited.sequence, text, is_lost, lost, seen, (own, *others))
         if to is None:
             # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.
             is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker()
@@ -230,10 +231,10 @@ class Watchdog:
         if timeout:
             self._next_check = min(self._next_check, self._since + timeout)
 
-    def _tell_lost(self, ranks: Iterable[int]) -> None:
+    def _tell_lost(self, ranks: Collection[int]) -> None:
         """Tell the other nodes of processes that are gone, and without which the group goes on. Local."""
-        statuses = self._board.status(self._rank), *map(self._board.status, ranks)
-        note = FailureNote(LOST, self._awaited.sequence, "", False, self._board.ranks, statuses)
+        own = self._board.status(self._rank)
+        note = FailureNote(LOST, self._awaited.sequence, "", False, tuple(ranks), self._board.ranks, (own,))
         self._notes.send(note, range(self._size))
 
     def _gone_and_awaited(self) -> tuple[int, ...]:
@@ -264,7 +265,7 @@ class Watchdog:
             if note.tag == RESETS:
                 self.resets[rank] = note
             elif note.tag == LOST:
-                self._awaited.go_on_without([status.rank for status in note.statuses[1:]])
+                self._awaited.go_on_without(note.lost)
             elif note.tag != STALLED:
                 self._received[rank] = note
             elif note.text == _QUESTION:

@@ -8,6 +8,7 @@ from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
+from mpidist.transport.group.thread_guard import forbid_calls_here
 from mpidist.transport.group.traced import traced
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Steps",
     "SyncGroup",
     "all_reduce_rows",
+    "forbid_calls_here",
     "meet_ranks",
     "narrow",
     "raise_reported",

@@ -7,9 +7,20 @@ from typing import Final, final
 
 from mpidist.transport.mpi import load_mpi
 
-__all__ = ["ThreadGuard"]
+__all__ = ["ThreadGuard", "forbid_calls_here"]
+
+_forbidden: Final = threading.local()
 
 _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+
+
+def forbid_calls_here(why: str) -> None:
+    """Refuse the calls that this thread makes of any strategy, from now on. Local.
+
+    Args:
+        why: What the error says after the call's name.
+    """
+    _forbidden.why = why
 
 
 @final
@@ -47,8 +58,11 @@ class ThreadGuard:
         """Let this thread make the group's calls, in the place of another thread. Local.
 
         Raises:
-            RuntimeError: If the other thread still makes the calls.
+            RuntimeError: If the other thread still makes the calls, or this thread may make none.
         """
+        why = getattr(_forbidden, "why", "")
+        if why:
+            raise RuntimeError(f"{call} {why}")
         new, level = threading.current_thread(), _level()
         if level in ("SINGLE", "FUNNELED") and new is not threading.main_thread():
             raise RuntimeError(

@@ -22,12 +22,15 @@ _END: Final = "the end of trace()"
 
 
 @contextmanager
-def traced(group: SyncGroup, folder: str | os.PathLike[str], is_in_lock_step: bool) -> Iterator[None]:
+def traced(
+    group: SyncGroup, folder: str | os.PathLike[str], timeout_seconds: float | None, is_in_lock_step: bool
+) -> Iterator[None]:
     """See `Strategy.trace`.
 
     Args:
         group: The ranks.
         folder: Where the files go.
+        timeout_seconds: How long a rank waits for the others at the beginning and at the end.
         is_in_lock_step: Whether these are all ranks of the strategy.
     """
     text, error = "", None
@@ -39,7 +42,7 @@ def traced(group: SyncGroup, folder: str | os.PathLike[str], is_in_lock_step: bo
             raise RuntimeError(f"trace(): the strategy is traced already, to {group.trace.path.parent}")
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    with group.call(_call(_BEGIN, text, error)):
+    with group.call(_call(_BEGIN, text, timeout_seconds, error)):
         trace = group.trace = _begin(group, Path(text))
     try:
         yield
@@ -52,7 +55,7 @@ def traced(group: SyncGroup, folder: str | os.PathLike[str], is_in_lock_step: bo
         _stop(group, trace)
         return
     try:
-        with group.call(_call(_END, text)):
+        with group.call(_call(_END, text, timeout_seconds)):
             if group.membership is not None:
                 group.membership.end_trace()
             else:
@@ -61,15 +64,15 @@ def traced(group: SyncGroup, folder: str | os.PathLike[str], is_in_lock_step: bo
         _stop(group, trace)
 
 
-def _call(name: str, folder: str, error: Exception | None = None) -> Call:
+def _call(name: str, folder: str, timeout_seconds: float | None, error: Exception | None = None) -> Call:
     fields = {"folder": folder}
     fingerprint = fingerprint_of((name, folder))
-    return Call(name, fingerprint, lambda: fields, error=error, details=folder)
+    return Call(name, fingerprint, lambda: fields, timeout_seconds=timeout_seconds, error=error, details=folder)
 
 
 def _begin(group: SyncGroup, folder: Path) -> Trace:
     if group.membership is not None:
-        trace = group.membership.begin_trace(folder)
+        trace = group.membership.begin_trace(folder, gather=group.agreement.all_gather_object)
     else:
         recorder = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8))
         trace = begin_trace(None, folder, Seat("alone", 0, 1, 0), recorder)

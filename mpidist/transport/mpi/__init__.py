@@ -1,15 +1,20 @@
 """Messages between ranks: MPI loaded, started and used on host memory."""
 
-from mpidist.transport.mpi.child_process import is_forked_from_rank, mark_rank, require_no_child
+from mpidist.transport.mpi.child_process import is_forked_from_rank, launcher_here, mark_rank, require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.mpi.last_words import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launch import check_launch
+from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
+from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_said
 from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 
 __all__ = [
+    "FORWARD_SECONDS",
     "Intracomm",
+    "LAUNCHER_PREFIXES",
     "MAX_CHUNK_BYTES",
     "MpiCommunicator",
     "all_reduce_rows",
@@ -18,12 +23,18 @@ __all__ = [
     "command_line",
     "is_forked_from_rank",
     "is_process_failure",
+    "launcher_here",
+    "launcher_text",
+    "let_first_rank_end",
     "load_mpi",
     "mark_rank",
     "rank_before_start",
+    "rank_prefix",
+    "rank_said",
     "ranks_in_world",
     "require_no_child",
     "ring_all_reduce",
     "row_traffic",
     "store_code",
+    "write_lines",
 ]

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
+from mpidist.transport.mpi.launcher_variables import OF_LAUNCHED_PROCESSES, PMI_FD
 
 __all__ = ["is_forked_from_rank", "launcher_here", "mark_rank", "require_no_child"]
 
 # A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
-# Variables that show that a launcher started this process, or a parent of it.
-_OF_LAUNCH: Final = ("PMI_FD", "PMI_PORT", "PMI_RANK", "PMIX_NAMESPACE", "PMIX_RANK")
 # Programs that start ranks: a process that they start is a rank of its own, also below another rank.
 _LAUNCHERS: Final = (
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prted", "prterun", "slurmstepd",
@@ -59,15 +58,15 @@ def require_no_child(environ: Mapping[str, str]) -> None:
     pid, own = environ.get(_MARK, ""), os.getpid()
     if pid == str(own):
         return
-    is_of_launch = any(name in environ for name in _OF_LAUNCH)
+    is_of_launch = any(name in environ for name in OF_LAUNCHED_PROCESSES)
     if is_of_launch and _is_worker():
         what = f"process {own} is a multiprocessing worker of a rank"
     elif pid and _Process.is_forked:
         what = f"process {own} was forked from a rank, process {pid}"
     elif pid and is_of_launch and _is_below(int(pid)):
         what = f"process {own} is a child of a rank, process {pid}"
-    elif "PMI_FD" in environ and not _is_open(environ["PMI_FD"]):
-        what = f"process {own} has the environment of a rank (PMI_FD), but not the rank's connection to the launcher"
+    elif PMI_FD in environ and not _is_open(environ[PMI_FD]):
+        what = f"process {own} has the environment of a rank ({PMI_FD}), but not the rank's connection to the launcher"
     else:
         return
     text = (

@@ -15,6 +15,18 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from mpidist.errors import TopologyError
+from mpidist.transport.mpi.launcher_variables import (
+    HYDRA_LOCAL_SIZE,
+    MPICH_SIZE,
+    OPEN_MPI_SIZE,
+    PMI_FD,
+    PMIX_NAMESPACE,
+    PMIX_RANK,
+    SIZE_VARIABLES,
+    STEP_SIZE,
+    UNSET_TO_BE_ALONE,
+    speaks_pmi,
+)
 
 __all__ = ["check_before_init", "check_launch", "choose_netmod"]
 
@@ -48,27 +60,14 @@ class _Library:
 
 # First present wins: "CRAY MPICH version 8.1.29" is no plain MPICH.
 _LIBRARIES: Final = (
-    _Library("Cray MPICH", "cray mpich", "cray_shasta", "PMI_SIZE", ""),
-    _Library("MVAPICH", "mvapich", "pmi2", "PMI_SIZE", ""),
-    _Library("Intel MPI", "intel(r) mpi", "pmi2", "PMI_SIZE", ""),
-    _Library("MPICH", "mpich", "pmi2", "PMI_SIZE", "hydra_pmi_proxy"),
-    _Library("Open MPI", "open mpi", "pmix", "OMPI_COMM_WORLD_SIZE", "ompi_info"),
+    _Library("Cray MPICH", "cray mpich", "cray_shasta", MPICH_SIZE, ""),
+    _Library("MVAPICH", "mvapich", "pmi2", MPICH_SIZE, ""),
+    _Library("Intel MPI", "intel(r) mpi", "pmi2", MPICH_SIZE, ""),
+    _Library("MPICH", "mpich", "pmi2", MPICH_SIZE, "hydra_pmi_proxy"),
+    _Library("Open MPI", "open mpi", "pmix", OPEN_MPI_SIZE, "ompi_info"),
 )
 # `srun --mpi=list` is what a user of any other library has to look at.
-_OTHER_LIBRARY: Final = _Library("this MPI library", "", "TYPE", "PMI_SIZE", "")
-
-# What the mpiexec of Open MPI, of MVAPICH 2, of MPICH and its kin, and srun's pmi2 plugin say.
-_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
-# What a program that starts alone must not see; MPICH 5 looks for a launcher if any of the last five is there.
-_ALL_VARIABLES: Final = (
-    "SLURM_STEP_NUM_TASKS",
-    *_SIZE_VARIABLES,
-    "PMI_FD",
-    "PMIX_RANK",
-    "PMIX_NAMESPACE",
-    "PMIX_VERSION",
-    "PRTE_LAUNCHED",
-)
+_OTHER_LIBRARY: Final = _Library("this MPI library", "", "TYPE", MPICH_SIZE, "")
 
 
 @final
@@ -134,9 +133,8 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
     # An MPICH with PMIx has --with-pmix=... in the line "MPICH configure:".
     if library.name != "MPICH" or "pmix" in library_version.lower():
         return
-    speaks_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT", "PMI_SIZE"))
     launch = _find_launch(environ, library)
-    if launch is not None and "PMIX_NAMESPACE" in environ and not speaks_pmi:
+    if launch is not None and PMIX_NAMESPACE in environ and not speaks_pmi(environ):
         raise TopologyError(_wrong_launch(launch, library, environ, command))
 
 
@@ -156,7 +154,7 @@ def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> No
         return
     launch = _find_launch(environ, library)
     has_several_nodes = _number(environ, "SLURM_STEP_NUM_NODES") > 1 or _number(environ, "SLURM_HET_SIZE") > 1
-    if launch is not None and launch.by_srun and "PMI_FD" in environ and has_several_nodes:
+    if launch is not None and launch.by_srun and PMI_FD in environ and has_several_nodes:
         environ[_NETMOD] = "ofi"
         logger.info("%s=ofi: srun's PMI-2 does not carry the addresses of UCX", _NETMOD)
 
@@ -169,24 +167,24 @@ def _recognise(library_version: str) -> _Library:
 
 def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | None:
     """Find a launcher that says more than one rank; None where there is none."""
-    sizes = {name: _number(environ, name) for name in _SIZE_VARIABLES if name in environ}
+    sizes = {name: _number(environ, name) for name in SIZE_VARIABLES if name in environ}
     # The library's own launcher is the innermost one, and has the last word.
     if sizes.get(library.size_variable) == 1:
         return None
     in_step = _is_in_step(environ)
     for name, size in sizes.items():
         if size > 1:
-            # srun's pmi2 plugin sets PMI_SIZE; mpiexec sets MPI_LOCALNRANKS beside it.
-            by_srun = name == "PMI_SIZE" and in_step and "MPI_LOCALNRANKS" not in sizes
+            # srun's pmi2 plugin sets MPICH_SIZE; mpiexec sets HYDRA_LOCAL_SIZE beside it.
+            by_srun = name == MPICH_SIZE and in_step and HYDRA_LOCAL_SIZE not in sizes
             return _Launch(size, f"{name}={size}", by_srun)
     # With mpiexec inside an allocation, the step is that of its daemons, one a node.
-    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
+    num_tasks = _number(environ, STEP_SIZE)
     if not sizes and in_step and num_tasks > 1:
-        return _Launch(num_tasks, f"SLURM_STEP_NUM_TASKS={num_tasks}", by_srun=True)
+        return _Launch(num_tasks, f"{STEP_SIZE}={num_tasks}", by_srun=True)
     # PMIx keeps the size to itself; rank 0 does not know better, the others do.
-    last_rank = _number(environ, "PMIX_RANK")
+    last_rank = _number(environ, PMIX_RANK)
     if not sizes and last_rank > 0:
-        return _Launch(last_rank + 1, f"at least, as PMIX_RANK={last_rank}", by_srun=False)
+        return _Launch(last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}", by_srun=False)
     return None
 
 
@@ -218,7 +216,7 @@ def _wrong_launch(launch: _Launch, library: _Library, environ: Mapping[str, str]
         advice = f"start with `{srun_line}`, or inside the allocation with {mpiexec_line}"
         if library is _OTHER_LIBRARY:
             advice += "; `srun --mpi=list` shows each TYPE"
-    unset = " ".join(f"-u {name}" for name in _ALL_VARIABLES if name in environ)
+    unset = " ".join(f"-u {name}" for name in UNSET_TO_BE_ALONE if name in environ)
     return (
         f"{found}, but {library.name} does not see them: each would be alone in a world of 1. Needed is one "
         f"world of {count}: {advice}. (If separate programs are meant: `env {unset} python ...`.)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,16 +13,13 @@ from pathlib import Path
 from typing import Final, final
 
 from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.mpi.launcher_variables import numbers_of
 from mpidist.transport.text import name_ranks
 
-__all__ = ["LaunchedRank"]
+__all__ = ["LaunchedRank", "let_first_rank_end"]
 
-# In which variables a launcher passes the rank, the number of ranks, and the number of ranks on this node.
-_VARIABLES: Final = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
-)
+_FIRST_SECONDS: Final = 10.0  # for rank 0 of this node to say what is wrong, on a busy machine
+_ELSEWHERE_SECONDS: Final = 2.0  # for rank 0 of another node
 
 
 @final
@@ -43,8 +42,8 @@ class LaunchedRank:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> LaunchedRank | None:
         """Describe this process; `None` for one that no launcher started, or a launcher started alone."""
-        found = _numbers(environ)
-        if found is None or found[1] < 2:
+        found = numbers_of(environ)
+        if found is None or found.size < 2:
             return None
         launcher = launcher_here()
         return None if launcher is None else cls(*found, launcher)
@@ -87,6 +86,10 @@ class LaunchedRank:
             return f"all ranks known on this node have come, {name_ranks(arrived)} of {self.size}"
         return ", and ".join(parts)
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether the program of a rank of this node has ended."""
+        return rank not in self._alive()
+
     def _sign_of(self, rank: int) -> str:
         return f"\0mpidist-starts-{os.getuid()}-{self.launcher}-{rank}"
 
@@ -105,17 +108,24 @@ class LaunchedRank:
                 state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) == self.launcher and state not in "ZXx":
                     pairs = (path / "environ").read_text(errors="replace").split("\0")
-                    found = _numbers(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
+                    found = numbers_of(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
                     if found is not None:
-                        alive[found[0]] = int(path.name)
+                        alive[found.rank] = int(path.name)
         return dict(sorted(alive.items()))
 
 
-def _numbers(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Read the rank, the number of ranks, and the number of ranks on this node, 0 if unknown."""
-    for rank, size, local_size in _VARIABLES:
-        numbers = [environ.get(name, "") for name in (rank, size)]
-        if all(number.isdecimal() for number in numbers):
-            local = environ.get(local_size, "")
-            return int(numbers[0]), int(numbers[1]), int(local) if local.isdecimal() else 0
-    return None
+def let_first_rank_end(environ: Mapping[str, str]) -> None:
+    """Wait a while for the end of rank 0, if this process ends alike, and leaves it to rank 0 to say why. Local.
+
+    A launcher may end all ranks when one has failed, also before rank 0 has said anything. Nothing is waited for where
+    MPI has been started, as rank 0 cannot end without this rank there.
+    """
+    rank, mpi = LaunchedRank.of(environ), sys.modules.get("mpi4py.MPI")
+    if rank is None or rank.rank == 0 or (mpi is not None and mpi.Is_initialized()):
+        return
+    if rank.has_ended(0):
+        time.sleep(_ELSEWHERE_SECONDS)
+        return
+    until = time.monotonic() + _FIRST_SECONDS
+    while not rank.has_ended(0) and time.monotonic() < until:
+        time.sleep(0.02)

@@ -11,6 +11,7 @@ from typing import Final
 
 from mpidist.transport.mpi.child_process import launcher_here
 from mpidist.transport.mpi.launched_rank import LaunchedRank
+from mpidist.transport.mpi.launcher_variables import HYDRA_LOCAL_SIZE, PMI_FD
 
 __all__ = ["ask_launcher_to_abort", "rank_before_start", "store_code"]
 
@@ -26,7 +27,7 @@ def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
     Returns:
         `None` if this process is no such rank, has started MPI, or is a child of a rank, with a rank's environment.
     """
-    if not environ.get("PMI_FD", "").isdecimal() or "MPI_LOCALNRANKS" not in environ:
+    if not environ.get(PMI_FD, "").isdecimal() or HYDRA_LOCAL_SIZE not in environ:
         return None
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
@@ -43,9 +44,9 @@ def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: b
         code: The exit code.
         is_connected: Whether MPI has begun to start, and has greeted the launcher.
     """
-    if "MPI_LOCALNRANKS" not in environ:
+    if HYDRA_LOCAL_SIZE not in environ:
         return
-    with suppress(OSError, KeyError, ValueError), socket.socket(fileno=os.dup(int(environ["PMI_FD"]))) as launcher:
+    with suppress(OSError, KeyError, ValueError), socket.socket(fileno=os.dup(int(environ[PMI_FD]))) as launcher:
         if not is_connected:
             launcher.settimeout(_ANSWER_SECONDS)
             launcher.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")

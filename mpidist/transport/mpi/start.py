@@ -11,9 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final, final
 
+from mpidist import errors
+from mpidist.transport.mpi.last_words import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, store_code
 from mpidist.transport.settings import Settings
@@ -23,11 +25,12 @@ __all__ = ["start_mpi"]
 logger = logging.getLogger("mpidist.transport")
 
 _EXIT_CODE: Final = 1
+_PACKAGE: Final = os.path.dirname(errors.__file__)
 # Processes of a job begin and import at unlike times: no earlier is a rank late, and no shorter deadline ends the job.
 _LEAST_STALL_SECONDS: Final = 5.0
 _LEAST_TIMEOUT_SECONDS: Final = 10.0
-_FORWARD_SECONDS: Final = 0.2  # a launcher needs a moment to pass on what a rank wrote, and to end the job
-_LOWER_RANK_FIRST_SECONDS: Final = 0.5  # all ranks of a node reach the deadline together, and one says why
+# The ranks of a node reach the deadline together. One says why, and the launcher has this time to end the others.
+_FOLLOW_SECONDS: Final = 2.0
 
 
 def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[str, str]) -> None:
@@ -105,7 +108,7 @@ class _Watch:
         until = self._begun + max(timeout, _LEAST_TIMEOUT_SECONDS)
         if self._is_over.wait(max(0.0, until - time.monotonic())):
             return
-        if not self._is_speaker() and self._is_over.wait(_LOWER_RANK_FIRST_SECONDS):
+        if not self._is_speaker() and self._is_over.wait(_FOLLOW_SECONDS):
             return
         self._end()
 
@@ -118,15 +121,19 @@ class _Watch:
 
     def _end(self) -> None:
         """Say where the program waits, and end it: the launcher then ends the job."""
-        frame = sys._current_frames().get(self._waiting)
-        lines = ["Traceback (most recent call last):\n", *traceback.format_stack(frame)] if frame else []
+        lines = ["Traceback (most recent call last):\n", *_where_in_program(sys._current_frames()[self._waiting])]
         lines.append(f"mpidist.errors.DeadlineExceededError: {self._text()}. Every rank must come to build its first")
         text = "".join(lines) + " strategy; see which rank's program has ended, or does not come this far"
-        prefix = f"[rank {self._rank.rank} on {socket.gethostname()}] "
-        sys.stdout.flush()
-        os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))
+        write_lines(text, rank_prefix(self._rank.rank, socket.gethostname()))
         store_code(os.environ, _EXIT_CODE)
-        time.sleep(_FORWARD_SECONDS)
+        time.sleep(FORWARD_SECONDS)
         ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
-        time.sleep(_FORWARD_SECONDS)
+        time.sleep(FORWARD_SECONDS)
         os._exit(_EXIT_CODE)
+
+
+def _where_in_program(frame: FrameType) -> list[str]:
+    """Format the stack of a thread, without what lies within this package: only where the package was called."""
+    stack = traceback.extract_stack(frame)
+    own = [at for at, one in enumerate(stack) if not one.filename.startswith(_PACKAGE)]
+    return traceback.format_list(stack[: max(own, default=len(stack)) + 2])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.trace_events import process_of, read_events
 
-from mpidist.__main__ import main
+from mpidist.__main__ import run_command
 from mpidist.transport import TRACE_VERSION
 
 pytestmark = pytest.mark.no_mpi
@@ -54,18 +54,18 @@ def write(
 
 
 def merge(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str]:
-    status = main(["trace", "merge", str(folder), *arguments])
+    status = run_command(["trace", "merge", str(folder), *arguments])
     out, err = capsys.readouterr()
     return status, " ".join((out + err).split())
 
 
 def slices(folder: Path, name: str, rank: int) -> list[tuple[float, float]]:
     """Return begin and length of what a rank did, in milliseconds after the beginning."""
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    events = read_events(folder / "trace.json")
     return [
         (event["ts"] / 1000, event["dur"] / 1000)
         for event in events
-        if event["ph"] == "X" and event["name"] == name and event["pid"] == rank
+        if event["ph"] == "X" and event["name"] == name and event["pid"] == process_of(rank)
     ]
 
 
@@ -127,12 +127,18 @@ def test_hosts_without_a_strategy_in_common_are_aligned_by_the_time_of_day(
     assert slices(tmp_path, "reduce", 0) == slices(tmp_path, "reduce", 1)
 
 
+def test_hosts_that_share_a_clock_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, EARLY)
+    write(tmp_path, 1, LATE, host="node2")
+    assert "2 hosts, one clock" in merge(capsys, tmp_path)[1]
+
+
 def test_missing_rank_is_named_and_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, EARLY, size=3)
     write(tmp_path, 2, LATE, size=3)
     status, text = merge(capsys, tmp_path)
     assert status == 0
-    assert "note: rank 1 of strategy a1b2 left no file" in text
+    assert "note: rank 1 of strategy a1b2 left no file that can be read" in text
     assert "=> nobody waited for another rank" in text
 
 
@@ -175,9 +181,21 @@ def test_requests_that_overlap_have_rows_of_their_own(tmp_path: Path, capsys: py
     status, text = merge(capsys, tmp_path)
     assert status == 0
     assert " 0 node1 3 50 ms (6 %) 0 0 - 75 ms 0 0 " in text
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = read_events(tmp_path / "trace.json")
     rows = [(event["ts"] / 1000, event["tid"]) for event in events if event.get("cat") == "call"]
-    assert rows == [(10, 0), (20, 1), (45, 0)]
+    assert rows == [(10, 1), (20, 2), (45, 1)]
+
+
+def test_two_hundred_calls_at_once_stay_within_their_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `start_all_reduce` of each gradient of a model makes them."""
+    write(tmp_path, 0, EARLY, size=1, group="c3d4").rename(tmp_path / "rank-0-c3d4.jsonl")
+    write(tmp_path, 0, [call(at, 1 + at, 0, 800 + at / 2, 3) for at in range(200)], size=1)
+    assert merge(capsys, tmp_path)[0] == 0
+    events = read_events(tmp_path / "trace.json")
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert [names.count(f"strategy {group}, rank 0") for group in ("a1b2", "c3d4")] == [200, 1]
 
 
 def test_only_waits_are_known_of_a_call_that_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +213,6 @@ def test_only_waits_are_known_of_a_call_that_was_started(tmp_path: Path, capsys:
         (["[]"], "line 1, cannot be understood"),
         (['{"version": 999}'], "it has version 999; this mpidist reads version"),
         (["{}"], "line 1, cannot be understood: 'version'"),
-        (["header", "nothing"], "line 2, cannot be understood: Expecting value"),
         (["header", '{"calls": [[1, 2]], "time": 6}'], "cannot be understood: "),
         (["header", '{"calls": 3}'], "cannot be understood: "),
         ([], "all are empty"),
@@ -209,8 +226,41 @@ def test_files_of_something_else_are_refused(
     path.write_text("".join(f"{header if line == 'header' else line}\n" for line in lines))
     status, text = merge(capsys, tmp_path)
     assert status == 2
-    assert text.startswith("python -m mpidist trace: ")
+    assert text.startswith("mpidist trace: ")
     assert needed in text
+
+
+@pytest.mark.parametrize(
+    ("damaged", "note"),
+    [
+        (b"\0\0\0\n", ", line 1, cannot be understood: Expecting value: line 1 column 1 (char 0)"),
+        (b'header\n{"calls":3}\n', " cannot be understood: TypeError: 'int' object is not iterable"),
+    ],
+)
+def test_file_that_cannot_be_understood_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bytes, note: str
+) -> None:
+    write(tmp_path, 0, EARLY, size=3)
+    path = write(tmp_path, 1, EARLY, size=3)
+    write(tmp_path, 2, LATE, size=3)
+    path.write_bytes(damaged.replace(b"header", path.read_bytes().split(b"\n")[0]))
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert f"rank-1-a1b2.jsonl{note}; it is left out" in text
+    assert "note: rank 1 of strategy a1b2 left no file that can be read: waits for it are nobody's" in text
+    assert len(slices(tmp_path, "reduce", 0)) == len(slices(tmp_path, "reduce", 2)) == 2
+
+
+def test_file_with_a_damaged_line_is_read_up_to_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 0, EARLY)
+    *rest, end, _ = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*rest, b"\0\0", end, b""]))
+    write(tmp_path, 1, LATE)
+    status, text = merge(capsys, tmp_path)
+    assert status == 0
+    assert "note: rank-0-a1b2.jsonl, line 3, cannot be understood: Expecting value: " in text
+    assert "note: rank 0 of strategy a1b2: the trace has no end" in text
+    assert "30.5 ms of it for rank 1" in text
 
 
 def test_files_of_several_traces_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +272,14 @@ def test_files_of_several_traces_are_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_folders_without_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert merge(capsys, tmp_path / "none") == (2, f"python -m mpidist trace: there is no folder {tmp_path}/none")
+    status, text = merge(capsys, tmp_path / "none")
+    assert status == 2
+    assert text.startswith(f"mpidist trace: there is no folder {tmp_path}/none: ranks write traces with MPIDIST_TRACE")
+    (tmp_path / "file").touch()
+    assert merge(capsys, tmp_path / "file") == (
+        2,
+        f"mpidist trace: {tmp_path}/file is no folder; name its folder, {tmp_path}",
+    )
     (tmp_path / "empty").mkdir()
     status, text = merge(capsys, tmp_path)
     assert status == 2
@@ -237,7 +294,9 @@ def test_newest_trace_is_taken_and_the_file_named_is_written(
     status, text = merge(capsys, tmp_path, "-o", str(tmp_path / "out.json.gz"))
     assert status == 0
     assert text.startswith(f"The newest trace in {tmp_path} is 20260102-000000-ab; 1 other one.")
-    with gzip.open(tmp_path / "out.json.gz", "rt") as file:
-        assert [event["name"] for event in json.load(file)["traceEvents"]].count("reduce") == 2
+    assert [event["name"] for event in read_events(tmp_path / "out.json.gz")].count("reduce") == 2
     status, text = merge(capsys, tmp_path, "-o", str(tmp_path / "none" / "out.json"))
     assert (status, "No such file or directory" in text) == (2, True)
+    (tmp_path / "folder").mkdir()
+    assert merge(capsys, tmp_path, "-o", str(tmp_path / "folder"))[0] == 0
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["trace.json"]

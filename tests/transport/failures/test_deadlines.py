@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from support.agreements import make_agreement
 from support.alarms import RangError, alarm
 from support.deadlines import options, taking
+from transport.failures.clocks import Clock, clock, come_late, let_time_pass, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -23,6 +25,8 @@ from mpidist.transport import waiting
 from mpidist.transport.agreement import Call
 from mpidist.transport.agreement.comparison_rounds import MpiRounds
 from mpidist.transport.text import name_ranks
+
+__all__ = ["clock"]
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -44,8 +48,8 @@ def late(*ranks: int, size: int) -> str:
 def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> None:
     """T41, X25: and the strategy is broken until all reset it."""
     strategy = Strategy(comm=comm)
-    deadline = options(1)
-    assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+    deadline, patient = options(1), options(60)
+    assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
     if comm.rank == 0:
         others = late(*range(1, comm.size), size=comm.size)
         pattern = rf"^reduce \(call 3\) on rank 0 waited 1 s, and {others}\. Every rank must make"
@@ -53,38 +57,41 @@ def test_a_call_that_one_rank_makes_ends_at_its_deadline(comm: Intracomm) -> Non
             strategy.reduce("SUM", 1.0, options=deadline)
         for later in (lambda: strategy.reduce("SUM", 1.0), lambda: strategy.gather(np.ones(1), 0)):
             with (
-                taking(0, 0.9),
+                taking(0, 20),
                 pytest.raises(DeadlineExceededError, match=r"an earlier call failed.*reduce \(call 3\)"),
             ):
                 later()
     comm.Barrier()
     if comm.rank:  # too late, and it says so
-        with taking(0, 0.9), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
-            strategy.reduce("SUM", 1.0, options=deadline)
+        with taking(0, 20), pytest.raises(DeadlineExceededError, match=r"^reduce \(call 3\).*rank 0 had given up"):
+            strategy.reduce("SUM", 1.0, options=patient)
     comm.Barrier()
     strategy.reset()
     for _ in range(2):
-        assert strategy.reduce("SUM", 1.0, options=deadline) == comm.size
+        assert strategy.reduce("SUM", 1.0, options=patient) == comm.size
         assert strategy.gather(np.ones(1), 0).size == comm.size
     strategy.close()
 
 
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("number", [1, -1])
-def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int) -> None:
+def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int, clock: Clock) -> None:
     """And no other, wherever its lateness is found out first."""
-    strategy = Strategy(None, options(0.3), comm=comm)
+    strategy = Strategy(None, options(60), comm=comm)
     odd = number % comm.size
     if comm.rank == odd:
+        let_time_pass(comm)
         comm.Barrier()
+    else:
+        wait_for_late_rank(clock, comm, odd, lambda: False)
     with pytest.raises(DeadlineExceededError) as caught:
         strategy.reduce("SUM", 1.0)
     if comm.rank != odd:
         comm.Barrier()
-    waited = rf"on rank {comm.rank} waited 0\.3 s, and {late(odd, size=comm.size)}"
+    waited = rf"on rank {comm.rank} waited 60 s, and {late(odd, size=comm.size)}"
     told = rf"on rank {comm.rank} cannot complete: .* had given up waiting"
     assert re.search(told if comm.rank == odd else f"{waited}|{told}", str(caught.value))
-    assert any(comm.allgather(" waited 0.3 s" in str(caught.value)))
+    assert any(comm.allgather(" waited 60 s" in str(caught.value)))
     strategy.reset()
     assert strategy.reduce("SUM", 1.0) == comm.size
     strategy.close()
@@ -93,22 +100,22 @@ def test_the_rank_that_is_late_is_named(comm: Intracomm, number: int) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("variable", ["MPIDIST_PRETEND_NODES", "MPIDIST_TRANSPORT"])
 def test_late_ranks_are_named_across_nodes_and_over_messages(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, variable: str, clock: Clock
 ) -> None:
     """Nobody answers for a node whose ranks are all late, and that takes a moment to find out."""
     from mpi4py import MPI
 
     nodes = ",".join(map(str, range(MPI.COMM_WORLD.Get_size())))
     monkeypatch.setenv(variable, "mpi" if variable == "MPIDIST_TRANSPORT" else nodes)
-    strategy = Strategy(None, options(0.2), comm=comm)
+    strategy = Strategy(None, options(60), comm=comm)
     if comm.rank == 0:
         others = name_ranks(range(1, comm.size))
         unheard = variable == "MPIDIST_PRETEND_NODES"
-        last = (
-            rf"{others}: nothing was heard from host" if unheard else r"rank 1: finished \w+ \(call 1\) 0\.[2-6] s ago"
-        )
-        pattern = rf"(?s)waited 0\.2 s, and {others} of {comm.size} ranks did not join it\. .*\n  {last}"
-        with taking(0.2, 0.9), pytest.raises(DeadlineExceededError, match=pattern):
+        heard = r"rank 1: finished \w+ \(call 1\) 10\d\d\.\d s ago"
+        last = rf"{others}: nothing was heard from host" if unheard else heard
+        pattern = rf"(?s)waited 60 s, and {others} of {comm.size} ranks did not join it\. .*\n  {last}"
+        clock.go_on_in_wait()
+        with taking(0, 20), pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reduce("SUM", 1.0)
     comm.Barrier()
     strategy.reset()
@@ -117,11 +124,13 @@ def test_late_ranks_are_named_across_nodes_and_over_messages(
 
 
 @pytest.mark.ranks(min=2)
-def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm) -> None:
+def test_a_late_rank_with_another_call_learns_it_too(comm: Intracomm, clock: Clock) -> None:
     """The others gave up, and will not say how their call differed."""
-    strategy = Strategy(None, options(0.4), comm=comm)
+    strategy = Strategy(None, options(60), comm=comm)
     if comm.rank:
         comm.Barrier()
+    else:
+        clock.go_on_in_wait()
     with taking(0), pytest.raises(DeadlineExceededError):
         strategy.reduce("MAX" if comm.rank else "SUM", 1.0)
     if comm.rank == 0:
@@ -147,12 +156,13 @@ WAITS: dict[str, Callable[[Strategy], Any]] = {
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(15)
-def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm) -> None:
-    strategy = Strategy(None, options(0.2), comm=comm)
-    pattern = rf"\(call \d+\) on rank 0 waited 0\.2 s, and {late(*range(1, comm.size), size=comm.size)}"
+def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm, clock: Clock) -> None:
+    strategy = Strategy(None, options(60), comm=comm)
+    pattern = rf"\(call \d+\) on rank 0 waited 60 s, and {late(*range(1, comm.size), size=comm.size)}"
     for name, call in WAITS.items():
         if comm.rank == 0:
-            with taking(0.2), pytest.raises(DeadlineExceededError, match=pattern):
+            clock.go_on_in_wait()
+            with pytest.raises(DeadlineExceededError, match=pattern):
                 call(strategy)
         comm.Barrier()
         strategy.reset()
@@ -161,11 +171,12 @@ def test_the_strategys_deadline_is_that_of_every_call(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+def test_the_environment_may_set_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
-        with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
+        clock.go_on_in_wait()
+        with pytest.raises(DeadlineExceededError, match=r"waited 60 s"):
             strategy.reduce("SUM", 1.0)
     comm.Barrier()
     strategy.reset()
@@ -192,7 +203,7 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
         leavers = "rank 0" if num_leaving == 1 else "ranks 0-1"
         with pytest.raises(PeerFailedError, match=rf"{leavers} closed the strategy .* called reduce \(call 2\)"):
             strategy.reduce("SUM", 1.0)
-        with taking(0, 0.9), pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
+        with taking(0, 20), pytest.raises(PeerFailedError, match=f"an earlier call failed.*{leavers}"):
             strategy.reduce("SUM", 1.0)
     strategy.close()
     strategy.close()
@@ -201,11 +212,12 @@ def test_a_rank_that_leaves_is_named_to_those_who_call(comm: Intracomm, num_leav
 
 
 @pytest.mark.ranks(min=2)
-def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm) -> None:
+def test_signal_handlers_run_while_a_rank_waits(comm: Intracomm, clock: Clock) -> None:
     """Ctrl-C is one; afterwards the strategy says what happened."""
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
-        with taking(0.2), pytest.raises(RangError), alarm(0.3):
+        clock.do_in_wait(lambda: signal.raise_signal(signal.SIGALRM))
+        with pytest.raises(RangError), alarm(60):
             strategy.reduce("SUM", 1.0)
         with pytest.raises(RuntimeError, match=r"reduce \(call 2\) was interrupted by RangError"):
             strategy.reduce("SUM", 1.0)
@@ -226,7 +238,7 @@ def test_closing_does_not_wait_for_ranks_that_gave_up(comm: Intracomm) -> None:
         comm.Barrier()
         learns = ends is Strategy.close and comm.rank > 0
         text = r"close\(\) \(call 2\) .* rank 0 had given up waiting"
-        with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
+        with alarm(20), pytest.raises(DeadlineExceededError, match=text) if learns else nullcontext():
             ends(strategy)
         strategy.close()
 
@@ -241,8 +253,7 @@ def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
     comm.Barrier()
     if comm.rank:
         with (
-            alarm(2),
-            taking(0, 0.9),
+            alarm(20),
             pytest.raises(DeadlineExceededError, match=r"gather \(call 2\) .* rank 0 had given up waiting"),
         ):
             strategy.gather(np.ones(1), 0)
@@ -250,17 +261,20 @@ def test_a_late_rank_without_a_deadline_learns_it_too(comm: Intracomm) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_end_of_the_program_waits_for_slow_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_program_waits_for_slow_ranks(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     """Longer than any deadline: they may have work of their own left. Then all free together."""
     from mpi4py import MPI
 
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.1")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
     strategy = Strategy(comm=comm)
     world = strategy.extended.group.levels.world
-    if comm.rank:
-        time.sleep(0.4)
-    with taking(0 if comm.rank else 0.3):
-        strategy.extended.group.end_with_program()
+    if comm.rank == comm.size - 1:
+        come_late(comm)
+    else:
+        wait_for_late_rank(clock, comm, comm.size - 1, lambda: True)
+    strategy.extended.group.end_with_program()
     assert world.comm == MPI.COMM_NULL  # type: ignore[attr-defined]
 
 
@@ -275,7 +289,7 @@ def test_deadlines_work_without_checks(comm: Intracomm, monkeypatch: pytest.Monk
         with taking(0.2), pytest.raises(DeadlineExceededError, match=r"waited 0\.2 s"):
             strategy.reduce("SUM", 1.0, options=options(0.2))
     comm.Barrier()
-    with alarm(2), taking(0, 0.9), pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
+    with alarm(20), pytest.raises(DeadlineExceededError) if comm.rank else nullcontext():
         strategy.close()
 
 
@@ -298,13 +312,13 @@ def test_memory_that_mpi_may_still_write_is_never_freed(comm: Intracomm) -> None
 
 @pytest.mark.ranks(min=2)
 def test_work_between_the_last_call_and_a_reset_counts_for_no_deadline(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.5")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
     with Strategy(comm=comm) as strategy:
         time.sleep(0.05 * comm.rank)  # so that the others wait in the call
         assert strategy.reduce("SUM", 1.0) == comm.size
-        time.sleep(0.6)  # the ranks compute
+        clock.go_on()  # the ranks compute
         devices = strategy.extended.group.devices
         free = devices.free
 
@@ -329,8 +343,10 @@ def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(
             if comm.rank == 0:  # reads notes seldom
                 monkeypatch.setattr(waiting, "_rest", lambda *_: time.sleep(0.47))
             with pytest.raises(DeadlineExceededError, match="did not join it" if comm.rank == 1 else late(2, size=4)):
-                strategy.reduce("SUM", 1.0, options=options(0.5 if comm.rank == 1 else 5))
+                strategy.reduce("SUM", 1.0, options=options(3 if comm.rank == 1 else 30))
+            comm.send(None, 2)
         else:
-            time.sleep(1.5)
+            for other in (0, 1, 3):
+                comm.recv(source=other)
         strategy.reset()
         assert strategy.reduce("SUM", 1.0) == 4

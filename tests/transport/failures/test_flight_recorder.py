@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from jobs.failing import Job, job
+from jobs.failing import SIGNS, Job, job
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, MAX_CALLS, FlightRecorder, entries_in
@@ -97,11 +97,12 @@ def test_a_strategy_records_what_it_calls(comm: Intracomm) -> None:
 
 LATE = """
 if rank == 1:
-    time.sleep(3)
+    await_signs("rank 0 has given up", "rank 2 has given up")
 try:
-    strategy.reduce("SUM", 1.0)
+    strategy.reduce("SUM", 1.0, options=mpidist.CommunicationOptions(timeout_seconds={seconds}))
 except mpidist.errors.DeadlineExceededError as error:
-    print(f"rank {rank}:", error, flush=True)
+    print(f"rank {{rank}}:", error, flush=True)
+leave_sign(f"rank {{rank}} has given up")
 strategy.close()
 """
 
@@ -118,9 +119,9 @@ def flight(folder: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.core
 def test_a_deadline_leaves_a_file_of_every_rank(job: Job, tmp_path: Path) -> None:
     """Also of the one that is busy elsewhere; and the command names it."""
-    ended = job(LATE, MPIDIST_FLIGHT_DIR=str(tmp_path), MPIDIST_TIMEOUT_SECONDS="0.5")
+    ended = job(SIGNS + LATE.format(seconds=3), MPIDIST_FLIGHT_DIR=str(tmp_path / "flights"))
     assert ended.status == 0, ended.err
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (folder,) = (tmp_path / "flights").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == [f"rank-{rank}.json" for rank in range(3)]
     told = json.loads((folder / "rank-0.json").read_text())
     assert told["reason"].startswith("reduce (call 2) on rank 0 ")
@@ -135,12 +136,15 @@ def test_a_signal_asks_for_the_files(job: Job, tmp_path: Path) -> None:
 for _ in range(3):
     strategy.reduce("SUM", 1.0)
 if rank == 0:
-    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-    time.sleep(0.5)
+    asks = threading.Thread(target=os.kill, args=[os.getpid(), signal.SIGUSR1])
+    asks.start()
+    asks.join()
+    time.sleep(0.1)
 strategy.reduce("SUM", 1.0)
 """
-    ended = job(program, MPIDIST_FLIGHT_DIR=str(tmp_path))
+    ended = job(program, MPIDIST_FLIGHT_DIR=str(tmp_path), MPIDIST_LOG="debug")
     assert ended.status == 0, ended.err
+    assert ended.err.count("mpidist DEBUG r0 | the flight recorder is written at SIGUSR1 (MPIDIST_FLIGHT_SIGNAL)") == 1
     assert "what the ranks called last: python -m mpidist flight" in ended.lines_of(0)[0]
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "rank-0.json").read_text())
@@ -151,10 +155,11 @@ strategy.reduce("SUM", 1.0)
 
 @pytest.mark.no_mpi
 def test_no_files_where_none_are_wanted_and_no_new_error_where_they_cannot_be(job: Job, tmp_path: Path) -> None:
-    ended = job(LATE.replace("sleep(3)", "sleep(1)"), MPIDIST_FLIGHT_DIR="off", MPIDIST_TIMEOUT_SECONDS="0.5")
+    program = SIGNS + LATE.format(seconds=0.5)
+    ended = job(program.replace("has given up", "gives up"), MPIDIST_FLIGHT_DIR="off")
     assert (ended.status, "flight" in ended.out) == (0, False)
     nowhere = tmp_path / "file"
     nowhere.write_text("")
-    ended = job(LATE.replace("sleep(3)", "sleep(1)"), MPIDIST_FLIGHT_DIR=str(nowhere), MPIDIST_TIMEOUT_SECONDS="0.5")
+    ended = job(program, MPIDIST_FLIGHT_DIR=str(nowhere))
     assert ended.status == 0, ended.err
     assert "the last calls could not be written to" in ended.out

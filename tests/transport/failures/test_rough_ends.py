@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from jobs.failing import HEAD, Job, job
+from jobs.failing import HEAD, SIGNS, Job, job
 
 __all__ = ["job"]
 
@@ -32,6 +32,7 @@ reduce_for_ever()
 def test_a_deleted_folder_is_no_other_error(job: Job, tmp_path: object) -> None:
     program = (
         IMPORTS
+        + SIGNS
         + """
 import tempfile
 from mpi4py import MPI
@@ -41,15 +42,18 @@ strategy = mpidist.MultiWorkerMirroredStrategy()
 rank = strategy.topology.rank
 os.rmdir(folder)
 if rank == 1:
-    time.sleep(1)
+    await_signs("rank 0", "rank 2")
 try:
-    strategy.reduce("SUM", 1.0)
+    strategy.reduce("SUM", 1.0, options=mpidist.CommunicationOptions(timeout_seconds=0.5))
 except mpidist.errors.DeadlineExceededError as error:
     sys.stdout.write(f"rank {rank} is told\\n")
+    sys.stdout.flush()
+leave_sign(f"rank {rank}")
+await_signs("rank 0", "rank 2")
 raise KeyError("mine")
 """
     )
-    ended = job(program, head="", MPIDIST_FLIGHT_DIR="", **DEADLINE)
+    ended = job(program, head="", MPIDIST_FLIGHT_DIR="")
     assert ended.status != 0
     assert "rank 0 is told" in ended.out
     assert "FileNotFoundError" not in ended.err
@@ -76,29 +80,31 @@ BUILD = """
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 if rank == 1:
-    time.sleep(2)
+    await_signs({signs})
 for _ in range({times}):
     try:
         strategy = mpidist.MultiWorkerMirroredStrategy()
     except (mpidist.errors.DeadlineExceededError, mpidist.errors.UnavailableError) as error:
         sys.stdout.write(f"rank {{rank}}: {{type(error).__name__}} {{error}}\\n")
         sys.stdout.flush()
+leave_sign(f"rank {{rank}} has tried")
 """
+COMES_LATE = "'rank 0 has tried', 'rank 2 has tried'"
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_strategy_that_not_all_build_ends_the_job(job: Job, times: int) -> None:
     """Also one that is tried again, and for the rank that comes too late."""
     start = time.monotonic()
-    ended = job(IMPORTS + BUILD.format(times=times), head="", **DEADLINE)
+    ended = job(IMPORTS + SIGNS + BUILD.format(times=times, signs=COMES_LATE), head="", **DEADLINE)
     assert ended.status != 0
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 14
     for rank in (0, 2):
         assert f"rank {rank}: DeadlineExceededError building a strategy on rank {rank} has waited" in ended.out
         assert f"rank {rank}: UnavailableError not all ranks came to build a strategy before" in ended.out or times == 1
 
 
 def test_a_strategy_that_one_rank_never_builds_ends_the_job(job: Job) -> None:
-    ended = job(IMPORTS + BUILD.format(times=1).replace("sleep(2)", "sleep(60)"), head="", **DEADLINE)
+    ended = job(IMPORTS + SIGNS + BUILD.format(times=1, signs="'never'"), head="", **DEADLINE)
     assert ended.status != 0
     assert "this job ends with exit code 75: not all ranks came to build a strategy" in ended.err

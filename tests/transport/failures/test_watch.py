@@ -12,6 +12,7 @@ import pytest
 from support.agreements import warnings_of
 from support.deadlines import options, taking
 from support.reductions import all_reduce
+from transport.failures.clocks import Clock, clock, come_late, wait_for_late_rank
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -24,6 +25,8 @@ from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.shared_memory import NodeBarrier
 from mpidist.transport.text import name_ranks
 
+__all__ = ["clock"]
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
@@ -34,22 +37,23 @@ several = pytest.mark.ranks(min=2)
 
 @several
 def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
-    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, placement: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     """X: the missing ranks are named with what they did last, on all nodes where ranks wait."""
-    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "60")
     strategy = Strategy(comm=comm)
     topology, last = strategy.topology, comm.size - 1
-    comm.Barrier()
+    speakers = {ranks[0] for ranks in topology.nodes if ranks != (last,)}
     if comm.rank == last:
-        time.sleep(1.2)
+        come_late(comm)
+    else:
+        wait_for_late_rank(clock, comm, last, lambda: comm.rank not in speakers or bool(warnings_of(caplog)))
     assert strategy.reduce("SUM", 1.0) == comm.size
     told = warnings_of(caplog)
-    speakers = {ranks[0] for ranks in topology.nodes if ranks != (last,)}
     assert len(told) == (comm.rank in speakers)
     known = "finished" if any(last in ranks and len(ranks) > 1 for ranks in topology.nodes) else "nothing was heard"
     for line in told:
-        start = rf"mpidist: reduce \(call 2\) on rank {comm.rank} has waited for [01] s, and rank {last} of "
+        start = rf"mpidist: reduce \(call 2\) on rank {comm.rank} has waited for 1000 s, and rank {last} of "
         assert re.match(rf"{start}{comm.size} ranks did not join it; rank {last}: {known}", line)
         assert "\n" not in line
     caplog.clear()
@@ -60,22 +64,28 @@ def test_a_long_wait_is_told_once_by_one_rank_of_each_node(
 
 @several
 def test_second_long_wait_is_told_also_in_a_started_call(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "60")
+    last = comm.size - 1
+
+    def wait_or_be_late(number: int) -> None:
+        if comm.rank == last:
+            come_late(comm)
+        else:
+            wait_for_late_rank(clock, comm, last, lambda: comm.rank > 0 or len(warnings_of(caplog)) == number)
+
     with Strategy(comm=comm) as strategy:
 
-        def step(late: int) -> None:
-            if comm.rank == late:
-                time.sleep(1.0)
+        def step() -> None:
+            wait_or_be_late(2)
             handle = mpidist.get_replica_context().start_all_reduce("sum", np.ones(1000, np.float32))
             assert handle.wait()[0] == comm.size
 
         strategy.reduce("sum", 1.0)
-        if comm.rank == comm.size - 1:
-            time.sleep(1.0)
+        wait_or_be_late(1)
         strategy.reduce("sum", 1.0)
-        strategy.run(step, args=(comm.size - 1,))
+        strategy.run(step)
     told = [line.split(" on rank")[0] for line in warnings_of(caplog)]
     calls = ["mpidist: reduce (call 3)", "mpidist: start_all_reduce (call 4)"]
     assert told == (calls if comm.rank == 0 else [])
@@ -95,57 +105,68 @@ def test_no_warning_is_given_where_none_is_wanted(
 
 @several
 def test_building_a_strategy_waits_for_all_but_not_in_silence(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
-    if comm.rank:
-        time.sleep(0.6)
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "60")
+    if comm.rank == comm.size - 1:
+        come_late(comm)
+    else:
+        wait_for_late_rank(clock, comm, comm.size - 1, lambda: comm.rank > 0 or bool(warnings_of(caplog)))
     Strategy(comm=comm).close()
-    told = [
-        line for line in warnings_of(caplog) if line.startswith("mpidist: building a strategy on rank 0 has waited 0 s")
-    ]
+    told = warnings_of(caplog)
     assert len(told) == (comm.rank == 0)
+    for line in told:
+        assert line.startswith("mpidist: building a strategy on rank 0 has waited 1000 s")
 
 
-def slow_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def await_others(comm: Intracomm) -> None:
+    """Wait until all other ranks have sent this one a message, which is left where it is."""
+    while not all(comm.Iprobe(rank) for rank in range(comm.size) if rank != comm.rank):
+        time.sleep(0.01)
+
+
+def slow_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank fall asleep before it sends its part."""
     really = MpiCommunicator.all_reduce
 
     def all_reduce(self: MpiCommunicator, *args: Any) -> None:
-        time.sleep(1)
+        await_others(comm)
         really(self, *args)
 
     monkeypatch.setattr(MpiCommunicator, "all_reduce", all_reduce)
 
 
-def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this rank fall asleep before a barrier of shared memory."""
     really = NodeBarrier.post
 
     def post(barrier: NodeBarrier) -> None:
-        time.sleep(1)
+        await_others(comm)
         really(barrier)
 
     monkeypatch.setattr(NodeBarrier, "post", post)
 
 
+Slow = Callable[["Intracomm", pytest.MonkeyPatch], None]
+
+
 @several
 @pytest.mark.parametrize(("transport", "slow"), [("mpi", slow_messages), ("shared_memory", slow_memory)])
 def test_a_deadline_holds_while_data_move(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, slow: Callable[[pytest.MonkeyPatch], None]
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, transport: str, slow: Slow
 ) -> None:
     """All ranks have come, and one of them stops in the middle."""
     monkeypatch.setenv("MPIDIST_TRANSPORT", transport)
-    strategy = Strategy(None, options(0.3), comm=comm)
+    strategy, last = Strategy(None, options(3), comm=comm), comm.size - 1
     value = np.ones(1_000_000)
     all_reduce(strategy, "SUM", value)
     comm.Barrier()
     pattern = (
-        rf"(waited 0\.3 s, and all {comm.size} ranks joined it, but its data did not come in time|had given up waiting)"
+        rf"(waited 3 s, and all {comm.size} ranks joined it, but its data did not come in time|had given up waiting)"
     )
     with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == comm.size - 1:
-            slow(patch)
+        if comm.rank == last:
+            slow(comm, patch)
 
             def twice() -> None:  # the first one raises, if the others' parts have not all come before
                 for _ in range(2):
@@ -153,9 +174,12 @@ def test_a_deadline_holds_while_data_move(
 
             with pytest.raises(DeadlineExceededError, match="had given up waiting"):
                 twice()
+            for other in range(last):
+                comm.recv(source=other)
         else:
-            with taking(0.25, 0.8), pytest.raises(DeadlineExceededError, match=pattern):
+            with taking(0, 30), pytest.raises(DeadlineExceededError, match=pattern):
                 all_reduce(strategy, "SUM", value)
+            comm.send(None, last)
     comm.Barrier()
     strategy.reset()
     assert (all_reduce(strategy, "SUM", value) == comm.size).all()
@@ -175,21 +199,24 @@ def test_calls_keep_their_numbers_over_a_reset(comm: Intracomm) -> None:
 
 
 @several
-def test_a_reset_that_not_all_make_ends_at_the_deadline(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.2")
+def test_a_reset_that_not_all_make_ends_at_the_deadline(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
     strategy = Strategy(comm=comm)
     if comm.rank == 0:
-        pattern = rf"^reset\(\) on rank 0 waited 0\.2 s, and {name_ranks(range(1, comm.size))} of .* did not join it"
-        with taking(0.2, 0.7), pytest.raises(DeadlineExceededError, match=pattern):
+        pattern = rf"^reset\(\) on rank 0 waited 60 s, and {name_ranks(range(1, comm.size))} of .* did not join it"
+        clock.go_on_in_wait()
+        with taking(0, 30), pytest.raises(DeadlineExceededError, match=pattern):
             strategy.reset()
     comm.Barrier()
     if comm.rank:
-        with taking(0, 0.5), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
+        with taking(0, 30), pytest.raises(DeadlineExceededError, match=r"reset\(\) .* had given up"):
             strategy.reset()
     comm.Barrier()
     for _ in range(2):  # what was sent for the first one may still be under way
         with (
-            taking(0, 0.2),
+            taking(0, 30),
             pytest.raises(DeadlineExceededError, match=r"an earlier reset\(\) failed.* start it again"),
         ):
             strategy.reset()
@@ -246,11 +273,13 @@ def test_a_reset_with_calls_under_way_is_told(comm: Intracomm) -> None:
             handle.wait()
 
     if comm.rank:
-        time.sleep(0.2)  # else rank 0 may do its part while it starts the call
+        comm.recv(source=0)  # else rank 0 may do its part while it starts the call
         with taking(0, 5), pytest.raises(PeerFailedError, match=r"rank 0 (broke off|called reset)"):
             strategy.run(step)
     else:
         strategy.run(step)
+        for other in range(1, comm.size):
+            comm.send(None, other)
     strategy.reset()
     assert (all_reduce(strategy, "SUM", value) == comm.size).all()
     strategy.close()
@@ -302,9 +331,12 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm: Intracomm, m
     strategy = Strategy(comm=comm)
     comm.Barrier()
     if comm.rank == 3:
-        time.sleep(0.6)
+        for other in range(3):
+            comm.recv(source=other)
     with pytest.raises(DeadlineExceededError, match=r"rank 3 of 4 ranks did not join it|had given up"):
-        strategy.reduce("SUM", 1.0, options=options(0.2))
+        strategy.reduce("SUM", 1.0, options=options(3))
+    if comm.rank < 3:
+        comm.send(None, 3)
     watchdog: Any = strategy.extended.group._watchdog
     sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0

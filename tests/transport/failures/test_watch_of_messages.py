@@ -12,13 +12,14 @@ from jobs.faults import AT_ONCE_SECONDS, BLOCKS, TWO, Job, Placement, again_if_s
 from support.agreements import warnings_of
 from support.any_message import Mailbox
 from support.deadlines import taking
+from transport.failures.clocks import LONG_SECONDS, Clock, clock, come_late, wait_for_late_rank
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["job"]
+__all__ = ["clock", "job"]
 
 pytestmark = pytest.mark.core
 
@@ -51,7 +52,7 @@ def test_silent_rank_ends_the_wait_at_the_deadline(comm: Intracomm) -> None:
             rf"rank {last} of {comm.size} ranks has sent nothing\. Start the job again\n  rank {last}: has made no call"
         )
         with (
-            taking(0.2, 0.7),
+            taking(0.2),
             pytest.raises(DeadlineExceededError, match=rf"^receive\(\) on rank 0 waited 0.2 s, and {late}"),
         ):
             mailbox.receive()
@@ -60,28 +61,32 @@ def test_silent_rank_ends_the_wait_at_the_deadline(comm: Intracomm) -> None:
 
 
 @several
-def test_every_wait_has_its_own_deadline(comm: Intracomm) -> None:
-    mailbox = mailbox_of(comm, comm.size - 1, timeout=0.3)
-    if comm.rank == 0:
-        assert [mailbox.receive() for _ in range(3)] == [0, 1, 2]
-    elif comm.rank == comm.size - 1:
-        for number in range(3):
-            time.sleep(0.2)
+def test_every_wait_has_its_own_deadline(comm: Intracomm, clock: Clock) -> None:
+    mailbox = mailbox_of(comm, comm.size - 1, timeout=1.5 * LONG_SECONDS)
+    for number in range(3):
+        if comm.rank == comm.size - 1:
+            comm.recv(source=0)
             mailbox.send(number, 0)
+        elif comm.rank == 0:
+            clock.go_on_in_wait(lambda: comm.send(None, comm.size - 1))
+            assert mailbox.receive() == number
 
 
 @several
-def test_long_wait_is_told_once(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_wait_is_told_once(comm: Intracomm, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     last = comm.size - 1
-    mailbox = mailbox_of(comm, last, stall_seconds=0.1)
-    if comm.rank == 0:
+    mailbox = mailbox_of(comm, last, stall_seconds=LONG_SECONDS / 2)
+    if comm.rank < last:
+        wait_for_late_rank(clock, comm, last, lambda: comm.rank > 0 or bool(warnings_of(caplog)))
         assert mailbox.receive() == "late"
+    if comm.rank == 0:
         (line,) = warnings_of(caplog)
-        assert line.startswith("mpidist: receive() on rank 0 has waited for 0 s, and ")
+        assert line.startswith("mpidist: receive() on rank 0 has waited for 1000 s, and ")
         assert f"rank {last} of {comm.size} ranks has sent nothing; rank {last}: has made no call yet" in line
     elif comm.rank == last:
-        time.sleep(0.8)
-        mailbox.send("late", 0)
+        come_late(comm)
+        for other in range(last):
+            mailbox.send("late", other)
         assert warnings_of(caplog) == []
 
 

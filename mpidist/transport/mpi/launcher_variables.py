@@ -1,0 +1,132 @@
+"""The variables in which launchers tell a process that it is a rank: named here alone, for all that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, final
+
+__all__ = [
+    "HYDRA_LOCAL_SIZE",
+    "LAUNCHER_PREFIXES",
+    "MPICH_SIZE",
+    "OF_LAUNCHED_PROCESSES",
+    "OPEN_MPI_SIZE",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_FD",
+    "SIZE_VARIABLES",
+    "STEP_SIZE",
+    "UNSET_TO_BE_ALONE",
+    "LaunchedNumbers",
+    "launcher_text",
+    "numbers_of",
+    "rank_said",
+    "speaks_pmi",
+]
+
+PMI_FD: Final = "PMI_FD"  # the connection of MPICH's mpiexec, Hydra, and of srun's pmi2 plugin: a file number
+_PMI_PORT: Final = "PMI_PORT"  # the same as an address: of Hydra
+PMIX_NAMESPACE: Final = "PMIX_NAMESPACE"  # of srun's pmix plugin, and of Open MPI's mpiexec: PMIx has no size
+PMIX_RANK: Final = "PMIX_RANK"
+_PRTE: Final = "PRTE_LAUNCHED"  # of Open MPI's mpiexec, unlike srun's pmix plugin
+_STEP: Final = "SLURM_STEP_ID"
+
+MPICH_SIZE: Final = "PMI_SIZE"
+OPEN_MPI_SIZE: Final = "OMPI_COMM_WORLD_SIZE"
+HYDRA_LOCAL_SIZE: Final = "MPI_LOCALNRANKS"  # srun's pmi2 plugin does not set it
+STEP_SIZE: Final = "SLURM_STEP_NUM_TASKS"
+
+
+@final
+class _Variables(NamedTuple):
+    """The variables of one launcher; "" for those that it does not have.
+
+    Attributes:
+        rank: The rank in the world.
+        size: How many ranks there are.
+        local_size: How many of them are on this node.
+    """
+
+    rank: str
+    size: str
+    local_size: str
+
+
+# First present wins: the launcher of an MPI library may itself run in a step of Slurm.
+_LAUNCHERS: Final = (
+    _OPEN_MPI := _Variables("OMPI_COMM_WORLD_RANK", OPEN_MPI_SIZE, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _MVAPICH := _Variables("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _PMI := _Variables("PMI_RANK", MPICH_SIZE, HYDRA_LOCAL_SIZE),
+    _Variables(PMIX_RANK, "", ""),
+    _Variables("SLURM_PROCID", STEP_SIZE, ""),
+)
+
+# To find ranks that do not know of each other: what launchers of MPI libraries, and srun's pmi2 plugin, say.
+SIZE_VARIABLES: Final = (_OPEN_MPI.size, _MVAPICH.size, _PMI.size, _PMI.local_size)
+# To find children of ranks: what a launched process has, and so its children.
+OF_LAUNCHED_PROCESSES: Final = (PMI_FD, _PMI_PORT, _PMI.rank, PMIX_NAMESPACE, PMIX_RANK)
+# What a program that starts alone must not see; MPICH 5 looks for a launcher if any of the last five is there.
+UNSET_TO_BE_ALONE: Final = (STEP_SIZE, *SIZE_VARIABLES, PMI_FD, PMIX_RANK, PMIX_NAMESPACE, "PMIX_VERSION", _PRTE)
+# Of these alone a child process that starts MPI by itself is freed: the settings of MPI libraries stay.
+LAUNCHER_PREFIXES: Final = (
+    "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
+    "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
+    "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix", "OMPI_MCA_prte", "OMPI_MCA_initial",
+)  # fmt: skip
+
+
+@final
+class LaunchedNumbers(NamedTuple):
+    """What a launcher says of a rank.
+
+    Attributes:
+        rank: The rank in the world.
+        size: How many ranks there are.
+        local_size: How many of them are on this node; 0 if the launcher does not say.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+
+
+def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
+    """Read the numbers of the first launcher that says both rank and size; `None` where none does."""
+    for variables in _LAUNCHERS:
+        rank, size, local_size = (environ.get(name, "") for name in variables)
+        if rank.isdecimal() and size.isdecimal():
+            return LaunchedNumbers(int(rank), int(size), int(local_size) if local_size.isdecimal() else 0)
+    return None
+
+
+def rank_said(environ: Mapping[str, str]) -> int | None:
+    """Read the rank, also where a launcher does not say how many ranks there are; `None` where none says a rank."""
+    said = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
+    return next((int(rank) for rank in said if rank.isdecimal()), None)
+
+
+def speaks_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher offers PMI, rather than PMIx alone."""
+    return any(name in environ for name in (PMI_FD, _PMI_PORT, MPICH_SIZE))
+
+
+def launcher_text(environ: Mapping[str, str]) -> str:
+    """Say which launcher started this process, for people."""
+    step, job = environ.get(_STEP), environ.get("SLURM_JOB_ID")
+    if _OPEN_MPI.rank in environ and _PRTE in environ:
+        found = "mpiexec of Open MPI"
+    elif HYDRA_LOCAL_SIZE in environ:
+        found = "mpiexec of MPICH, or of one of its kin"
+    elif _MVAPICH.rank in environ:
+        found = "mpiexec of MVAPICH"
+    elif step is not None:
+        protocol = "pmix" if PMIX_RANK in environ else "pmi2" if _PMI.rank in environ else "none"
+        found = f"srun --mpi={protocol}"
+    elif _OPEN_MPI.rank in environ or PMIX_RANK in environ:
+        found = "a launcher with PMIx"
+    elif _PMI.rank in environ:
+        found = "a launcher with PMI"
+    else:
+        found = "none: this process was started alone"
+    where = f", step {step}" if step is not None else ""
+    return f"{found}, in Slurm's job {job}{where}" if job else found

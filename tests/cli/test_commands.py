@@ -1,0 +1,131 @@
+"""The command line as a whole, alone and on several ranks: what is wrong is said once, and without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from jobs.failing import PROJECT, Ended, end_of
+from mpi_session.launch import Launcher
+
+from mpidist.__main__ import run_command
+from mpidist.cli import tune
+from mpidist.cli.measure_costs import measure_cost_model
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+def command(ranks: int, *arguments: str, **variables: str) -> Ended:
+    """Run a command: alone, or on some ranks of the MPI library that these tests run with."""
+    launch = [*Launcher.find(None).command, "-n", str(ranks)] if ranks > 1 else []
+    return end_of([*launch, sys.executable, "-m", "mpidist", *arguments], 60, OMP_NUM_THREADS="1", **variables)
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.core)])
+@pytest.mark.parametrize(
+    ("arguments", "variables", "status", "text"),
+    [
+        (["doctor", "--bogus"], {}, 2, "usage: mpidist doctor [-h]"),
+        (["doctor", "--expect", "none.json"], {}, 2, "mpidist doctor: --expect takes a file"),
+        (["doctor"], {"MPIDIST_CHECK": "7"}, 1, "mpidist doctor: rank 0: MPIDIST_CHECK='7' is not understood"),
+        (["doctor"], {"MPI4PY_LIBMPI": "/none.so"}, 1, "MPI:   mpidist needs mpi4py with an MPI library"),
+    ],
+)
+def test_what_is_wrong_is_said_once(
+    ranks: int, arguments: list[str], variables: dict[str, str], status: int, text: str
+) -> None:
+    done = command(ranks, *arguments, **variables)
+    printed = done.out + done.err
+    assert done.status == status, printed
+    assert printed.count(text) == 1, printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.core
+@pytest.mark.no_mpi
+def test_the_first_rank_says_what_is_wrong_also_if_it_comes_late(tmp_path: Path) -> None:
+    """Open MPI's launcher ends it when another rank has failed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if '0' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK')):\n    time.sleep(1.5)\n"
+    )
+    done = command(2, "doctor", "--bogus", PYTHONPATH=f"{tmp_path}:{PROJECT}")
+    assert (done.status, done.err.count("usage: mpidist doctor [-h]")) == (2, 1), done
+
+
+@pytest.mark.core
+@pytest.mark.no_mpi
+def test_a_finding_that_fails_ends_all_ranks_with_1_and_colours_are_for_terminals(tmp_path: Path) -> None:
+    node = tmp_path / "node.json"
+    node.write_text('{"nodes": [{"facts": {"mpidist": "another"}}]}')
+    done = command(2, "doctor", "--expect", str(node))
+    assert done.status == 1
+    assert "  fail  mpidist on ranks 0-1 (" in done.out
+    assert "Traceback" not in done.err
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("name", ["doctor", "tune", "flight", "trace", "sbatch"])
+def test_the_usage_is_that_of_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["merge", "x"] if name == "trace" else []
+    with pytest.raises(SystemExit) as end:
+        run_command([name, *needed, "--bogus"])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: mpidist {name} [-h]")
+    assert f"mpidist {name}: error: unrecognized arguments: --bogus" in err
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(("rank", "is_told"), [("0", True), ("1", False)])
+def test_help_is_printed_by_the_first_process(
+    rank: str, is_told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.setenv(name, rank)
+    with pytest.raises(SystemExit) as end:
+        run_command(["--help"])
+    assert not end.value.code
+    assert ("doctor" in capsys.readouterr().out) == is_told
+
+
+@pytest.mark.no_mpi
+def test_numbers_of_tune_are_printed_as_json(tmp_path: Path) -> None:
+    done = command(1, "tune", "--seconds", "0.1", "--json", MPIDIST_TUNE_DIR=str(tmp_path))
+    page = json.loads(done.out)
+    assert "Measuring 1 rank" in done.err
+    assert f"Written to {page['file']}" in done.err
+    assert page["placement"] == [1]
+    assert page["model"].items() <= json.loads(Path(page["file"]).read_text())["model"].items()
+    shown = command(1, "tune", "--show", "--json", "--placement", "2,2", MPIDIST_TUNE_DIR=str(tmp_path))
+    page = json.loads(shown.out)
+    assert (page["file"], page["measured"]) == (None, [])
+    assert set(page["choices"].values()) <= {"leader", "hierarchical", "two_shot"}
+
+
+@pytest.mark.ranks(min=2)
+def test_waits_of_tune_are_not_counted_from_the_start_of_the_machine(
+    comm: Intracomm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A rank that is a moment late is no reason for a warning."""
+
+    def measure_late(*arguments: Any) -> Any:
+        time.sleep(0.2 * (comm.rank == 1))
+        return measure_cost_model(*arguments)
+
+    monkeypatch.setattr(tune, "measure_cost_model", measure_late)
+    monkeypatch.setenv("MPIDIST_TUNE_DIR", comm.bcast(str(tmp_path)))
+    assert run_command(["tune", "--seconds", "0.1"]) == 0
+    assert ("Written to" in capfd.readouterr().out) == (comm.rank == 0)
+    assert not [record for record in caplog.records if "has waited" in record.getMessage()]

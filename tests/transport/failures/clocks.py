@@ -1,0 +1,126 @@
+"""The time that mpidist sees, which a test may put forward: deadlines pass at once, however slow the machine is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mpidist.transport import waiting
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["LONG_SECONDS", "Clock", "clock", "come_late", "let_time_pass", "wait_for_late_rank"]
+
+LONG_SECONDS = 1000.0  # longer than any deadline of a test that has a clock
+
+
+class Clock:
+    """The module `time` as all modules of mpidist have it.
+
+    Attributes:
+        in_wait: Called whenever this rank looks at the time while it waits for others.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._ahead = 0.0
+        self.in_wait: Callable[[], None] = lambda: None
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("mpidist."):
+                continue
+            if vars(module).get("time") is time:
+                patch.setattr(module, "time", _Time(self, self.now_in_wait if module is waiting else self.now))
+            if vars(module).get("_now") is time.monotonic_ns:
+                patch.setattr(module, "_now", self.now_ns)
+
+    def go_on(self, seconds: float = LONG_SECONDS) -> None:
+        """Put the clock forward."""
+        self._ahead += seconds
+
+    def go_on_in_wait(self, then: Callable[[], None] = lambda: None) -> None:
+        """Put the clock forward once, when this rank next waits for others.
+
+        Args:
+            then: Called when this rank looks at the time again, and has checked its deadline meanwhile.
+        """
+        self.do_in_wait(self.go_on, then)
+
+    def do_in_wait(self, *actions: Callable[[], None]) -> None:
+        """Do something each time that this rank looks at the time while it waits for others, one after the other."""
+        left = iter(actions)
+        self.in_wait = lambda: next(left, lambda: None)()
+
+    def now(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() + round(self._ahead * 1e9)
+
+    def now_in_wait(self) -> float:
+        now = self.now()
+        self.in_wait()
+        return now
+
+
+class _Time(ModuleType):
+    def __init__(self, clock: Clock, monotonic: Callable[[], float]) -> None:
+        super().__init__("time")
+        self.monotonic, self.monotonic_ns = monotonic, clock.now_ns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def wait_for_late_rank(clock: Clock, comm: Intracomm, late: int, has_told: Callable[[], bool]) -> None:
+    """Let time pass in the next wait once all other ranks wait, too, and let the late rank come once this one has told.
+
+    Args:
+        clock: This rank's clock.
+        comm: The ranks. The late one calls `come_late` or `let_time_pass`, all others call this.
+        late: The late rank.
+        has_told: Whether this rank has told what it is to tell.
+    """
+
+    def steps() -> Iterator[None]:
+        comm.send(None, late)
+        while not comm.Iprobe(late):
+            yield
+        comm.recv(source=late)
+        clock.go_on()
+        limit = time.monotonic() + 10  # then the test fails, and does not hang
+        while not has_told() and time.monotonic() < limit:
+            yield
+        for _ in range(3):  # in which this rank might tell it again
+            clock.go_on()
+            yield
+        comm.send(None, late)
+
+    its = steps()
+    clock.in_wait = lambda: next(its, None)
+
+
+def let_time_pass(comm: Intracomm) -> None:
+    """Once all other ranks wait for this one, let the time pass for them."""
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for other in others:
+        comm.recv(source=other)
+    for other in others:
+        comm.send(None, other)
+
+
+def come_late(comm: Intracomm) -> None:
+    """Return once all other ranks have waited for this one for long, and have told it."""
+    let_time_pass(comm)
+    for other in range(comm.size):
+        if other != comm.rank:
+            comm.recv(source=other)
