@@ -322,8 +322,10 @@ class ParameterServer:
             workers.steps[worker] += 1
         elif header.rows == Step.WAITS:
             workers.resting.add(worker)
-        else:
+        elif header.rows == Step.GOES_ON:
             workers.resting.discard(worker)
+        elif worker in workers.resting:  # the first that tells: whoever rests does so in the call that is over
+            workers.resting.clear()
         connection.answer(Outcome.OK)
         yield True
 

@@ -257,16 +257,18 @@ class RemoteServers(Servers):
         failure = self._first_failure()
         error = failure if error is None else error
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
-        channel = self._channels[0]
+        channel, how_it_ends = self._channels[0], Step.GOES_ON
         try:
             self._tell_others(call, Step.WAITS)
             channel.start(call, Op.MEET, data=[to_json(told)], rows=chief)
             channel.finish(GRACE_SECONDS)
+            how_it_ends = Step.ALL_GO_ON
         except InvalidArgumentError as refusal:
+            how_it_ends = Step.ALL_GO_ON
             mark_shared(refusal if error is None else error, self._group.ranks)
             raise refusal if error is None else error from None
         finally:
-            self._tell_others(call, Step.GOES_ON)
+            self._tell_others(call, how_it_ends)
 
     def _first_failure(self) -> Exception | None:
         """Wait until all changes of this worker are made, or have failed. Returns the first error."""

@@ -36,8 +36,9 @@ def add(delta: Any, seconds: float = 0.0) -> int:
 
 
 @register("test: fail")
-def fail(text: str, seconds: float = 0.0) -> None:
-    time.sleep(seconds)
+def fail(text: str, waits_for_chief: bool = False) -> None:
+    while waits_for_chief and not HERE["comm"].Iprobe(0):
+        time.sleep(0.001)
     raise ZeroDivisionError(text)
 
 
@@ -79,8 +80,11 @@ def push_and_leave(number: int) -> int:
     strategy.push([variable, large], [np.array([10.0, 0.0]), 10.0])
     HERE["calls"] += 1
     if HERE["rank"] != 1:
-        time.sleep(0.02)  # so that worker 1 makes two calls before all are made
+        while not HERE["comm"].Iprobe(1):  # so that worker 1 makes two calls before all are made
+            time.sleep(0.001)
     elif HERE["calls"] == 2:
+        for other in range(2, HERE["comm"].size - 1):
+            HERE["comm"].send(None, other)
         strategy.flush()
         raise LeavesError(f"in call {number}")
     variable.scatter_add(IndexedSlices([100.0], [0]))
@@ -195,10 +199,14 @@ def finish(coordinator: ClusterCoordinator) -> Callable[[], None]:
 
 @pytest.mark.ranks(min=3)
 def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
+    HERE["comm"], workers = comm, range(1, comm.size - 1)
+
     def work(coordinator: ClusterCoordinator) -> None:
-        first = [coordinator.schedule(wait, args=(0.05,)) for _ in range(comm.size - 3)]
-        coordinator.schedule(fail, args=("the first", 0.1))
-        values = [coordinator.schedule(add, args=(1.0, 0.02)) for _ in range(30)]
+        first = [coordinator.schedule(wait, args=(0.05,)) for _ in workers[1:]]
+        coordinator.schedule(fail, args=("the first", True))
+        values = [coordinator.schedule(add, args=(1.0, 0.02)) for _ in range(300)]  # which would take seconds
+        for worker in workers:
+            comm.send(None, worker)
         with pytest.raises(ZeroDivisionError):
             coordinator.join()
         assert coordinator.fetch(first) == [0.05] * len(first)
@@ -208,9 +216,11 @@ def test_functions_that_wait_are_cancelled(comm: Intracomm) -> None:
         for value in cancelled:
             with pytest.raises(CancelledError, match="'test: add' was not called: another function had failed"):
                 value.fetch()
-        assert HERE["variable"].numpy().tolist() == [30.0 - num_cancelled] * 2
+        assert HERE["variable"].numpy().tolist() == [300.0 - num_cancelled] * 2
 
     coordinate(comm, work)
+    if comm.rank in workers:
+        comm.recv(source=0)
 
 
 def test_wrong_functions_and_arguments_are_refused(comm: Intracomm) -> None:
@@ -395,7 +405,7 @@ def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: 
             else:
                 with strategy.scope():
                     HERE.update(variable=Variable(np.zeros(2)), large=Variable(np.zeros(300_000)))
-                HERE.update(rank=strategy.topology.rank, strategy=strategy, calls=0)
+                HERE.update(comm=comm, rank=strategy.topology.rank, strategy=strategy, calls=0)
                 coordinator = ClusterCoordinator(strategy)
                 if strategy.is_chief:
                     values = [coordinator.schedule(push_and_leave, args=(number,)) for number in range(calls)]
@@ -407,6 +417,8 @@ def test_calls_of_a_worker_that_left_are_made_again_and_their_pushes_once(comm: 
     except LeavesError:
         num_left = 1
     assert comm.allreduce(num_left) == 1
+    if 1 < comm.rank < comm.size - 1:
+        comm.recv(source=1)
     if found is not None:
         assert found[0] == [111.0 * calls, sum(range(calls))]
         assert (found[1] == 111.0 * calls).all()

@@ -27,7 +27,7 @@ def push(number):
         note("fault")
         os.kill(os.getpid(), signal.SIGKILL)
     if rank != 1:
-        time.sleep(0.02)  # so that worker 1 makes two calls before all are made
+        await_notes("fault", 1)  # so that worker 1 makes two calls, however slow it is
     strategy.push(large, 100.0 * np.ones(large.shape))
     return number
 
@@ -49,6 +49,7 @@ note("end")
 """
 BEFORE = {"made": "strategy.flush()", "under way": "pass"}
 SERVER = """
+import itertools
 strategy.close()
 strategy = mpidist.experimental.ParameterServerStrategy(num_ps={num_ps}, on_worker_lost={mode!r})
 
@@ -59,17 +60,20 @@ def add():
         variable.read_value()
 
 def ask():
-    while True:
+    for number in itertools.count():
         coordinator.schedule(add)
         coordinator.join()
+        if not number:
+            note("joined")
 
 def fail():
+    await_notes("joined", 0)
     note("fault")
     os.kill(os.getpid(), signal.SIGKILL)
 
 if strategy.is_ps:
     if is_faulty:
-        threading.Timer(0.5, fail).start()
+        threading.Thread(target=fail).start()
     attempt("served", strategy.serve)
 else:
     with strategy.scope():
@@ -87,7 +91,6 @@ def require_pushes_once(ended: Ended) -> None:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@again_if_slow
 def test_pushes_of_a_worker_that_is_killed_are_made_once(job: Job, before: str) -> None:
     """Case T215: those that the servers have made, and those that are under way."""
     require_pushes_once(job(WORKER.format(before=BEFORE[before], calls=CALLS), FOUR, is_blind=True))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from jobs.faults import AT_ONCE_SECONDS, FOUR, Job, again_if_slow, job, soon
 from jobs.ulfm import HAS_ULFM, survivor
-from parameter_server.clusters import on_workers
+from parameter_server.clusters import PATIENT, deadline_of, on_workers
 
-from mpidist import CommunicationOptions, Variable
+from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.experimental import ParameterServerStrategy, server_rules
 from mpidist.experimental.coordinator import ClusterCoordinator, register
@@ -26,8 +26,11 @@ HERE: dict[str, Any] = {}  # what functions of this rank find
 
 
 @register("losses: wait")
-def wait(seconds: float, num_numbers: int = 1) -> Any:
-    time.sleep(seconds)
+def wait(num_numbers: int = 1) -> Any:
+    """Wait until the chief has sent rank 1, which is first to call a function, a message; or for long."""
+    limit = time.monotonic() + 20
+    while not HERE["comm"].Iprobe(0) and time.monotonic() < limit:
+        time.sleep(0.01)
     return np.ones(num_numbers)
 
 
@@ -60,43 +63,63 @@ class LeavesError(BaseException):
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_an_error_that_follows_another_one_follows_it_again(comm: Intracomm, seconds: float) -> None:
     """So that its traceback is not printed beside the other one, also where all workers have left before."""
-    with suppress(LeavesError, PeerFailedError), ParameterServerStrategy(comm=comm) as strategy:
-        if strategy.is_ps:
-            strategy.serve()
+    HERE["comm"], told = comm, list[PeerFailedError]()
+
+    def work(strategy: ParameterServerStrategy) -> None:
         coordinator = ClusterCoordinator(strategy)
-        if strategy.topology.rank == 2:
+        if comm.rank == 2:
+            comm.recv(source=0)
             raise LeavesError("tired")
         if not strategy.is_chief:
             coordinator.serve()
+        comm.send(None, 2)
         time.sleep(seconds)
-        coordinator.schedule(wait, args=(0.3,))
-        with pytest.raises(PeerFailedError, match="tired") as first:
-            coordinator.join()
-        assert "following" in vars(first.value)
-        with pytest.raises(PeerFailedError, match="tired") as second:
-            coordinator.join()
-        assert vars(second.value) == vars(first.value)
-        raise second.value
+        coordinator.schedule(wait)
+        for _ in range(2):
+            with pytest.raises(PeerFailedError, match="tired") as caught:
+                coordinator.join()
+            told.append(caught.value)
+        comm.send(None, 1)
+        raise told[1]
+
+    with pytest.raises(LeavesError if comm.rank == 2 else PeerFailedError, match="tired"):
+        on_workers(comm, work)
+    if comm.rank == 0:
+        assert "following" in vars(told[0])
+        assert vars(told[1]) == vars(told[0])
+    elif comm.rank == 1:
+        comm.recv(source=0)
 
 
 @pytest.mark.core
 @pytest.mark.ranks(min=3)
 def test_the_strategys_deadline_holds_for_functions(comm: Intracomm) -> None:
     """The chief's error ends the wait of the others."""
-    options = CommunicationOptions(timeout_seconds=0.2)
-    failures = (DeadlineExceededError, PeerFailedError)
-    with suppress(*failures), ParameterServerStrategy(comm=comm, communication_options=options) as strategy:
-        if strategy.is_ps:
-            strategy.serve()
+    HERE["comm"] = comm
+
+    def work(strategy: ParameterServerStrategy) -> None:
         coordinator = ClusterCoordinator(strategy)
         if not strategy.is_chief:
             coordinator.serve()
-        coordinator.schedule(wait, args=(0.6,))
-        with pytest.raises(
-            DeadlineExceededError, match=r"join\(\) \(calls: 'losses: wait' on rank 1\).* waited 0.2 s"
-        ) as late:
+        coordinator.schedule(wait)
+        join_until_the_deadline(comm, strategy, coordinator)
+
+    late = r"join\(\) \(calls: 'losses: wait' on rank 1\).* waited 0.2 s"
+    with pytest.raises(DeadlineExceededError if comm.rank == 0 else PeerFailedError, match=late):
+        on_workers(comm, work, communication_options=PATIENT)
+    if comm.rank == 1:
+        comm.recv(source=0)
+
+
+def join_until_the_deadline(
+    comm: Intracomm, strategy: ParameterServerStrategy, coordinator: ClusterCoordinator
+) -> None:
+    """Wait in vain for the function `wait`, and let it end then."""
+    try:
+        with deadline_of(strategy, 0.2):
             coordinator.join()
-        raise late.value
+    finally:
+        comm.send(None, 1)
 
 
 @pytest.mark.core
@@ -135,19 +158,21 @@ def test_workers_end_after_a_chief_that_has_caught_its_deadline(
     comm: Intracomm, caplog: pytest.LogCaptureFixture, on_worker_lost: str, num_numbers: int
 ) -> None:
     """Nobody receives what their functions return."""
-    options = CommunicationOptions(timeout_seconds=0.2)
-    with ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost=on_worker_lost) as strategy:
-        if strategy.is_ps:
-            strategy.serve()
-            return
+    HERE["comm"] = comm
+
+    def work(strategy: ParameterServerStrategy) -> None:
         coordinator = ClusterCoordinator(strategy)
         if strategy.is_chief:
-            coordinator.schedule(wait, args=(0.5, num_numbers))
+            coordinator.schedule(wait, args=(num_numbers,))
             with pytest.raises(DeadlineExceededError):
-                coordinator.join()
+                join_until_the_deadline(comm, strategy, coordinator)
         else:
             coordinator.serve()
             assert "serve() of the coordinator ends, as the chief has left: join() " in caplog.text
+
+    on_workers(comm, work, communication_options=PATIENT, on_worker_lost=on_worker_lost)
+    if comm.rank == 1:
+        comm.recv(source=0)
 
 
 @pytest.mark.core
@@ -155,20 +180,23 @@ def test_workers_end_after_a_chief_that_has_caught_its_deadline(
 def test_workers_that_may_miss_others_end_after_a_chief_that_fails_at_its_deadline(
     comm: Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = CommunicationOptions(timeout_seconds=0.2)
+    HERE["comm"] = comm
+
     with (
-        suppress(DeadlineExceededError),
-        ParameterServerStrategy(comm=comm, communication_options=options, on_worker_lost="ignore") as strategy,
+        pytest.raises(DeadlineExceededError, match=r"join\(\).* waited 0.2 s") if comm.rank == 0 else nullcontext(),
+        ParameterServerStrategy(comm=comm, communication_options=PATIENT, on_worker_lost="ignore") as strategy,
     ):
         if strategy.is_ps:
             strategy.serve()
             return
         coordinator = ClusterCoordinator(strategy)
         if strategy.is_chief:
-            coordinator.schedule(wait, args=(0.5,))
-            coordinator.join()
+            coordinator.schedule(wait)
+            join_until_the_deadline(comm, strategy, coordinator)
         coordinator.serve()
         assert "serve() of the coordinator ends, as the chief has left: " in caplog.text
+    if comm.rank == 1:
+        comm.recv(source=0)
 
 
 KILLED_CHIEF = """

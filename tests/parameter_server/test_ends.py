@@ -37,10 +37,15 @@ if not strategy.is_ps:
         variable = mpidist.Variable(np.zeros(4))
 """
 READS = """
+def read():
+    variable.assign_add(1.0)
+    variable.numpy()
+
 def reads():
+    read()
+    note("reading")
     while True:
-        variable.assign_add(1.0)
-        variable.numpy()
+        read()
 """
 
 
@@ -177,8 +182,9 @@ else:
                 {}["mine"]
             attempt("reads", reads)
     except KeyError:
-        time.sleep(2)
-time.sleep(1)  # a launcher may end the others when one has ended
+        pass
+await_notes("serve", 2)  # a launcher may end the others when one has ended
+await_notes("reads", 0)
 os._exit(0)
 """
 
@@ -195,9 +201,10 @@ def test_exception_that_is_caught_ends_the_waits_of_the_others(job: Job) -> None
 KILLED = """
 if strategy.is_ps:
     def die():
+        await_notes("reading", 0, 1)
         note("fault")
         os.kill(os.getpid(), signal.{signal})
-    threading.Timer(0.3, die).start()
+    threading.Thread(target=die).start()
     strategy.serve()
 else:
     attempt("first", reads)
@@ -227,13 +234,14 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
 
 ONE_OF_TWO_SERVERS = """
 def die():
+    await_notes("reading", 0, 1)
     note("fault")
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     with strategy:
         if strategy.is_ps:
             if is_faulty:
-                threading.Timer(0.3, die).start()
+                threading.Thread(target=die).start()
             attempt("serve", strategy.serve)
         else:
             attempt("reads", reads)
@@ -267,7 +275,9 @@ def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(
     if signal == "SIGSTOP":  # then the launcher must not wait for it
         program = program.replace('note("fault")', 'note("fault"); subprocess.Popen(["sh", "-c", KILL])')
         program = 'KILL = f"sleep 4; kill -KILL {os.getpid()}"' + program
-    ended = job(cluster(program), placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS="1")
+    shorter = "strategy.extended.service.group.timeout_seconds /= 20"  # once all have come together
+    program = cluster(program).replace('note("reading")', f'{shorter}; note("reading")')
+    ended = job(program, placement, is_blind=True, MPIDIST_TIMEOUT_SECONDS=f"{20 * DEADLINE_SECONDS}")
     died = ended.of("fault")[2].at
     for rank in (0, 1):
         first = ended.of("first")[rank]

@@ -79,15 +79,25 @@ def require_rest(ended: Ended, placement: Placement, num_ps: int = 1) -> None:
     assert set(ended.of("served")) == set(range(workers, placement.size))
 
 
+WORKS_LONG = """
+if rank == 1:
+    strategy.close()
+    err = os.path.join(os.path.dirname(os.environ["FAULT_NOTES"]), "err")
+    while "to come to theirs" not in open(err).read():
+        time.sleep(0.1)
+    time.sleep(0.5)  # in which another line might come
+    note("done")
+"""
+
+
 @pytest.mark.core
 def test_ranks_that_have_ended_tell_once_for_whom_they_wait(job: Job) -> None:
     """One worker works long after the strategy, and nothing is wrong: the others wait for ever, but not in silence."""
-    body = program("pass") + "\nif rank == 1:\n    strategy.close()\n    time.sleep(2.5)\n    note('done')\n"
-    ended = job(body, THREE, MPIDIST_STALL_SECONDS="1")
+    ended = job(program("pass") + WORKS_LONG, THREE, MPIDIST_STALL_SECONDS="4")
     assert ended.status == 0, ended
     assert set(ended.of("done")) == {1}
     told = [line for rank in range(3) for line in ended.lines_of(rank) if "to come to theirs" in line]
-    text = "has come to its end, and has waited 1 s for rank 1 of 3 ranks to come to theirs"
+    text = "has come to its end, and has waited 4 s for rank 1 of 3 ranks to come to theirs"
     assert told == [f"{text}; it waits on while their processes live"], ended.err
 
 
@@ -118,10 +128,9 @@ def test_a_worker_that_fails_later_by_itself_leaves_the_others_alone(job: Job) -
 
 LATE_SERVER = """
 strategy.close()
-options = mpidist.CommunicationOptions(timeout_seconds=0.5)
-strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore", communication_options=options)
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore", communication_options=PATIENT)
 rules = mpidist.experimental.server_rules
-rules.register("sleeps")(lambda value, gradient, memory: time.sleep(1.5))
+rules.register("sleeps")(lambda value, gradient, memory: await_notes("late", 1))
 
 {begin}
     if strategy.is_ps:
@@ -131,9 +140,13 @@ rules.register("sleeps")(lambda value, gradient, memory: time.sleep(1.5))
         with strategy.scope():
             variable = mpidist.Variable(0.0)
         if is_faulty:
+            strategy.extended.service.group.timeout_seconds = 0.5
             strategy.push(variable, 1.0, rules.Registered("sleeps"))
-            variable.numpy()
-        time.sleep(2.5)
+            try:
+                variable.numpy()
+            finally:
+                note("late")
+        await_notes("late", 1)
         variable.numpy()
         note("end")
 """

@@ -28,8 +28,8 @@ from mpidist.experimental import ParameterServerStrategy, partitioners, server_r
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-SEED: Final = int(os.environ.get("MPIDIST_SOAK_SEED", "20240229"))
-NUM_PROGRAMS: Final = int(os.environ.get("MPIDIST_FUZZ_EXAMPLES", "40" if is_thorough() else "4"))
+SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
+NUM_PROGRAMS: Final = int(os.environ.get("TEST_FUZZ_EXAMPLES", "40" if is_thorough() else "4"))
 NUM_ROUNDS: Final = 3  # with a barrier between, so that the search stays short
 ROWS: Final = 5
 PRIME: Final = 1009

@@ -1,6 +1,6 @@
 """Programs that train for weeks: nothing grows on workers and servers with the number of requests.
 
-`MPIDIST_SOAK_CALLS` says how many requests.
+`TEST_SOAK_CALLS` says how many requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpidist.experimental import ParameterServerStrategy, server_rules
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-NUM_REQUESTS: Final = int(os.environ.get("MPIDIST_SOAK_CALLS", "100000"))
+NUM_REQUESTS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100000"))
 NOISE_BYTES: Final = 3 << 20  # what the allocator may keep
 NOISE_BLOCKS: Final = 400  # objects of Python's own: caches, frames, interned strings
 LARGE: Final = 150_000  # numbers, in two messages

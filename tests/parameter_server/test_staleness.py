@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from parameter_server.clusters import on_workers
+from parameter_server.clusters import meet, on_workers
 
 from mpidist import CommunicationOptions, Variable
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 from mpidist.experimental import ParameterServerStrategy, server_rules
+from mpidist.parameter_server.messages import Channel, Op, Step
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -147,17 +148,53 @@ def test_a_worker_that_has_ended_holds_nobody_up(comm: Intracomm) -> None:
 def test_a_deadline_names_the_workers_that_are_late(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "0.3")
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "3")
+    workers = comm.Split(int(comm.rank == comm.size - 1), comm.rank)
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             variable = Variable(0.0)
         if not strategy.is_chief:
             strategy.step_done()
-            with pytest.raises(DeadlineExceededError, match=r"waited 0.3 s, and .*rank 0 "), strategy.scope():
+        strategy.flush()
+        workers.Barrier()
+        if not strategy.is_chief:
+            with pytest.raises(DeadlineExceededError, match=r"waited 3 s, and .*rank 0 "), strategy.scope():
                 {"read": variable.numpy, "barrier": strategy.barrier, "variable": lambda: Variable(1.0)}[call]()
-        else:
-            time.sleep(0.6)
+        meet(workers)
+        if strategy.is_chief:
             assert float(variable) == 0.0
 
     on_workers(comm, work, staleness=0)
+
+
+@pytest.mark.ranks(min=4)
+def test_nobody_gets_ahead_of_a_worker_that_is_slow_to_leave_a_call_of_all_workers(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workers do not meet, a server counts all of them again as soon as one of them goes on."""
+    monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "3")
+    start, slow = Channel.start, comm.size - 3
+
+    def start_late(channel: Channel, call: str, op: int, *args: Any, **more: Any) -> None:
+        if op == Op.STEP and more.get("rows") in (Step.GOES_ON, Step.ALL_GO_ON):
+            monkeypatch.setattr(Channel, "start", start)
+            assert comm.recv(None, 0) == "has waited"
+        start(channel, call, op, *args, **more)
+
+    def work(strategy: ParameterServerStrategy) -> None:
+        with strategy.scope():
+            _, elsewhere = Variable(0.0), Variable(0.0)
+        if comm.rank == slow:
+            monkeypatch.setattr(Channel, "start", start_late)
+        strategy.barrier()
+        if comm.rank == 0:
+            strategy.step_done()
+            with pytest.raises(DeadlineExceededError, match=f"rank {slow} had done 0 steps, and this worker 1"):
+                elsewhere.numpy()
+            comm.send("has waited", slow)
+            assert float(elsewhere) == 0.0
+        else:
+            strategy.step_done()
+
+    on_workers(comm, work, staleness=0, num_ps=2)

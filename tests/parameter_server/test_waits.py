@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from parameter_server.clusters import on_workers
+from parameter_server.clusters import PATIENT, deadline_of, meet, on_workers
 from support.everywhere import raises_everywhere
 
 from mpidist import CommunicationOptions, Variable
@@ -18,7 +18,7 @@ from mpidist.parameter_server import Role
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-SHORT = CommunicationOptions(timeout_seconds=0.3)
+HERE: dict[str, Any] = {}  # what a rule of this rank finds
 
 
 @pytest.mark.ranks(min=3)
@@ -26,27 +26,29 @@ SHORT = CommunicationOptions(timeout_seconds=0.3)
 def test_a_strategy_has_a_deadline_of_its_own(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes before that of the environment; afterwards the strategy works, and reset() has nothing to do."""
     monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", "60")
+    workers = comm.Split(int(comm.rank == comm.size - 1), comm.rank)
 
     def work(strategy: ParameterServerStrategy) -> None:
         with strategy.scope():
             variable = Variable(0.0)
         if strategy.is_chief:
             variable.numpy()
-            time.sleep(1.5)
-        else:
+        workers.Barrier()
+        if not strategy.is_chief:
             begun = time.monotonic()
             with pytest.raises(
-                DeadlineExceededError, match=r"waited 1 s, and .*rank 0 did not make this call"
+                DeadlineExceededError, match=r"waited 3 s, and .*rank 0 did not make this call"
             ) as caught:
                 strategy.barrier()
-            assert 1 <= time.monotonic() - begun < 1.5
+            assert 3 <= time.monotonic() - begun < 30
             assert "rank 0: finished read of" in str(caught.value)
             strategy.reset()
+        meet(workers)
         variable.assign_add(1.0)
         strategy.barrier()
         assert float(variable) == strategy.topology.size
 
-    on_workers(comm, work, communication_options=CommunicationOptions(timeout_seconds=1))
+    on_workers(comm, work, communication_options=CommunicationOptions(timeout_seconds=3))
 
 
 def test_deadlines_that_differ_are_refused(comm: Intracomm) -> None:
@@ -112,16 +114,55 @@ def test_others_see_what_a_server_serves(comm: Intracomm) -> None:
 
 @server_rules.register("sleeps")
 def sleeps(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
-    time.sleep(1.2)
+    while not HERE["comm"].Iprobe(0):
+        time.sleep(0.01)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.core
 def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intracomm) -> None:
     """The server that did not answer it in time learns of it, and so do the other workers."""
-    begun, is_ps, error = time.monotonic(), False, None
+    HERE["comm"], begun, error = comm, time.monotonic(), None
     try:
-        with ParameterServerStrategy(comm=comm, communication_options=SHORT) as strategy:
+        with ParameterServerStrategy(comm=comm, communication_options=PATIENT) as strategy:
+            if strategy.is_ps:
+                strategy.serve()
+            else:
+                with strategy.scope():
+                    variable = Variable(0.0)
+                if strategy.is_chief:
+                    strategy.push(variable, 1.0, server_rules.Registered("sleeps"))
+                    with (
+                        deadline_of(strategy, 0.3),
+                        pytest.raises(UnavailableError, match=r"parameter server 0 .* is lost.*waited 0.3 s"),
+                    ):
+                        variable.numpy()
+    except (PeerFailedError, UnavailableError) as caught:
+        error = caught
+    if comm.rank == 0:  # which has left
+        comm.send(None, comm.size - 1)
+    elif comm.rank == comm.size - 1:
+        comm.recv(source=0)
+    seen = comm.allgather(type(error).__name__)
+    *others, server = seen[1:]
+    assert (seen[0], server) == ("NoneType", "PeerFailedError")
+    assert set(others) <= {"UnavailableError", "NoneType"}  # some may have ended before
+    assert time.monotonic() - begun < 30
+
+
+@server_rules.register("is_away")
+def is_away(value: Any, gradient: Any, memory: dict[str, Any]) -> None:
+    for rank in range(1, HERE["comm"].size - 1):
+        while not HERE["comm"].Iprobe(rank):
+            time.sleep(0.01)
+
+
+@pytest.mark.ranks(min=3)
+def test_a_server_is_lost_for_all_workers_whatever_ends_the_one_that_has_found_it(comm: Intracomm) -> None:
+    """The worker has caught that error, and ends with one of its own, in other words."""
+    HERE["comm"], error, is_ps = comm, None, False
+    try:
+        with ParameterServerStrategy(comm=comm, communication_options=PATIENT) as strategy:
             is_ps = strategy.is_ps
             if is_ps:
                 strategy.serve()
@@ -129,13 +170,23 @@ def test_worker_that_has_caught_its_deadline_and_ends_keeps_nobody(comm: Intraco
                 with strategy.scope():
                     variable = Variable(0.0)
                 if strategy.is_chief:
-                    strategy.push(variable, 1.0, server_rules.Registered("sleeps"))
-                    with pytest.raises(UnavailableError, match=r"parameter server 0 .* is lost.*waited 0.3 s"):
+                    strategy.push(variable, 1.0, server_rules.Registered("is_away"))
+                    with deadline_of(strategy, 0.3), pytest.raises(UnavailableError, match=r"waited 0.3 s"):
                         variable.numpy()
-    except (PeerFailedError, UnavailableError) as caught:
+                    raise KeyError("mine")
+                while True:
+                    variable.numpy()
+    except (KeyError, PeerFailedError, UnavailableError) as caught:
         error = caught
-    seen = comm.allgather(type(error).__name__)
-    *others, server = seen[1:]
-    assert (seen[0], server) == ("NoneType", "PeerFailedError")
-    assert set(others) <= {"UnavailableError", "NoneType"}  # some may have ended before
-    assert time.monotonic() - begun < 8
+    if is_ps:
+        for rank in range(1, comm.rank):
+            comm.recv(source=rank)
+    elif comm.rank > 0:  # the server may go on
+        comm.send(None, comm.size - 1)
+    seen = comm.allgather((type(error).__name__, str(error)))
+    assert seen[0][0] == "KeyError"
+    for kind, text in seen[1:-1]:
+        assert kind == "UnavailableError", text
+        assert "is lost, with the variables on it" in text
+        assert "rank 0 left because of an exception: KeyError: 'mine'" in text
+    assert seen[-1][0] == "PeerFailedError"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from mpidist.transport import (
     AwaitedPeers,
     ServiceGroup,
     bytes_of,
+    first_line,
     is_process_failure,
     load_mpi,
     never_free,
@@ -52,7 +53,6 @@ _UINT8 = np.dtype(np.uint8)
 _ANSWERED_LATER = frozenset((Op.CHANGE, Op.CHANGE_ROWS, Op.STEP))  # the worker does something else meanwhile
 _ENDED = -1  # in the place of an entry of the flight recorder
 GRACE_SECONDS = 1.0  # that an answer takes after a server has found that other workers are late
-_IS_LOST: Final = "is lost, with the variables on it"
 
 
 @final
@@ -308,8 +308,7 @@ class Channel:
         except (DeadlineExceededError, PeerFailedError) as error:
             never_free((tuple(memory), self._sends, self._request, self._answer, self._incoming))
             self._pending = ""
-            is_lost = f"{self.name} {_IS_LOST}" in str(error)  # as another worker has found a little earlier, and left
-            if awaited.is_ended_by_program and not is_lost:
+            if awaited.is_ended_by_program:
                 self.broken = error
                 raise
             self._lose(error)
@@ -328,7 +327,10 @@ class Channel:
         self.broken = UnavailableError(f"{call} at {self.name} was interrupted")
 
     def _lose(self, error: Exception) -> NoReturn:
-        lost = UnavailableError(f"{self.name} {_IS_LOST}: {error}. Start the job again, from a checkpoint")
+        self._awaited.lost.setdefault(self.rank, first_line(error))  # for the other workers, if this one leaves
+        lost = UnavailableError(
+            f"{self.name} is lost, with the variables on it: {error}. Start the job again, from a checkpoint"
+        )
         vars(lost).update(vars(error))  # which rank prints the whole of it
         self.broken = lost
         raise lost from error

@@ -84,7 +84,8 @@ class Step:
 
     DONE: Final = 0  # it has done one
     WAITS: Final = 1  # it waits in a call of all workers, and does none
-    GOES_ON: Final = 2  # it has waited
+    GOES_ON: Final = 2  # it waits no longer
+    ALL_GO_ON: Final = 3  # the call of all workers is over, so none of them waits there any longer
 
 
 @final

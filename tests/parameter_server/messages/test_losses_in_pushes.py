@@ -19,6 +19,7 @@ else:
         large, small = mpidist.Variable(np.zeros(4 << 20)), mpidist.Variable(np.zeros(40_000))
     delta = np.ones(4 << 20)
     def pushes():
+        note("pushing")
         while True:
             large.assign_add(delta)
             small.assign_add(delta[:40_000])
@@ -26,9 +27,11 @@ else:
             assert (value == value[0]).all(), value
     if is_faulty:
         def die():
+            await_notes("pushing", *range(size - 1))
+            time.sleep({seconds})
             note("fault")
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Timer({seconds}, die).start()
+        threading.Thread(target=die).start()
     attempt("pushes", pushes)
 os._exit(0)
 """
