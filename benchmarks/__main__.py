@@ -5,6 +5,8 @@ python benchmarks plot results           # pictures of what was written there
 python benchmarks predict --out results  # what the cost model says of clusters; measures nothing
 python benchmarks servers --out results  # parameter servers, beside those of TensorFlow and of plain mpi4py
 python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
+python benchmarks prefetch --out results     # reading ahead, beside none
+python benchmarks tracing --out results      # calls with a trace, beside calls without
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -29,6 +31,8 @@ import checkpoints  # noqa: E402
 import parameter_servers  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
+import prefetch  # noqa: E402
+import tracing  # noqa: E402
 from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
 from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
 from contest.environments import MEMORY, MPIS, PEERS, ROOT, Peer, missing  # noqa: E402
@@ -213,7 +217,9 @@ def main() -> None:
         "checkpoints": checkpoints.main,
         "plot": plot.main,
         "predict": predict.main,
+        "prefetch": prefetch.main,
         "servers": parameter_servers.main,
+        "tracing": tracing.main,
     }
     if sys.argv[1:2] and sys.argv[1] in others:
         sys.exit(others[sys.argv.pop(1)]())

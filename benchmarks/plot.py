@@ -41,6 +41,7 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
     "tensorflow packs": {"color": "#cc79a7"},
 }
 _OTHERS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c564b", "#7f7f7f")
+_SPREAD: Final = ("us", "us_low", "us_high")
 _DOTS_PER_INCH: Final = 80  # readable, and below 150 KB, as pictures under docs/ must be
 
 
@@ -139,6 +140,34 @@ def _plot_list(axes: Any, of: dict[str, Row], name: str, styles: dict[str, dict[
     axes.grid(axis="x", alpha=0.3)
 
 
+def plot_turns(rows: list[Row], path: Path) -> None:
+    """Draw what ways of `turns.py` took: a picture for each work, a bar for each way, in it what came sooner."""
+    from matplotlib.figure import Figure
+
+    works = list(dict.fromkeys(row["work"] for row in rows))
+    num_ways = len({row["way"] for row in rows})
+    figure = Figure(figsize=(7.5, 0.9 + len(works) * (0.55 + 0.32 * num_ways)), layout="constrained")
+    unit = 1e3 if max(float(row["us"]) for row in rows) > 1e3 else 1.0
+    for axes, work in zip(figure.subplots(len(works), 1, sharex=True, squeeze=False).ravel(), works, strict=True):
+        of = [row for row in rows if row["work"] == work]
+        columns = list(dict.fromkeys(row["column"] for row in of))
+        for column, color in zip(reversed(columns), ("#56b4e9", "#0072b2"), strict=False):
+            drawn = [row for row in of if row["column"] == column]
+            times, low, high = (np.array([float(row[name]) for row in drawn]) / unit for name in _SPREAD)
+            bars = {"xerr": [times - low, high - times], "error_kw": {"linewidth": 1, "ecolor": "0.3"}}
+            axes.barh([row["way"] for row in drawn], times, color=color, label=column, **bars)
+        axes.invert_yaxis()
+        axes.set_title(work, fontsize=10, loc="left")
+        axes.tick_params(labelsize=9)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    axes.set_xlabel(f"{columns[-1]}, {'ms' if unit > 1 else 'us'}: median, lowest and highest round", fontsize=9)
+    if len(columns) > 1:
+        axes.legend(fontsize=9, frameon=False)
+    figure.suptitle(f"{rows[0]['ranks']} ranks on {rows[0]['cpus']} cores, {rows[0]['date']}", fontsize=10)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
 def _title(rows: list[Row]) -> str:
     row = rows[0]
     return (
@@ -162,6 +191,9 @@ def main() -> None:
             rows = list(csv.DictReader(file))
         folder = arguments.out or path.parent
         folder.mkdir(parents=True, exist_ok=True)
+        if "column" in rows[0]:
+            plot_turns(rows, folder / f"{path.stem}.png")
+            continue
         sizes, lists = ([row for row in rows if row["kind"] == kind] for kind in ("size", "list"))
         if len({row["bytes"] for row in sizes}) > 1:
             plot_sizes(sizes, folder / f"{path.stem}-sizes.png")

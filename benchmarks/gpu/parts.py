@@ -10,7 +10,7 @@ __all__ = ["PARTS", "Part"]
 # NCCL's transports that cannot work between ranks of one GPU are off, and it takes little of it: for right numbers,
 # never for times.
 ONE_GPU: Mapping[str, str] = {
-    "MPIDIST_TEST_HOSTIDS": "1",
+    "TEST_HOSTIDS": "1",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",

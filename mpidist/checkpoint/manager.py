@@ -150,8 +150,11 @@ class CheckpointManager:
                 self.checkpoint.restore(place)
             except DataLossError as error:
                 if not skip_broken:
-                    raise
-                logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
+                    hint = "restore_or_initialize(skip_broken=True) takes the one before, if there is one"
+                    raise _with_text(error, f"{error}; {hint}") from error.__cause__
+                extended: Any = self.checkpoint.strategy.extended
+                if extended.group.topology.rank == 0:
+                    logger.warning("mpidist: the checkpoint %s is passed over: %s", place, error)
                 before = number
             else:
                 return str(place)
@@ -191,6 +194,13 @@ class CheckpointManager:
             kept = [number for number in self._numbers() if number != newest]
             for number in kept[: len(kept) + 1 - self._max_to_keep]:
                 remove(self._place(number))
+
+
+def _with_text(error: DataLossError, text: str) -> DataLossError:
+    """Make an error like one of all ranks, marked alike, with another text."""
+    another = DataLossError(text)
+    vars(another).update(vars(error))
+    return another
 
 
 def _is_open(extended: Any) -> bool:

@@ -6,9 +6,16 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
+
+from mpidist.transport import forbid_calls_here
 
 __all__ = ["ReadAhead"]
+
+_ONLY_READS: Final = (
+    "in the thread that reads batches ahead: on each rank it would come at another time among the program's own calls. "
+    "Let the data set only read, or leave experimental_per_replica_buffer_size at 1"
+)
 
 
 @final
@@ -67,6 +74,7 @@ class ReadAhead(Iterator[Any]):
 
 def _read(batches: Iterable[Any], shelf: _Shelf) -> None:
     """Put all batches on a shelf, and then the error or the `StopIteration` that ended them."""
+    forbid_calls_here(_ONLY_READS)
     try:
         steps = iter(batches)
         while True:

@@ -150,12 +150,12 @@ def test_damaged_files_are_told_on_all_ranks_and_passed_over_if_asked(
         comm.Barrier()
         checkpoint.weights.assign(np.full(1000, 7.0))
         pattern = pattern if damage != "own arrays" else "damaged"
-        with raises_everywhere(comm, DataLossError, pattern):
+        with raises_everywhere(comm, DataLossError, rf"({pattern}).*; restore_or_initialize\(skip_broken=True\) takes"):
             manager.restore_or_initialize()
         assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (2, 7)
         assert manager.restore_or_initialize(skip_broken=True) == str(folder / "ckpt-1")
         assert (checkpoint.step, checkpoint.weights.numpy()[0]) == (1, 1)
-        assert sum("ckpt-2 is passed over" in record.getMessage() for record in caplog.records) == 1
+        assert sum("ckpt-2 is passed over" in record.getMessage() for record in caplog.records) == (comm.rank == 0)
         comm.Barrier()
         if comm.rank == 0:
             shutil.rmtree(folder / "ckpt-1")

@@ -6,13 +6,18 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from jobs.failing import PROJECT, Job, job  # noqa: F401
 
+from mpidist import MultiWorkerMirroredStrategy
 from mpidist.checkpoint import Checkpoint, CheckpointManager
 from mpidist.experimental import PreemptionCheckpointHandler
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 EXAMPLE = Path(PROJECT) / "docs/examples/preemptible.py"
 HEAD = """
@@ -189,3 +194,16 @@ def test_alone_it_leaves_at_the_next_step_and_says_what_it_cannot_take(
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)
+
+
+def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, placement: tuple[int, ...]) -> None:
+    """A notice goes with the calls of the step."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        with strategy.scope():
+            checkpoint = Checkpoint(step=0)
+        handler = PreemptionCheckpointHandler(CheckpointManager(checkpoint, tmp_path), signals=())
+        agreement, num_steps = strategy.extended.group.agreement, 40
+        before = agreement.sequence
+        for _ in range(num_steps):
+            assert handler.run(strategy.reduce, "sum", 1) == comm.size
+        assert agreement.sequence - before == (num_steps if comm.size > 1 else 0)

@@ -301,6 +301,27 @@ def test_readers_of_passes_that_were_left_end(comm: Intracomm) -> None:
         wait_until(lambda: not readers())
 
 
+def test_reader_that_calls_the_strategy_is_refused(comm: Intracomm) -> None:
+    """Between the program's own calls it would come at another place on each rank."""
+    with MultiWorker(comm=comm) as strategy:
+
+        class Asking:
+            def __iter__(self) -> Iterator[Any]:
+                yield np.arange(4)
+                yield strategy.broadcast(np.arange(4))
+
+        options = InputOptions(experimental_per_replica_buffer_size=3)
+        dataset = strategy.experimental_distribute_dataset(Asking(), options)
+        for _ in range(2):
+            num_steps = 0
+            with raises_everywhere(comm, RuntimeError, r"^broadcast in the thread that reads batches ahead: on each"):
+                for _part in dataset:
+                    num_steps += 1
+                    strategy.reduce("SUM", 1.0)
+            assert num_steps == 1
+        assert strategy.reduce("SUM", 1.0) == comm.size
+
+
 def test_rows_that_are_read_when_they_are_sliced_are_read_ahead(comm: Intracomm) -> None:
     """As those of h5py and zarr: each rank reads its own, in the thread."""
     where: list[tuple[str, int]] = []
