@@ -34,6 +34,7 @@ from mpidist.transport.group import (
     Steps,
     SyncGroup,
     all_reduce_rows,
+    forbid_calls_here,
     meet_ranks,
     narrow,
     raise_reported,
@@ -42,7 +43,18 @@ from mpidist.transport.group import (
     widen,
 )
 from mpidist.transport.half import bfloat16, dtype_named
-from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi, ring_all_reduce
+from mpidist.transport.host_memory import RecycledResults, ResultMemory, SumMemory
+from mpidist.transport.mpi import (
+    LAUNCHER_PREFIXES,
+    Intracomm,
+    is_process_failure,
+    launcher_here,
+    launcher_text,
+    let_first_rank_end,
+    load_mpi,
+    rank_said,
+    ring_all_reduce,
+)
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
 from mpidist.transport.settings import unknown_settings
@@ -67,6 +79,9 @@ from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete, never_free, poll
 
 __all__ = [
+    "RecycledResults",
+    "ResultMemory",
+    "SumMemory",
     "Call",
     "CallRecord",
     "Array",
@@ -84,6 +99,7 @@ __all__ = [
     "GpuFacts",
     "InPlace",
     "Intracomm",
+    "LAUNCHER_PREFIXES",
     "LEADER_BYTES",
     "LINE_BYTES",
     "Launched",
@@ -128,10 +144,14 @@ __all__ = [
     "ends_normally",
     "fingerprint_of",
     "first_line",
+    "forbid_calls_here",
     "is_half",
     "is_shared",
     "is_process_failure",
     "is_shared_by",
+    "launcher_here",
+    "launcher_text",
+    "let_first_rank_end",
     "load_mpi",
     "load_tuned",
     "mark_left",
@@ -143,6 +163,7 @@ __all__ = [
     "never_free",
     "open_groups",
     "poll",
+    "rank_said",
     "raise_reported",
     "raise_together",
     "read_boot_id",

@@ -83,6 +83,14 @@ def note(what, **more):
     with open(os.environ["FAULT_NOTES"], "a") as file:
         file.write(line + "\\n")
 
+def await_notes(what, *ranks):  # the job's limit ends a wait in vain
+    awaited = set(ranks)
+    while awaited:
+        with open(os.environ["FAULT_NOTES"]) as file:
+            whole = file.read().split("\\n")[:-1]  # the last line may be half written
+        awaited -= {line["rank"] for line in map(json.loads, whole) if line["what"] == what}
+        time.sleep(0.01)
+
 def attempt(what, call):
     begun = time.monotonic()
     try:

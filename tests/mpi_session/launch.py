@@ -22,7 +22,7 @@ DIRECTORY = "MPI_SESSION_DIR"
 TOKEN = "TEST_LAUNCH_TOKEN"
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-_MPI_PREFIXES = ("PMI", "OMPI_", "OPAL_", "PRTE_", "HYDRA", "HYDI_", "MPI")
+_MPI_PREFIXES = ("_MPIDIST_", "PMI", "OMPI_", "OPAL_", "PRTE_", "HYDRA", "HYDI_", "MPI")
 # These begin like a launcher's variables, but are the user's settings of mpi4py and of the library.
 _SETTINGS = ("MPI4PY_", "MPIDIST_")
 _DEFAULTS = {

@@ -24,7 +24,7 @@ def command(*arguments):
 
 
 def environment(**variables):
-    names = ("CI", "MPIDIST_CI", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+    names = ("CI", "TEST_CI", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
     clean = {name: value for name, value in clean_environment().items() if name not in names}
     return {**clean, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200", **variables}
 
@@ -256,7 +256,7 @@ def test_else(): pytest.skip("needs NVLink, or needs a GPU")
     assert "1 failed, 1 skipped" in result.closing()
     assert "SKIPPED [1] test_it.py:4: needs a GPU with NVLink" in result.text
     module = write(tmp_path, "pytest.skip('a whole module', allow_module_level=True)\n")
-    result = Result(module, "--ranks", "1", MPIDIST_CI="1")
+    result = Result(module, "--ranks", "1", TEST_CI="1")
     assert "skipped in CI: 'a whole module'" in result.section("ERROR collecting test_it.py [1 rank]")
     assert result.status == 1
 

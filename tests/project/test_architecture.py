@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -257,6 +258,15 @@ def test_guarded_libraries_have_few_doors(library: str) -> None:
         allowed = any((module.name + ".").startswith(door.rstrip(".") + ".") for door in WHERE_GUARDED[library])
         assert allowed, f"{module.at(its.line)} imports {library}"
         assert its.in_function or its.only_typing, f"{module.at(its.line)} imports {library} when it is loaded"
+
+
+def test_variables_of_launchers_are_named_in_one_module() -> None:
+    """Else a launcher that changes is known here, and not there. The resolver of Slurm reads where its tasks lie."""
+    pattern = re.compile(r'"(PMI_|PMIX_|OMPI_COMM_WORLD|MV2_COMM_WORLD|MPI_LOCAL|SLURM_STEP_NUM_TASKS|SLURM_PROCID)')
+    naming = {module.name for module in MODULES.values() if pattern.search(module.path.read_text())}
+    assert {name for name in naming if not is_in(name, "mpidist.cluster_resolver")} == {
+        "mpidist.transport.mpi.launcher_variables"
+    }
 
 
 def test_modules_stay_small() -> None:

@@ -227,12 +227,35 @@ def test_watching_is_measured(tmp_path: Path) -> None:
     assert 200_000 <= found["a rank misses a deadline of 0.2 s"] < 700_000
 
 
-def test_cost_of_a_trace_is_measured() -> None:
-    command = [*Launcher.find(None).command, "-n", "2", sys.executable, str(BENCHMARKS / "trace_cost.py")]
-    command += ["--calls", "50", "--blocks", "3"]
+@pytest.mark.parametrize(
+    ("name", "options", "ways"),
+    [
+        ("checkpoints", ["--size=1M"], "numpy.save, fsync|numpy.save|copy in memory|save|save, background=True"),
+        ("prefetch", ["--ms=0.1", "--steps=16"], "|".join(["1 batch|2 batches|8 batches"] * 3)),
+        ("tracing", ["--calls=20"], "no trace|trace|no trace|trace"),
+    ],
+)
+def test_ways_take_turns_in_a_job(tmp_path: Path, name: str, options: list[str], ways: str) -> None:
+    command = [sys.executable, str(BENCHMARKS), name, *options, "--rounds=2", f"--out={tmp_path}"]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0].strip() for line in done.stdout.splitlines()] == ["no trace", "trace"]
+    rows = rows_in(tmp_path / f"{name}.csv")
+    compared = [row for row in rows if row["ratio"]]
+    assert "|".join(row["way"] for row in compared) == ways
+    assert all(row["ratio"] == "1.000" for row in compared if row["way"] == row["baseline"])
+    for row in rows:
+        assert 0 < float(row["us_low"]) <= float(row["us"]) <= float(row["us_high"])
+        assert len(row["us_rounds"].split()) == int(row["rounds"]) == 2
+
+
+def test_times_of_turns_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = BENCHMARKS.parent / "docs" / "benchmarks" / "data"
+    files = [str(data / f"{name}.csv") for name in ("checkpoints", "prefetch", "tracing")]
+    command = [sys.executable, str(BENCHMARKS), "plot", *files, "--out", str(tmp_path)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints.png", "prefetch.png", "tracing.png"]
 
 
 def test_older_commit_is_measured_beside(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from jobs.faults import environment
 from mpi_session.launch import Launcher
-from support.pages import BLOCK, Block, Command, blocks_of, difference
+from project.pages import BLOCK, Block, Command, blocks_of, difference
 
 import mpidist
 
@@ -32,7 +32,7 @@ NOT_RUN = {
     "a part of a program": 6,
     "changes the library": 14,
     "for any program": 5,
-    "installs packages": 4,
+    "installs packages": 6,
     "measures the machine": 4,
     "needs a GPU": 3,
     "needs a running job": 3,
@@ -42,7 +42,7 @@ NOT_RUN = {
     "needs torch": 4,
     "needs zarr": 1,
     "prints bits of one machine": 1,
-    "takes minutes": 13,
+    "takes minutes": 15,
 }
 
 
@@ -162,6 +162,7 @@ def test_block_does_what_it_shows(
 ALONE, MANY = "python a.py", "mpiexec -n 2 python a.py"
 ERROR = '[rank 1 on node1]   File "/tmp/a.py", line 3, in step\n[rank 1 on node1] KeyError: 7'
 OWN_FRAME = f'[rank 1 on node1]   File "{mpidist.__file__}", line 9, in run\n[rank 1 on node1]     fn()\n'
+OF_OPEN_MPI = "{0}\nMPI_ABORT was invoked on\n[1]\n{0}\n{0}\nprterun has exited\n{0}\n\0".format("-" * 74)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,10 @@ OWN_FRAME = f'[rank 1 on node1]   File "{mpidist.__file__}", line 9, in run\n[ra
         (ALONE, "one\n...\nfour", "one\ntwo\nthree", False),
         (MANY, ERROR, ERROR.replace("/tmp/", "/home/you/"), True),
         (MANY, ERROR, OWN_FRAME + ERROR, True),
+        (MANY, ERROR, f"{ERROR}\n{OF_OPEN_MPI}", True),
+        (MANY, ERROR, f"{OF_OPEN_MPI.replace('[1]', ERROR)}", True),
+        (MANY, ERROR, f"{ERROR}\n{OF_OPEN_MPI}[rank 1 on laptop] more", False),
+        (MANY, ERROR, f"{ERROR}\nAbort(1) on node 0 (rank 0 in comm 0): MPI_Abort", True),
         (MANY, ERROR, "\n".join(reversed(ERROR.splitlines())), False),
         (MANY, ERROR, ERROR.replace("line 3", "line 4"), False),
         (MANY, ERROR, ERROR.replace("rank 1", "rank 0"), False),

@@ -1,7 +1,7 @@
 """Arguments of all sorts, made by Hypothesis: every rank returns the right numbers, or every rank raises one error.
 
 In a share of the examples one rank passes something else, or makes another call. Nothing may hang, or leave the
-strategy unusable. `MPIDIST_FUZZ_EXAMPLES` says how many examples.
+strategy unusable. `TEST_FUZZ_EXAMPLES` says how many examples.
 
 All ranks draw the same examples: nothing is random, and they agree on the outcome of each.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("MPIDIST_FUZZ_EXAMPLES", "300" if is_thorough() else "80")),
+    max_examples=int(os.environ.get("TEST_FUZZ_EXAMPLES", "300" if is_thorough() else "80")),
     derandomize=True,
     database=None,
     deadline=None,

@@ -1,6 +1,6 @@
 """Programs that run for weeks: neither memory, nor files, nor shared memory grow with the number of calls.
 
-`MPIDIST_LEAK_CALLS` says how many calls; 2,000 in `make test-all`, else fewer. With 100,000, add `--timeout 1200`.
+`TEST_LEAK_CALLS` says how many calls; 2,000 in `make test-all`, else fewer. With 100,000, add `--timeout 1200`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.parametrize("transport", ["mpi", "shared_memory"], indirect=True),
 ]
 
-NUM_CALLS = int(os.environ.get("MPIDIST_LEAK_CALLS", "2000" if is_thorough() else "300"))
+NUM_CALLS = int(os.environ.get("TEST_LEAK_CALLS", "2000" if is_thorough() else "300"))
 NOISE_BYTES = 3 << 20  # what the allocator may keep
 NOISE_BLOCKS = 400  # objects of Python's own: caches, frames, interned strings
 

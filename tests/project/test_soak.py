@@ -1,7 +1,7 @@
 """A soak: many calls of random kinds, sizes, dtypes and options, every result compared with NumPy's, and no leak.
 
 One seed decides on all ranks what is called; values come from it, the rank and the number of the call, so that every
-rank knows what must come of them. `MPIDIST_SOAK_CALLS` says how many calls, `MPIDIST_SOAK_SEED` which. With 200,000,
+rank knows what must come of them. `TEST_SOAK_CALLS` says how many calls, `TEST_SOAK_SEED` which. With 200,000,
 add `--timeout 3600`.
 """
 
@@ -43,8 +43,8 @@ from mpidist import MultiWorkerMirroredStrategy as Strategy
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-NUM_CALLS: Final = int(os.environ.get("MPIDIST_SOAK_CALLS", "300" if is_thorough() else "100"))
-SEED: Final = int(os.environ.get("MPIDIST_SOAK_SEED", "20240229"))
+NUM_CALLS: Final = int(os.environ.get("TEST_SOAK_CALLS", "300" if is_thorough() else "100"))
+SEED: Final = int(os.environ.get("TEST_SOAK_SEED", "20240229"))
 LEAST_RATE: Final = 20  # calls per second; thousands where each rank has a core, few where many tests share two
 NOISE_BYTES: Final = 32 << 20  # what the allocator may keep of arrays of some MiB, and plans of a thousand shapes
 SYMMETRIC: Final = 20_000  # elements
@@ -371,7 +371,7 @@ def make_calls(soak: Soak, number: int) -> None:
         try:
             call(soak)
         except Exception as error:
-            what = f"MPIDIST_SOAK_SEED={SEED}, call {soak.step} on rank {soak.rank} of {soak.size}: {soak.what}"
+            what = f"TEST_SOAK_SEED={SEED}, call {soak.step} on rank {soak.rank} of {soak.size}: {soak.what}"
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     soak.finish()
 
@@ -407,7 +407,7 @@ def test_soak(comm: Intracomm, transport: str) -> None:
         make_calls(soak, NUM_CALLS)
         rate = NUM_CALLS / (time.monotonic() - begun)
         after, maps_after, highest_after = used(comm)
-        what = f"MPIDIST_SOAK_SEED={SEED}, {NUM_CALLS} calls, {rate:.0f} per second"
+        what = f"TEST_SOAK_SEED={SEED}, {NUM_CALLS} calls, {rate:.0f} per second"
         print(what)
         assert same_everywhere(comm, np.array(soak.bits)), f"{what}: ranks have other bits, or other errors"
         text = f"{what}: {before} became {after}, {maps_before} mappings {maps_after}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -29,6 +30,16 @@ from mpidist.variables import OnEachRank, VariablePlacement
 WORLD = MPI.COMM_WORLD
 
 only_several = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Puts the logger of mpidist back as it was: a strategy that is refused has set its level already."""
+    ours = logging.getLogger("mpidist")
+    level, handlers = ours.level, ours.handlers[:]
+    yield
+    ours.setLevel(level)
+    ours.handlers[:] = handlers
 
 
 @pytest.mark.parametrize(
@@ -67,6 +78,7 @@ def test_variable_that_is_not_understood_is_refused_on_all_ranks(
         ("MPIDIST_PRETEND_NODES", ",".join("0" * WORLD.size), ",".join("1" * WORLD.size)),
     ],
 )
+@pytest.mark.usefixtures("loggers")
 def test_variable_that_differs_between_ranks_is_refused_on_all(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, another: str
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import FlightRecorder
@@ -17,7 +17,9 @@ from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
 from mpidist.transport.trace.trace import Trace
 
-__all__ = ["Seat", "begin_trace", "end_trace"]
+__all__ = ["Gather", "Seat", "begin_trace", "end_trace"]
+
+Gather = Callable[[Any], list[Any]]
 
 _names: Final[list[str]] = []  # of the trace of the whole job; at most one
 
@@ -40,7 +42,12 @@ class Seat(NamedTuple):
 
 
 def begin_trace(
-    comm: Intracomm | None, folder: Path, seat: Seat, recorder: FlightRecorder, is_of_job: bool = False
+    comm: Intracomm | None,
+    folder: Path,
+    seat: Seat,
+    recorder: FlightRecorder,
+    is_of_job: bool = False,
+    gather: Gather | None = None,
 ) -> Trace:
     """Begin to record the calls of a group, in a new folder within a folder. Collective.
 
@@ -50,14 +57,17 @@ def begin_trace(
         seat: This rank.
         recorder: The flight recorder of this rank.
         is_of_job: Whether all groups of the job have one folder, and not each trace its own.
+        gather: All-gathers an object, and gives up where a rank's file system does not answer; by default without end.
 
     Raises:
         UnavailableError: If a rank cannot write there. On every rank.
     """
+    if gather is None:
+        gather = _alone if comm is None else comm.allgather
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     if is_of_job and _names:
         name = _names[0]
-    name = name if comm is None else comm.bcast(name, 0)
+    name = gather(name)[0]
     if is_of_job:
         _names[:] = [name]
     path = folder / name / f"rank-{seat.world_rank}-{seat.group}.jsonl"
@@ -67,18 +77,19 @@ def begin_trace(
         trace = Trace(path, recorder)
     except OSError as error:
         problem = f"rank {seat.rank} ({socket.gethostname()}): {error.strerror}"
-    problems = [one for one in _all_gather(comm, problem) if one]
-    if trace is None or problems:
+    try:
+        problems = [one for one in gather(problem) if one]
+        if trace is None or problems:
+            needed = "give a folder that all ranks can write to"
+            raise UnavailableError(f"no trace can be written to {folder}: {problems[0]}; {needed}")
+    except BaseException as refusal:
         if trace is not None:
             trace.discard()
             with suppress(OSError):  # another rank's file is still there
                 path.parent.rmdir()
-        refusal = UnavailableError(
-            f"no trace can be written to {folder}: {problems[0]}; give a folder that all ranks can write to"
-        )
-        if comm is not None:
+        if comm is not None and isinstance(refusal, UnavailableError):
             mark_shared(refusal, ranks_in_world(comm))
-        raise refusal
+        raise
     clock = name_clock()
     header = {"trace": name, **seat._asdict(), "host": socket.gethostname(), "clock": clock}
     trace.begin(header, compare_clocks(comm, clock))
@@ -90,5 +101,5 @@ def end_trace(comm: Intracomm | None, trace: Trace) -> None:
     trace.end(compare_clocks(comm, name_clock()))
 
 
-def _all_gather(comm: Intracomm | None, text: str) -> Sequence[str]:
-    return [text] if comm is None else comm.allgather(text)
+def _alone(item: Any) -> list[Any]:
+    return [item]

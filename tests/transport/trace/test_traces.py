@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jobs.failing import Job, job
 from support.everywhere import raises_everywhere
+from support.trace_events import Event, process_of, read_events
 
-from mpidist import MultiWorkerMirroredStrategy, OneDeviceStrategy
-from mpidist.__main__ import main
-from mpidist.errors import InvalidArgumentError, UnavailableError
+from mpidist import CommunicationOptions, MultiWorkerMirroredStrategy, OneDeviceStrategy
+from mpidist.__main__ import run_command
+from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement import SoloAgreement
 from mpidist.transport.waiting import observe_waits, tell_wait
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = ["job"]
-
-Event = dict[str, Any]
 
 
 @pytest.fixture
@@ -48,28 +47,9 @@ def calls_of(pieces: list[Event]) -> list[list[Any]]:
 
 def merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[Event], str]:
     """Merge, and return the events, and what was printed."""
-    assert main(["trace", "merge", str(folder)]) == 0
+    assert run_command(["trace", "merge", str(folder)]) == 0
     (path,) = folder.glob("**/trace.json")
-    events: list[Event] = json.loads(path.read_text())["traceEvents"]
-    require_slices_to_nest(events)
-    return events, capsys.readouterr().out
-
-
-def require_slices_to_nest(events: list[Event]) -> None:
-    """Slices of one row lie within each other, or apart: viewers show nothing else."""
-    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            begun = round(1000 * event["ts"])
-            rows.setdefault((event["pid"], event["tid"]), []).append((begun, begun + round(1000 * event["dur"])))
-    assert rows
-    for slices in rows.values():
-        open_until: list[int] = []
-        for begun, ended in sorted(slices, key=lambda one: (one[0], -one[1])):
-            while open_until and open_until[-1] <= begun:
-                open_until.pop()
-            assert not open_until or ended <= open_until[-1]
-            open_until.append(ended)
+    return read_events(path), capsys.readouterr().out
 
 
 @pytest.mark.core
@@ -111,12 +91,12 @@ def test_merged_file_shows_all_ranks(
         events, text = merged(folder, capsys)
         names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         assert {pid: name.partition(" on ")[0] for pid, name in names.items()} == {
-            rank: f"rank {rank}" for rank in range(comm.size)
+            process_of(rank): f"rank {rank}" for rank in range(comm.size)
         }
         assert "1 host, one clock" in text
         assert "note" not in text
         for rank in range(comm.size):
-            own = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+            own = [event for event in events if event["pid"] == process_of(rank) and event["ph"] == "X"]
             calls = [event["name"] for event in own if event["cat"] == "call"]
             assert calls == ["start_all_reduce", "start_all_reduce", "reduce", "the end of trace()"]
             assert {"adding", "staging"} <= {event["name"] for event in own}
@@ -153,7 +133,7 @@ def test_late_rank_is_named(comm: Intracomm, folder: Path, capsys: pytest.Captur
         assert f"of it for rank {late}, which came last to " in text
         assert f"for rank {late} in call " in text
         waits = [event for event in events if event["name"] == "waiting for ranks" and event["dur"] > 40_000]
-        assert {event["pid"] for event in waits} >= set(others)
+        assert {event["pid"] for event in waits} >= set(map(process_of, others))
 
 
 def test_folder_that_cannot_be_written_is_an_error_of_all_ranks(
@@ -194,6 +174,31 @@ def test_rank_that_alone_cannot_write_leaves_no_files(
     assert pieces_in(folder / "here") == {}
 
 
+@pytest.mark.ranks(min=2)
+def test_file_system_that_does_not_answer_ends_with_the_deadline(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, told = os.mkdir, comm.Dup()
+
+    def stand_still(path: Any, mode: int = 0o777) -> None:
+        if comm.rank == 1 and folder in Path(path).parents:
+            told.recv(source=0)
+        make(path, mode)
+
+    monkeypatch.setattr("os.mkdir", stand_still)
+    options = CommunicationOptions(timeout_seconds=0.3)
+    with MultiWorkerMirroredStrategy(communication_options=options, comm=comm) as strategy:
+        with pytest.raises(DeadlineExceededError, match=r"trace\(\)|rank"), strategy.trace(folder):
+            raise AssertionError("nothing may be done untraced")
+        if comm.rank == 0:
+            told.send("all others have given up", 1)
+        comm.Barrier()
+        assert pieces_in(folder) == {}
+        strategy.reset()
+        assert strategy.reduce("SUM", 1.0) == comm.size
+    told.Free()
+
+
 def test_wrong_arguments_are_refused_together(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         wrong: Any = 3
@@ -229,7 +234,7 @@ def test_two_strategies_are_traced_at_once(
         assert len([*trace.glob("*.jsonl")]) == 2 * comm.size
         events, text = merged(folder, capsys)
         assert text.count("Strategy ") == 1 + min(comm.size, 2)
-        assert len({event["tid"] for event in events if event["pid"] == 0 and event["ph"] == "X"}) == 2
+        assert len({event["tid"] for event in events if event["pid"] == process_of(0) and event["ph"] == "X"}) == 2
 
 
 def test_nothing_is_recorded_after_the_block(comm: Intracomm, folder: Path) -> None:
@@ -314,7 +319,7 @@ def test_full_disk_ends_the_trace_and_not_the_program(
             assert strategy.reduce("SUM", 1.0) == 1
         monkeypatch.undo()
     assert caplog.text.count("there is no space left for it") == 1
-    assert main(["trace", "merge", str(tmp_path)]) == 0
+    assert run_command(["trace", "merge", str(tmp_path)]) == 0
 
 
 @pytest.mark.no_mpi
@@ -329,7 +334,7 @@ def test_trace_that_is_too_long_ends(
         for _ in range(2000):
             strategy.reduce("SUM", 1.0)
     assert "and gets no more; trace a part of the program" in caplog.text
-    assert main(["trace", "merge", str(tmp_path)]) == 0
+    assert run_command(["trace", "merge", str(tmp_path)]) == 0
     assert "the trace was full before the end" in capsys.readouterr().out
 
 
@@ -373,7 +378,7 @@ def test_job_that_fails_leaves_files_that_can_be_read(
     assert sorted(pieces) == [0, 1, 2]
     least = 256 if program is KILLED else 400
     assert min(len(calls_of(of_rank)) for of_rank in pieces.values()) >= least
-    assert main(["trace", "merge", str(tmp_path / "trace")]) == 0
+    assert run_command(["trace", "merge", str(tmp_path / "trace")]) == 0
     assert ": the trace has no end" in capsys.readouterr().out
 
 
@@ -406,6 +411,6 @@ def test_requests_to_parameter_servers_are_traced(job: Job, tmp_path: Path, caps
     assert "whose ranks make no calls together: set MPIDIST_TRACE" in ended.out
     events, text = merged(tmp_path / "trace", capsys)
     calls = [(event["pid"], event["name"]) for event in events if event.get("cat") == "call"]
-    assert [calls.count((rank, "read of 'table'")) for rank in range(3)] == [20, 20, 0], calls
-    assert (2, "serve()") in calls
+    assert [calls.count((process_of(rank), "read of 'table'")) for rank in range(3)] == [20, 20, 0], calls
+    assert (process_of(2), "serve()") in calls
     assert "exchange" in text

@@ -1,0 +1,192 @@
+"""The pages: their blocks, the commands in them, and whether a command printed what its block shows.
+
+    <!-- run: name.py -->                   a program; the commands of a page find all programs of the page
+    <!-- run: name.py, needs torch -->      the same, where the module is installed; of commands `run, needs torch`
+    <!-- not run: needs Slurm -->           code or commands that the tests leave alone, and why
+
+A block of commands without a mark is run as it stands, and what it prints is compared with the block.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import mpidist
+
+__all__ = ["BLOCK", "Block", "Command", "blocks_of", "difference"]
+
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>run|not run)(?:: (?P<word>[^\n,]+))?(?:, needs (?P<needs>\w+))? -->\n+)?"
+    r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+# What can be run anywhere: programs of the page, and the library's own commands, with the variables before them.
+_SAFE = re.compile(r"([A-Z][A-Z_]*=[\w,.]+ )*(mpiexec -n \d+ )?python ((-m mpi4py )?\w+\.py|-m mpidist \w+)[\w\s,./-]*")
+_LEFT_OUT = "..."
+_MAX_BREAKS = 8  # of one line that was printed, in a block
+
+
+class Command(NamedTuple):
+    """A line of a block that begins with `$`, and the lines below it.
+
+    Attributes:
+        line: What is typed.
+        shown: What it prints.
+        status: Its exit status, if the block shows it by `echo $?`.
+    """
+
+    line: str
+    shown: tuple[str, ...] = ()
+    status: int | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a test may run it."""
+        return _SAFE.fullmatch(self.line) is not None
+
+    @property
+    def is_by_many(self) -> bool:
+        """Whether several processes print at once."""
+        return "mpiexec" in self.line
+
+    @property
+    def shows_failure(self) -> bool:
+        """Whether the block shows a traceback."""
+        return any(line.endswith("Traceback (most recent call last):") for line in self.shown)
+
+    def ends_with(self, status: int) -> bool:
+        """Whether this is the exit status of which the block speaks: with a traceback, any but 0."""
+        return (status != 0) == self.shows_failure if self.status is None else status == self.status
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a page.
+
+    Attributes:
+        page: The file.
+        number: Of the line where the block begins.
+        kind: Its language: `python`, `console`, `text`.
+        mark: `run`, `not run` or nothing.
+        word: What the mark says: a program's name, or why it is not run.
+        needs: A module without which it is not run.
+        text: What is between the fences.
+    """
+
+    page: Path
+    number: int
+    kind: str
+    mark: str
+    word: str
+    needs: str
+    text: str
+
+    @cached_property
+    def commands(self) -> list[Command]:
+        """The commands in the block, in order."""
+        found: list[Command] = []
+        for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
+            line, *shown = part.splitlines()
+            if line == "echo $?":
+                found[-1] = found[-1]._replace(status=int(shown[0]))
+            else:
+                found.append(Command(re.sub(r"\s+#.*", "", line), tuple(shown)))
+        return found
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page, in order. A program without a name is called after its place."""
+    text, found = page.read_text(), []
+    for match in BLOCK.finditer(text):
+        number = text.count("\n", 0, match.start("kind")) + 1
+        word = match["word"] or (f"line_{number}.py" if match["kind"] == "python" else "")
+        found.append(Block(page, number, match["kind"], match["mark"] or "", word, match["needs"] or "", match["text"]))
+    return found
+
+
+def difference(command: Command, printed: str) -> str:
+    """Return in what the output of a command differs from what its block shows; nothing, if in nothing.
+
+    Hosts, numbers of processes, times and folders are those of the day, and the lines of the library itself in a
+    traceback move: none of them counts. Lines of several ranks come in any order, but those that begin with the name of
+    one rank. In a block a long line may be broken, and `...` stands for a part of a line, or for lines.
+    """
+    shown, rest = _comparable(command.shown), _comparable(printed.splitlines())
+    leaves_out = False
+    while shown:
+        if shown[0] == _LEFT_OUT:
+            leaves_out = True
+            del shown[0]
+            continue
+        for count in range(1, min(len(shown), _MAX_BREAKS) + 1):
+            fits = _pattern(" ".join([shown[0], *map(str.strip, shown[1:count])])).fullmatch
+            at = _first(rest, fits, command.is_by_many, leaves_out)
+            if at is not None:
+                break
+        else:
+            return f"not printed there: {shown[0]!r}"
+        del rest[at], shown[:count]
+    return "" if leaves_out or not rest else f"not in the block: {rest[0]!r}"
+
+
+def _first(lines: list[str], fits: Callable[[str], object], is_by_many: bool, leaves_out: bool) -> int | None:
+    """Return the place of the first line that fits, if no line comes before that the same process wrote."""
+    at = next((at for at, line in enumerate(lines) if fits(line)), None)
+    if at is None or leaves_out:
+        return at
+    return None if any(_is_by_same(line, lines[at], is_by_many) for line in lines[:at]) else at
+
+
+def _is_by_same(one: str, other: str, is_by_many: bool) -> bool:
+    if not is_by_many:
+        return True
+    ranks = [re.match(r"\[rank \d+ ", line) for line in (one, other)]
+    return None not in ranks and len({match and match[0] for match in ranks}) == 1
+
+
+def _pattern(line: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, line.split(_LEFT_OUT))))
+
+
+_HERE = {"laptop", "node1", socket.gethostname()}
+_OF_THE_DAY = (
+    (rf"\b({'|'.join(map(re.escape, sorted(_HERE)))})\b", "HOST"),
+    (r"(?<![\w.])/(?:[\w.+-]+/)+", ""),
+    (r"(mpidist-flight/|mpidist-flight is |costs-|Strategy |weights )[0-9a-f]+\b", r"\1HEX"),
+    (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
+    (r"\bprocess \d+", "process N"),
+    (r"\b\d+(\.\d+)? (us|ms|s)\b", "TIME"),
+    (r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d(\.\d+)?", "TIME"),
+    (r"((Python|NumPy|Version:) )[\d.]+", r"\1VERSION"),
+)
+_OF_LAUNCHER = re.compile(r"Abort\(\d+\) on node .*")  # of MPICH
+_BOX = re.compile(r"-{70,}")  # below and above what Open MPI's launcher says
+_RANK = r"(?P<rank>(\[rank \d+ on [^]]*\] )?)"
+_OWN_FRAME = re.compile(rf'{_RANK}  File "({re.escape(str(Path(mpidist.__file__).parent))}|mpidist)/')
+_UNDERLINED = re.compile(rf"{_RANK} +[~^]+")
+
+
+def _comparable(lines: Iterable[str]) -> list[str]:
+    """Return lines as they are compared: what is of the day has a name, and what tells nothing is left out."""
+    found, own, is_in_box = [], None, False
+    for line in filter(None, (line.strip("\0").rstrip() for line in lines)):
+        if _BOX.fullmatch(line):
+            is_in_box = not is_in_box
+            continue
+        if is_in_box and not re.match(_RANK, line)["rank"]:
+            continue
+        if own is not None and line.startswith(f"{own['rank']}    "):
+            continue
+        own = _OWN_FRAME.match(line)
+        # Python 3.10 underlines nothing, and launchers say different things.
+        if own is None and not _UNDERLINED.fullmatch(line) and not _OF_LAUNCHER.fullmatch(line):
+            for pattern, name in _OF_THE_DAY:
+                line = re.sub(pattern, name, line)
+            found.append(line)
+    return found
