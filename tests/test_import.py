@@ -25,7 +25,7 @@ def python(program: str, **variables: str) -> Any:
     """Run a program in a fresh interpreter, outside of any MPI launch, and read what it prints as JSON."""
     environment = {**clean_environment(), "PYTHONPATH": PROJECT, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -580,6 +580,6 @@ def test_help_starts_no_mpi() -> None:
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "python -m mpidist flight mpidist-flight" in done.stdout

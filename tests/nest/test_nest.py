@@ -346,7 +346,7 @@ assert len(nest.array_names(structure)) == 3, structure
 def test_with_jax_itself() -> None:
     """In a process of its own, as JAX has threads."""
     command, environment = [sys.executable, "-c", WITH_JAX], {**clean_environment(), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -134,7 +134,7 @@ def test_ranks_run_on_all_hosts(hosts: Hosts) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert sorted(done.stdout.splitlines()) == ["h1 3", "h1 3", "h2 3"], done.stderr
@@ -186,7 +186,7 @@ def test_benchmark_measures_over_hosts_and_checks_what_is_sent(tmp_path: Path) -
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

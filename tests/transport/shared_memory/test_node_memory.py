@@ -432,7 +432,7 @@ def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
         text=True,
         check=False,
         env=clean_environment() | as_root | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
-        timeout=50,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
