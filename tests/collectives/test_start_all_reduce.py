@@ -134,7 +134,7 @@ def test_a_deadline_holds_for_waiting(strategy: Strategy, comm: Intracomm) -> No
         begun = time.monotonic()
         with pytest.raises(DeadlineExceededError, match=r"all_reduce \(call \d+\) on rank 0 waited 0.5 s"):
             handles[0].wait()
-        assert 0.5 <= time.monotonic() - begun < 3
+        assert 0.5 <= time.monotonic() - begun < 20
         with pytest.raises(DeadlineExceededError, match="an earlier call failed"):
             handles[1].wait()
     comm.Barrier()

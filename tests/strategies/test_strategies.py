@@ -279,10 +279,8 @@ def test_deadline_of_the_options_counts_for_every_collective(call: str) -> None:
     first = f"waited 0.2 s, and rank {late} of {WORLD.size} ranks did not join it"
     with pytest.raises(DeadlineExceededError, match=f"{first}|had given up waiting"):
         LATE[call](strategy, steps)
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError, match="an earlier call failed"):  # at once
         strategy.reduce("SUM", 1.0)
-    assert time.monotonic() - begin < 0.2
     WORLD.Barrier()
     strategy.reset()
     assert strategy.reduce("SUM", 1.0) == WORLD.size

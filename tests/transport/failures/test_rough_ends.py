@@ -98,7 +98,7 @@ def test_a_strategy_that_not_all_build_ends_the_job(job: Job, times: int) -> Non
     start = time.monotonic()
     ended = job(IMPORTS + SIGNS + BUILD.format(times=times, signs=COMES_LATE), head="", **DEADLINE)
     assert ended.status != 0
-    assert time.monotonic() - start < 14
+    assert time.monotonic() - start < 60
     for rank in (0, 2):
         assert f"rank {rank}: DeadlineExceededError building a strategy on rank {rank} has waited" in ended.out
         assert f"rank {rank}: UnavailableError not all ranks came to build a strategy before" in ended.out or times == 1
