@@ -22,7 +22,7 @@ __all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "job_environment", "subm
 PROJECT: Final = Path(mpidist.__file__).parents[1]
 _ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
 LIBRARIES: Final = tuple(_ENVIRONMENTS)
-_JOB_SECONDS: Final = 100.0  # far more than a job needs, also on a busy machine
+_JOB_SECONDS: Final = 170.0  # far more than a job needs, also on a busy machine
 _BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
 
 
@@ -40,6 +40,9 @@ class Ended:
     state: str
     code: int
     output: str
+
+    def __str__(self) -> str:
+        return f"{self.state} with {self.code}; it wrote:\n{self.output}"
 
 
 @final

@@ -35,9 +35,9 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@5")
 
 def last_lines(job: BatchJob) -> list[str]:
     ended = job.end()
-    assert (ended.state, ended.code) == ("COMPLETED", 0), ended
+    assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     lines = [line for line in ended.output.splitlines() if line.startswith(("step ", "bits "))]
-    assert len(lines) == 2, ended
+    assert len(lines) == 2, str(ended)
     return lines
 
 
