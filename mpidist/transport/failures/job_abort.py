@@ -203,7 +203,8 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException, t
         if not following.may_go_on:
             return
     if not getattr(error, "raised_on_all_ranks", False):
-        job.tell_end(text_of(error))
+        with suppress(Exception):  # of MPI, if it is what failed: the error must be reported nevertheless
+            job.tell_end(text_of(error))
         if issubclass(kind, Exception):
             job.save_flights(text_of(error))
     _wait_for_lower_rank(job)
