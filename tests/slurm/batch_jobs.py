@@ -68,15 +68,15 @@ class BatchJob:
         """Wait until the job has made a file or folder."""
         self._wait_until((self.folder / name).exists, f"did not make {name}")
 
-    def start_again(self, attempt: int, time_limit: str, *settings: str) -> None:
-        """Wait until the job is requeued for this attempt, and let it start, with a time limit and other settings.
+    def start_again(self, attempt: int, time_limit: str) -> None:
+        """Wait until the job is requeued for this attempt, and let it start, with a time limit.
 
         Slurm waits two minutes, counted from the end of the attempt before: a start that is set earlier is forgotten.
         And a job that starts in the second in which it was requeued fails, as Slurm has revoked its credential.
         """
         self._wait_until(lambda: self.restarts() >= attempt and self._states() == {"PENDING"}, "was not requeued")
         time.sleep(2)
-        self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={time_limit}", *settings)
+        self.cluster.call("scontrol", "update", f"JobId={self.number}", f"TimeLimit={time_limit}")
 
         def has_started() -> bool:
             if self._states() <= {"RUNNING", "COMPLETED", "FAILED"}:

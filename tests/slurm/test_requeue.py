@@ -199,7 +199,7 @@ def test_job_that_is_cancelled_while_it_saves_leaves_a_whole_checkpoint(
 
 
 def test_training_goes_on_with_as_many_ranks_as_it_gets(cluster: EmulatedCluster, tmp_path: Path) -> None:
-    """Requeued on fewer nodes, then by a job with fewer ranks: the weights of six replicas are those on one rank."""
+    """Ended on three ranks, and continued by a job of two: the weights of six replicas are those on one rank."""
 
     def submitted(library: str, name: str, disturbances: str, nodes: int, **variables: str) -> BatchJob:
         folder = tmp_path / f"{library}-{name}".replace(" ", "-")
@@ -207,18 +207,14 @@ def test_training_goes_on_with_as_many_ranks_as_it_gets(cluster: EmulatedCluster
         options, arguments = (f"--nodes={nodes}", *TWO_NODES[1:]), (disturbances,)
         return submit(cluster, folder, library, "requeue.sbatch", REPLICAS, *options, arguments=arguments, **variables)
 
-    jobs = [submitted(library, "disturbed", "2", 3, MAX_RESTARTS="1") for library in LIBRARIES]
-    for attempt in (0, 1):
-        for job in jobs:
-            if attempt:
-                job.start_again(attempt, "10", "NumNodes=2-2")
-            job.wait_for_output(f"attempt {attempt} works")
-            cluster.call("scancel", "--signal=USR1", job.number)
+    jobs = [submitted(library, "disturbed", "1", 3, MAX_RESTARTS="0") for library in LIBRARIES]
+    for job in jobs:
+        job.wait_for_output("attempt 0 works")
+        cluster.call("scancel", "--signal=USR1", job.number)
     for job in jobs:
         ended = job.end()
         assert (ended.state, ended.code) == ("FAILED", 75), str(ended)
         assert "attempt 0; ranks: 3, nodes: 3" in ended.output, str(ended)
-        assert re.search(r"attempt 1; ranks: \d, nodes: 2", ended.output), str(ended)
     others = [submitted(library, "disturbed", "0", 2) for library in LIBRARIES]
     alone = [submitted(library, "undisturbed", "0", 1) for library in LIBRARIES]
     for job, one in zip(others, alone, strict=True):
