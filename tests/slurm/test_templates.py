@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,30 @@ def test_container(cluster: EmulatedCluster, tmp_path: Path, library: str) -> No
     path = f"{tmp_path}:{os.environ['PATH']}"
     ended = submit(cluster, tmp_path, library, "container.sbatch", ADD, *TWO_NODES, IMAGE="image.sif", PATH=path).end()
     assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["the sum is 3"])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_container_of_charliecloud(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+    """An image that has nothing but what it sees of this machine: its Python and MPI, and the project."""
+    real = shutil.which("ch-run")
+    if real is None:
+        pytest.skip("needs a mount namespace, and ch-run to make it, of the package charliecloud")
+    seen = sorted({"/usr", sys.base_prefix, str(PROJECT)})
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # ch-run shows /tmp in any case, and binds nothing in it
+        folder, image = Path(name), Path(name) / "image"
+        for one in ("/etc", "/proc", "/dev", "/sys", "/tmp", *seen, name):
+            Path(f"{image}{one}").mkdir(parents=True, exist_ok=True)
+        for link in ("bin", "lib", "lib64"):
+            (image / link).symlink_to(f"usr/{link}")
+        for file in ("passwd", "group", "hosts", "resolv.conf"):
+            (image / "etc" / file).touch()
+        binds = " ".join(f"--bind={one}:{one}" for one in seen)
+        (folder / "ch-run").write_text(f'#!/bin/bash\nexec {real} {binds} "$@"\n')
+        (folder / "ch-run").chmod(0o755)
+        path = f"{folder}:{os.environ['PATH']}"
+        job = submit(cluster, folder, library, "container.sbatch", ADD, *TWO_NODES, IMAGE=str(image), PATH=path)
+        ended = job.end()
+    assert (ended.state, ended.output.splitlines()[1:]) == ("COMPLETED", ["the sum is 3"]), str(ended)
 
 
 def test_container_without_an_image(cluster: EmulatedCluster, tmp_path: Path) -> None:
