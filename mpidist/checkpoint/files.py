@@ -33,7 +33,10 @@ __all__ = [
     "recover",
     "recover_all",
     "remove",
+    "remove_leftovers",
     "require_replaceable",
+    "unfinished",
+    "withdraw",
     "write_part",
 ]
 
@@ -112,16 +115,35 @@ def publish(folder: Path, place: Path, about: Mapping[str, Any], parts: list[str
     remove(old)
 
 
+def unfinished(place: Path) -> Path:
+    """Name the folder that is to be a checkpoint, or was one: what lies there is never read."""
+    return place.with_name(f".{place.name}.new")
+
+
 def recover(place: Path) -> None:
     """Move a checkpoint back whose job was killed just when the checkpoint was replaced."""
     if not place.exists() and _replaced(place).exists():
         _replaced(place).rename(place)
 
 
-def recover_all(directory: Path) -> None:
-    """Do so for all checkpoints in a folder, if there is such a folder."""
-    for old in directory.glob(".*.old"):
-        recover(directory / old.name.removeprefix(".").removesuffix(".old"))
+def recover_all(directory: Path, name: str) -> None:
+    """Do so for all numbered checkpoints with a name in a folder, if there is such a folder."""
+    for old in _hidden(directory, name, "old"):
+        recover(_place_of(old))
+
+
+def remove_leftovers(directory: Path, name: str) -> None:
+    """Remove what jobs that were killed while they saved have left of numbered checkpoints with a name."""
+    recover_all(directory, name)
+    for folder in (*_hidden(directory, name, "new"), *_hidden(directory, name, "old")):
+        remove(folder)
+
+
+def withdraw(place: Path) -> None:
+    """Remove a checkpoint at once, so that a part of it is never taken for one."""
+    remove(unfinished(place))
+    place.rename(unfinished(place))
+    remove(unfinished(place))
 
 
 def remove(folder: Path) -> None:
@@ -218,6 +240,16 @@ def _checksum(array: Array) -> int:
 
 def _replaced(place: Path) -> Path:
     return place.with_name(f".{place.name}.old")
+
+
+def _hidden(directory: Path, name: str, ending: str) -> list[Path]:
+    """Find the folders that are not at their place, or not any more."""
+    pattern = re.compile(rf"\.{re.escape(name)}-\d+\.{ending}")
+    return [path for path in directory.glob(f".*.{ending}") if pattern.fullmatch(path.name)]
+
+
+def _place_of(hidden: Path) -> Path:
+    return hidden.with_name(hidden.stem.removeprefix("."))
 
 
 def _write_json(path: Path, item: Any) -> None:

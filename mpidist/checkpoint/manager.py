@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
-from mpidist.checkpoint.files import recover_all, remove
+from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
 from mpidist.checkpoint.saving import BackgroundWriting, capture, write_together
 from mpidist.errors import DataLossError
 from mpidist.whole_number import whole_number
@@ -182,18 +182,19 @@ class CheckpointManager:
         newest = -1
         with extended.raise_together(f"{what} in {self.directory!r}"):
             if extended.group.topology.rank == 0:
-                recover_all(Path(self.directory))
+                recover_all(Path(self.directory), self._name)
                 numbers = [number for number in self._numbers() if before is None or number < before]
                 newest = max(numbers, default=-1)
         newest = int(extended.cross_device_ops.broadcast(np.int64(newest), "all", call=what))
         return None if newest < 0 else newest
 
     def _remove_old(self, newest: int) -> None:
-        """Remove checkpoints that are too many, but not the one that was just saved."""
+        """Remove checkpoints that are too many, but not the one that was just saved, and what killed jobs have left."""
+        remove_leftovers(Path(self.directory), self._name)
         if self._max_to_keep is not None:
             kept = [number for number in self._numbers() if number != newest]
             for number in kept[: len(kept) + 1 - self._max_to_keep]:
-                remove(self._place(number))
+                withdraw(self._place(number))
 
 
 def _with_text(error: DataLossError, text: str) -> DataLossError:

@@ -23,6 +23,7 @@ from mpidist.checkpoint.files import (
     publish,
     remove,
     require_replaceable,
+    unfinished,
     write_part,
 )
 from mpidist.checkpoint.leaves import Leaf, Owner, State, leaf_of
@@ -59,7 +60,7 @@ class Snapshot(NamedTuple):
     @property
     def folder(self) -> Path:
         """Where the parts are written, before the folder is moved to its place."""
-        return _folder_of(self.place)
+        return unfinished(self.place)
 
 
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
@@ -177,13 +178,9 @@ class BackgroundWriting(Thread):
 def _make_folder(place: Path) -> None:
     require_replaceable(place)
     place.parent.mkdir(parents=True, exist_ok=True)
-    folder = _folder_of(place)
+    folder = unfinished(place)
     remove(folder)  # of a job that was killed while it saved
     folder.mkdir()
-
-
-def _folder_of(place: Path) -> Path:
-    return place.with_name(f".{place.name}.new")
 
 
 def _owners(extended: Any, leaves: Mapping[str, Leaf], states: Mapping[str, list[State]]) -> dict[str, Owner]:

@@ -22,12 +22,11 @@ fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
-attempt=${SLURM_RESTART_COUNT:-0}
+attempt=${SLURM_RESTART_COUNT:-0} components=()
 if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
     components=(--het-group="$(seq -s, 0 $((SLURM_HET_SIZE - 1)))")
     echo "job $SLURM_JOB_ID, attempt $attempt; components: $SLURM_HET_SIZE"
 else
-    components=()
     echo "job $SLURM_JOB_ID, attempt $attempt; ranks: $SLURM_NTASKS, nodes: $SLURM_JOB_NUM_NODES"
 fi
 
@@ -40,6 +39,7 @@ fi
 # Start ranks: run_ranks [OPTION OF SRUN]... PROGRAM [ARGUMENT]... Returns the exit code of the rank that ended them.
 # Of a job that a rank ends, srun may only say that it was killed: the rank writes its exit code into a file.
 run_ranks() {
+    case "${!#}" in python) echo "there is no program to run: sbatch JOB_SCRIPT train.py" >&2 && return 2 ;; esac
     local code=0 started words=(srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
     export MPIDIST_EXIT_CODE_FILE="$PWD/.exit-code-$SLURM_JOB_ID"
     rm -f "$MPIDIST_EXIT_CODE_FILE"

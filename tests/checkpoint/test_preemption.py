@@ -207,3 +207,12 @@ def test_a_step_makes_no_call_of_its_own(comm: Intracomm, tmp_path: Path, placem
         for _ in range(num_steps):
             assert handler.run(strategy.reduce, "sum", 1) == comm.size
         assert agreement.sequence - before == (num_steps if comm.size > 1 else 0)
+
+
+@pytest.mark.no_mpi
+def test_exit_code_is_written_for_a_script_whose_launcher_ends_ranks(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    """It may end the others as soon as the first one has left."""
+    file = tmp_path / "code"
+    ended = job("train(before_call=lambda step: rank == 1 and send())", head=HEAD, MPIDIST_EXIT_CODE_FILE=str(file))
+    assert ended.status == 75, ended.err
+    assert file.read_text() == "75\n"

@@ -51,18 +51,28 @@ def test_roles_of_a_job(tmp_path: Path, variables: dict[str, str], said: str, st
 
 
 @pytest.mark.parametrize(
-    ("code", "attempt", "is_requeued"),
-    [(75, "0", True), (75, "3", True), (75, "20", False), (1, "0", False), (0, "0", False)],
+    ("code", "answer", "attempt", "is_requeued"),
+    [
+        (75, 0, "0", True),
+        (75, 0, "3", True),
+        (75, 0, "20", False),
+        (1, 0, "0", False),
+        (1, 1, "0", True),  # a node is lost
+        (0, 1, "0", False),
+    ],
 )
-def test_requeue_when_the_program_says_try_again(tmp_path: Path, code: int, attempt: str, is_requeued: bool) -> None:
-    stand_ins = {"srun": f'case "$*" in *python*) exit {code};; esac', "scontrol": 'echo "scontrol $*"', "sleep": ""}
+def test_requeue_when_the_program_says_try_again_or_a_node_is_lost(
+    tmp_path: Path, code: int, answer: int, attempt: str, is_requeued: bool
+) -> None:
+    srun = f'case "$*" in *python*) exit {code};; *"--nodes=2 --ntasks=2"*true) exit {answer};; esac'
+    stand_ins = {"srun": srun, "scontrol": 'echo "scontrol $*"', "sleep": ""}
     for name, body in stand_ins.items():
         stand_in(tmp_path, name, body)
     variables = {"SLURM_RESTART_COUNT": attempt, "SLURM_NTASKS": "4"}
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
     command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == (75 if is_requeued else code), done.stderr
     assert ("scontrol requeue 7" in done.stdout) == is_requeued
 
 

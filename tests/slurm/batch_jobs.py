@@ -22,7 +22,7 @@ __all__ = ["LIBRARIES", "PROJECT", "BatchJob", "Ended", "job_environment", "subm
 PROJECT: Final = Path(mpidist.__file__).parents[1]
 _ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
 LIBRARIES: Final = tuple(_ENVIRONMENTS)
-_JOB_SECONDS: Final = 100.0  # far more than a job needs, also on a busy machine
+_JOB_SECONDS: Final = 170.0  # far more than a job needs, also on a busy machine
 _BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
 
 
@@ -40,6 +40,9 @@ class Ended:
     state: str
     code: int
     output: str
+
+    def __str__(self) -> str:
+        return f"{self.state} with {self.code}; it wrote:\n{self.output}"
 
 
 @final
@@ -60,6 +63,10 @@ class BatchJob:
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written something."""
         self._wait_until(lambda: text in self._output(), f"did not write {text!r}")
+
+    def wait_for_file(self, name: str) -> None:
+        """Wait until the job has made a file or folder."""
+        self._wait_until((self.folder / name).exists, f"did not make {name}")
 
     def start_again(self, attempt: int, time_limit: str) -> None:
         """Wait until the job is requeued for this attempt, and let it start, with a time limit.

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
@@ -170,6 +173,19 @@ class EmulatedCluster:
             raise ClusterError(f"{' '.join(command)}: {done.stderr.strip() or f'it ended with {done.returncode}'}")
         return done.stdout
 
+    def lose(self, node: str) -> None:
+        """End all processes of a node at once, as when its power fails. The controller is not told, and it stays so."""
+        (slurmd,) = (
+            process
+            for process, command in _commands()
+            if command == f"slurmd -D -N {node}" and _has_variables(process, self.environment)
+        )
+        uts = os.stat(slurmd / "ns" / "uts").st_ino
+        for process, _ in _commands():
+            with suppress(OSError):  # it has ended, or is none of this cluster
+                if os.stat(process / "ns" / "uts").st_ino == uts:
+                    os.kill(int(process.name), signal.SIGKILL)
+
     def _write_files(self) -> None:
         self._folder.chmod(0o755)
         for name in ("log", "munge", "spool", "state", "tmp", *(f"tmp/{node}" for node in self.nodes)):
@@ -237,6 +253,18 @@ class EmulatedCluster:
             lines = path.read_text(errors="replace").strip().splitlines()[-5:]
             tails += [f"{path.name}: {line}" for line in lines]
         return "\n".join(tails)
+
+
+def _commands() -> Iterator[tuple[Path, str]]:
+    """Yield all processes of the machine, as folders of /proc, and their commands."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            yield process, (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+
+
+def _has_variables(process: Path, variables: Mapping[str, str]) -> bool:
+    found = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    return {f"{name}={value}" for name, value in variables.items()} <= {*found}
 
 
 def _free_ports(number: int) -> list[int]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, submit
+from slurm.batch_jobs import LIBRARIES, PROJECT, BatchJob, Ended, job_environment, submit
 from slurm.emulated_cluster import EmulatedCluster
 
-pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(400)]
 
 Submit = Callable[..., BatchJob]
 
@@ -65,6 +66,13 @@ if strategy.is_chief:
 while True:
     strategy.reduce("sum", 1.0)
 """
+# The last words of jobs, by the words of `mpidist sbatch` that submit them.
+SUBMITTED = {
+    "--nodes 2 --ntasks-per-node 1 train.py": "node 1 (n2): rank 1; the sum is 3",
+    "--nodes 1 --ntasks-per-node 1 --ps 1 serve.py": "1 workers; the sum is 1.0",
+    "--nodes 1 --gpus-per-node 2 train.py": "2 ranks on 1 node; node 0 (n1): ranks 0-1; the sum is 3",
+    "--nodes 1 --ntasks-per-node 1 --requeue train.py": "the sum is 1",
+}
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -123,14 +131,14 @@ def test_workers_and_servers(submit_job: Submit) -> None:
 @pytest.mark.parametrize("code", [1, 3, 75])
 def test_exit_code_of_a_rank_is_that_of_the_job(submit_job: Submit, code: int) -> None:
     ended = submit_job("train.sbatch", END, *TWO_NODES, arguments=(str(code),)).end()
-    assert (ended.state, ended.code) == ("FAILED", code), ended
-    assert ended.output.count("Traceback") == 1, ended.output
+    assert (ended.state, ended.code) == ("FAILED", code), str(ended)
+    assert ended.output.count("Traceback") == 1, str(ended)
 
 
 @pytest.mark.long
 def test_exit_code_of_a_heterogeneous_job(submit_job: Submit) -> None:
     ended = submit_job("roles.sbatch", END, *ONE_TASK, ":", *ONE_TASK, arguments=("3",)).end()
-    assert (ended.state, ended.code) == ("FAILED", 3), ended
+    assert (ended.state, ended.code) == ("FAILED", 3), str(ended)
 
 
 @pytest.mark.long
@@ -147,7 +155,7 @@ def test_cancelled_job_leaves_no_process(submit_job: Submit) -> None:
 def test_program_that_is_not_there(submit_job: Submit, script: str) -> None:
     ended = submit_job(script, "").end()
     assert ended.state == "FAILED"
-    assert ended.code, ended.output
+    assert ended.code, str(ended)
     assert "can't open file" in ended.output
 
 
@@ -166,6 +174,34 @@ def test_servers_of_a_plain_job(submit_job: Submit, plain_roles: Path) -> None:
 @pytest.mark.parametrize("num_ps", ["0", "4", "many"])
 def test_number_of_servers_that_cannot_be(submit_job: Submit, plain_roles: Path, num_ps: str) -> None:
     ended = submit_job(plain_roles, SERVE, NUM_PS=num_ps).end()
-    assert (ended.state, ended.code) == ("FAILED", 2), ended
+    assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
     text = "the job has 4 tasks: needed are 1 or more servers, and 1 or more workers"
     assert ended.output.splitlines()[1:] == [f"NUM_PS is '{num_ps}', and {text}"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["train.sbatch", "scaling.sbatch"])
+def test_script_without_a_program(cluster: EmulatedCluster, tmp_path: Path, script: str) -> None:
+    ended = submit(cluster, tmp_path, LIBRARIES[0], script, "", *TWO_NODES, program_name=None, MPI_TYPE="pmi2").end()
+    assert (ended.state, ended.code) == ("FAILED", 2), str(ended)
+    assert ended.output.splitlines()[1:] == ["there is no program to run: sbatch JOB_SCRIPT train.py"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_command_submits_what_runs(cluster: EmulatedCluster, tmp_path: Path, library: str) -> None:
+    """`mpidist sbatch` asks the library, and Slurm, how ranks are started."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "serve.py").write_text(SERVE)
+    environment = job_environment(cluster, library)
+    python = str(Path(environment.pop("VIRTUAL_ENV")) / "bin" / "python")
+    jobs = {}
+    for options in SUBMITTED:
+        command = [python, "-m", "mpidist", "sbatch", "--time", "10", *options.split()]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        jobs[options] = BatchJob(cluster, done.stdout.removeprefix("Submitted batch job ").strip(), tmp_path)
+    for options, job in jobs.items():
+        ended = job.end()
+        assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
+        assert ended.output.splitlines()[-1].endswith(SUBMITTED[options]), str(ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,81 @@ end = runpy.run_path({str(EXAMPLE)!r})
 if os.environ["SLURM_PROCID"] == "0":
     print("bits", end["weights"].numpy().tobytes().hex())
 """
+# The same, with a checkpoint after every step but the last ones.
+SAVING = PROGRAM.replace(
+    "    return original(self, *arguments)",
+    """    if self.total_run_calls == 0 and os.environ["SLURM_PROCID"] == "0":
+        print(f"attempt {attempt} begins at step {self._manager.checkpoint.step}", flush=True)
+    if 0 < self._manager.checkpoint.step < 20:
+        self._manager.save(self._manager.checkpoint.step)
+    return original(self, *arguments)""",
+)
+# Saves all the time; what each rank has is its own, and equal to the number of the checkpoint.
+SAVE = """
+import sys
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+
+with mpidist.MultiWorkerMirroredStrategy() as strategy:
+    rank, values = strategy.topology.rank, np.zeros(1_000_000)
+    with strategy.scope():
+        checkpoint = Checkpoint(values=values, number=0)
+    manager = CheckpointManager(checkpoint, "saved", 1, background="background" in sys.argv)
+    if manager.restore_or_initialize():
+        assert (values == checkpoint.number + rank / 2).all()
+    if rank == 0:
+        print("restored", checkpoint.number, flush=True)
+    while True:
+        checkpoint.number += 1
+        values[:] = checkpoint.number + rank / 2
+        manager.save(checkpoint.number)
+        manager.wait()
+        if rank == 0:
+            print("saved", checkpoint.number, flush=True)
+        if "work" not in sys.argv:
+            break
+"""
+# Slowly in the attempts that are to be disturbed: on any number of ranks the weights are those of six replicas.
+REPLICAS = """
+import os, sys, time
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+
+attempt, rank = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ["SLURM_PROCID"])
+pause = 0.5 if attempt < int(sys.argv[1]) else 0.0
+rows = np.random.default_rng(3).normal(size=(96, 8))
+with mpidist.MultiWorkerMirroredStrategy(replicas=6) as strategy:
+    with strategy.scope():
+        weights = mpidist.Variable(np.zeros(8))
+    dataset = strategy.experimental_distribute_dataset(mpidist.Batches(rows, 10, seed=4))
+    manager = CheckpointManager(Checkpoint(weights=weights, data=dataset), "saved", max_to_keep=2)
+    handler = mpidist.experimental.PreemptionCheckpointHandler(manager)
+    manager.restore_or_initialize()
+
+    def train(batch):
+        context = mpidist.get_replica_context()
+        weights.assign_sub(0.01 * context.all_reduce("mean", weights.numpy() - batch.sum(axis=0)))
+
+    while dataset.epoch < 3:
+        for batch in dataset:
+            strategy.run(train, args=(batch,))
+            time.sleep(pause)
+            if rank == 0 and pause:
+                print(f"attempt {attempt} works", flush=True)
+            handler.save_checkpoint_if_preempted()
+    if rank == 0:
+        print("bits", weights.numpy().tobytes().hex())
+"""
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--time=10", "--signal=USR1@5")
 
 
 def last_lines(job: BatchJob) -> list[str]:
     ended = job.end()
-    assert (ended.state, ended.code) == ("COMPLETED", 0), ended
+    assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     lines = [line for line in ended.output.splitlines() if line.startswith(("step ", "bits "))]
-    assert len(lines) == 2, ended
+    assert len(lines) == 2, str(ended)
     return lines
 
 
@@ -54,7 +122,7 @@ def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tm
         job.wait_for_output("attempt 0 works")
         cluster.call("scancel", "--signal=USR1", job.number)
     for job in jobs:
-        job.wait_for_output(f"job {job.number}: saved, goes on in attempt 1")
+        job.wait_for_output(f"job {job.number}: goes on from its newest checkpoint in attempt 1")
         job.start_again(1, "10")
     for job in jobs:
         job.wait_for_output("attempt 1 works")
@@ -64,7 +132,7 @@ def test_disturbed_training_ends_with_the_same_bits(cluster: EmulatedCluster, tm
     for job in jobs:
         job.wait_for_output("attempt 2 works")
     for job in jobs:
-        job.wait_for_output(f"job {job.number}: saved, goes on in attempt 3")
+        job.wait_for_output(f"job {job.number}: goes on from its newest checkpoint in attempt 3")
         job.start_again(3, "10")
     assert [last_lines(job) for job in jobs] == [last_lines(job) for job in undisturbed]
 
@@ -75,3 +143,83 @@ def test_cancelled_job_is_not_requeued(cluster: EmulatedCluster, tmp_path: Path)
     assert job.cancel().state == "CANCELLED"
     assert job.restarts() == 0
     assert job.processes() == []
+
+
+def test_training_goes_on_after_the_loss_of_a_node(tmp_path: Path) -> None:
+    """Slurm requeues the job, which goes on from its newest checkpoint: each step but the first one is saved."""
+    with EmulatedCluster() as cluster:
+
+        def submitted(library: str, disturbances: str) -> BatchJob:
+            folder = tmp_path / f"{library}-{disturbances}".replace(" ", "-")
+            folder.mkdir()
+            return submit(cluster, folder, library, "requeue.sbatch", SAVING, *TWO_NODES, arguments=(disturbances,))
+
+        jobs = [submitted(library, "1") for library in LIBRARIES]
+        for job in jobs:
+            job.wait_for_output("attempt 0 works")
+            job.wait_for_file("checkpoints/ckpt-2")
+        cluster.lose("n2")
+        cluster.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+        for job in jobs:
+            job.start_again(1, "10")
+        undisturbed = [submitted(library, "0") for library in LIBRARIES]
+        assert [last_lines(job) for job in jobs] == [last_lines(job) for job in undisturbed]
+        for job in jobs:
+            (begun,) = re.findall(r"attempt 1 begins at step (\d+)", job.end().output)
+            assert int(begun) > 0
+
+
+def test_job_that_is_cancelled_while_it_saves_leaves_a_whole_checkpoint(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    """Saving all the time, in the foreground and in the background; a job after it goes on from there."""
+    folders = {}
+    for library in LIBRARIES:
+        for background in ("", "background"):
+            folder = tmp_path / f"{library}-{background}".replace(" ", "-")
+            folder.mkdir()
+            job = submit(cluster, folder, library, "train.sbatch", SAVE, *TWO_NODES, arguments=("work", background))
+            folders[folder] = library, background, job
+    last = {}
+    for folder, (_, _, job) in folders.items():
+        job.wait_for_output("saved 2")
+        ended = job.cancel()
+        assert ended.state == "CANCELLED", str(ended)
+        last[folder] = max(map(int, re.findall(r"saved (\d+)", ended.output)))
+    after = {
+        folder: submit(cluster, folder, library, "train.sbatch", SAVE, *TWO_NODES, arguments=("go on", background))
+        for folder, (library, background, _) in folders.items()
+    }
+    for folder, job in after.items():
+        ended = job.end()
+        assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
+        (restored,) = re.findall(r"restored (\d+)", ended.output)
+        assert int(restored) in (last[folder], last[folder] + 1), str(ended)
+        assert [path.name for path in (folder / "saved").iterdir()] == [f"ckpt-{int(restored) + 1}"]
+
+
+def test_training_goes_on_with_as_many_ranks_as_it_gets(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    """Ended on three ranks, and continued by a job of two: the weights of six replicas are those on one rank."""
+
+    def submitted(library: str, name: str, disturbances: str, nodes: int, **variables: str) -> BatchJob:
+        folder = tmp_path / f"{library}-{name}".replace(" ", "-")
+        folder.mkdir(exist_ok=True)
+        options, arguments = (f"--nodes={nodes}", *TWO_NODES[1:]), (disturbances,)
+        return submit(cluster, folder, library, "requeue.sbatch", REPLICAS, *options, arguments=arguments, **variables)
+
+    jobs = [submitted(library, "disturbed", "1", 3, MAX_RESTARTS="0") for library in LIBRARIES]
+    for job in jobs:
+        job.wait_for_output("attempt 0 works")
+        cluster.call("scancel", "--signal=USR1", job.number)
+    for job in jobs:
+        ended = job.end()
+        assert (ended.state, ended.code) == ("FAILED", 75), str(ended)
+        assert "attempt 0; ranks: 3, nodes: 3" in ended.output, str(ended)
+    others = [submitted(library, "disturbed", "0", 2) for library in LIBRARIES]
+    alone = [submitted(library, "undisturbed", "0", 1) for library in LIBRARIES]
+    for job, one in zip(others, alone, strict=True):
+        ended, wanted = job.end(), one.end()
+        assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
+        assert "attempt 0; ranks: 2, nodes: 2" in ended.output, str(ended)
+        (bits,) = re.findall("bits .*", ended.output)
+        assert bits in wanted.output, str(wanted)

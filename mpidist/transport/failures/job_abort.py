@@ -203,7 +203,8 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException, t
         if not following.may_go_on:
             return
     if not getattr(error, "raised_on_all_ranks", False):
-        job.tell_end(text_of(error))
+        with suppress(Exception):  # of MPI, if it is what failed: the error must be reported nevertheless
+            job.tell_end(text_of(error))
         if issubclass(kind, Exception):
             job.save_flights(text_of(error))
     _wait_for_lower_rank(job)
@@ -229,7 +230,10 @@ def _wait_for_lower_rank(job: Job) -> None:
 def _end_with_code(error: SystemExit) -> None:
     """End the job if this rank's program ends with another code than 0."""
     job, code = _jobs[0], status_of(error)
-    if code == 0 or getattr(error, "raised_on_all_ranks", False):  # then all ranks end by themselves
+    if code == 0:
+        return
+    if getattr(error, "raised_on_all_ranks", False):  # then all ranks end by themselves
+        store_code(os.environ, code)  # where the launcher does not end the others at the first of them
         return
     if _has_left(job, error):
         _report_exit(job, error)
