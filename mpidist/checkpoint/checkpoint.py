@@ -95,7 +95,7 @@ class Checkpoint:
             OSError: If a rank cannot write, or the path is a file or a folder that holds other things. On every rank;
                 what was in the place is there still.
         """
-        snapshot = capture(self.strategy, Path(path), self._items, False, {})
+        snapshot = capture(self.strategy, Path(path), self._items, None, {})
         write_together(self.strategy, snapshot, lambda: None)
         return str(path)
 

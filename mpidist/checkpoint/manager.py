@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
-from mpidist.checkpoint.saving import BackgroundWriting, capture, write_together
+from mpidist.checkpoint.saving import BackgroundWriting, CopyMemory, capture, write_together
 from mpidist.errors import DataLossError
 from mpidist.whole_number import whole_number
 
@@ -40,7 +40,7 @@ class CheckpointManager:
         max_to_keep: How many checkpoints are kept; `None` for all.
         checkpoint_name: How the names of the checkpoints begin.
         background: Whether `save` returns as soon as it has copied the state, and a thread writes the copy. The thread
-            makes no call of MPI.
+            makes no call of MPI. The manager keeps the memory of the copy for the next one.
 
     Attributes:
         checkpoint: As given.
@@ -67,7 +67,8 @@ class CheckpointManager:
         if not re.fullmatch(r"[\w-][\w.-]*", checkpoint_name):
             raise ValueError(f"checkpoint_name is for letters, digits, '_', '-' and '.', got {checkpoint_name!r}")
         self.checkpoint, self.directory = checkpoint, str(directory)
-        self._max_to_keep, self._name, self._in_background = max_to_keep, checkpoint_name, background
+        self._max_to_keep, self._name = max_to_keep, checkpoint_name
+        self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
 
     @property
@@ -102,9 +103,9 @@ class CheckpointManager:
         given = self._next_number() if checkpoint_number is None else checkpoint_number
         number = whole_number("checkpoint_number", given, 0)
         place, strategy = self._place(number), self.checkpoint.strategy
-        snapshot = capture(strategy, place, self.checkpoint.items(), self._in_background, {"number": number})
+        snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number})
         finish = partial(self._remove_old, number)
-        if self._in_background:
+        if self._copies is not None:
             self._writing = BackgroundWriting(snapshot, finish)
             self._writing.start()
         else:

@@ -31,7 +31,7 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport import bytes_of, text_of
 
-__all__ = ["BackgroundWriting", "Snapshot", "capture", "leaves_in", "replica_key", "write_together"]
+__all__ = ["BackgroundWriting", "CopyMemory", "Snapshot", "capture", "leaves_in", "replica_key", "write_together"]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
@@ -63,6 +63,39 @@ class Snapshot(NamedTuple):
         return unfinished(self.place)
 
 
+@final
+class CopyMemory:
+    """Memory of copies of states, which later copies of like states use again: new memory costs more than a copy."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, list[State]] = {}
+
+    def copied(self, states: Mapping[str, list[State]]) -> dict[str, list[State]]:
+        """Copy states; the copies made before are overwritten.
+
+        Args:
+            states: The states of each leaf, by name.
+        """
+        kept, self._copies = self._copies, {}
+        for name, of_leaf in states.items():
+            before = kept.pop(name, ())
+            self._copies[name] = [
+                _copied(state, before[at] if at < len(before) else None) for at, state in enumerate(of_leaf)
+            ]
+        return self._copies
+
+
+def _copied(state: State, memory: State) -> State:
+    if (
+        isinstance(state, np.ndarray)
+        and isinstance(memory, np.ndarray)
+        and (state.dtype, state.shape) == (memory.dtype, memory.shape)
+    ):
+        np.copyto(memory, state)
+        return memory
+    return np.array(state, order="C") if isinstance(state, np.ndarray) else copy.copy(state)
+
+
 def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, Leaf]:
     """Find the leaves of named nests, by name: `weights['kernel']`."""
     leaves = {}
@@ -80,14 +113,16 @@ def replica_key(name: str, replica_id: int) -> str:
     return f"{name} of replica {replica_id}"
 
 
-def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, about: Mapping[str, Any]) -> Snapshot:
+def capture(
+    strategy: Any, place: Path, items: Mapping[str, Any], memory: CopyMemory | None, about: Mapping[str, Any]
+) -> Snapshot:
     """Read the state of all leaves. Collective; of parameter servers, local to the chief.
 
     Args:
         strategy: The strategy.
         place: Where the checkpoint will be.
         items: Named nests.
-        copies: Whether the snapshot may not share memory with the leaves.
+        memory: Takes copies of the states; `None` for a snapshot that may share memory with the leaves.
         about: What else the manifest says.
 
     Raises:
@@ -116,8 +151,8 @@ def capture(strategy: Any, place: Path, items: Mapping[str, Any], copies: bool, 
         if topology.rank == 0:
             _make_folder(place)
     owners = _owners(extended, leaves, states)
-    if copies:
-        states = {name: [copy.copy(state) for state in of_leaf] for name, of_leaf in states.items()}
+    if memory is not None:
+        states = memory.copied(states)
     parts = _parts(owners, states, replicas.ids_here, topology.rank)
     names = [COMMON]
     if any(owner is not Owner.ALL for owner in owners.values()):

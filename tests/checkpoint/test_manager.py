@@ -249,6 +249,37 @@ def test_background_holds_what_was(comm: Intracomm, folder: Path, monkeypatch: p
         assert (checkpoint.own.tolist(), checkpoint.step) == ([comm.rank], 0)
 
 
+def test_background_copies_into_the_memory_of_the_last_copy(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While shapes stay; and each checkpoint holds what was at its time."""
+    places: list[dict[str, int]] = []
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        places.append({key: array.ctypes.data for key, array in part.arrays.items()})
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        for step in range(3):
+            checkpoint.weights.assign(np.full(1000, step))
+            checkpoint.own = np.full(3 + step // 2, comm.rank + step)
+            manager.save(step)
+        manager.wait()
+        weights, own = ([place[name] for place in places if name in place] for name in ("weights", "own"))
+        assert len(set(weights)) == (comm.rank == 0), "one copy, in one place"
+        assert len(own) == 3 * (comm.size > 1 or not comm.rank)
+        assert own[0] == own[1]
+        for step in range(3):
+            checkpoint.own = np.zeros(3 + step // 2, np.int64)
+            checkpoint.restore(folder / f"ckpt-{step}")
+            assert (checkpoint.weights.numpy() == step).all()
+            assert (checkpoint.own == comm.rank + step).all()
+
+
 def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:
     """And moves back what was about to be replaced; what has another name is left alone."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
