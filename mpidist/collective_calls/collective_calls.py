@@ -187,8 +187,13 @@ class CollectiveCalls(ABC):
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
 
         An array for one in device memory lies there, too, unless `per_node`.
+
+        Returns:
+            A nest like `value`: of tensors where `value` has tensors of PyTorch; of arrays of NumPy or CuPy for numbers,
+            and for arrays that cannot be written, such as those of JAX.
         """
         specs: list[SymmetricSpec] = []
+        leaves: list[Any] = []
         error = None
         try:
             leaves, _ = nest.flatten(contributions(value))
@@ -197,7 +202,7 @@ class CollectiveCalls(ABC):
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         allocated = self._extended.symmetric_empty(specs, per_node, error)
-        return nest.rebuild(contributions(value), allocated)
+        return nest.rebuild(contributions(value), list(map(arrays.writable_like, leaves, allocated)))
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:
         """Raise an exception of one rank on all ranks, at the end of a block of local work. Collective.

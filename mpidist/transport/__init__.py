@@ -42,7 +42,7 @@ from mpidist.transport.group import (
     traced,
     widen,
 )
-from mpidist.transport.half import bfloat16, dtype_named
+from mpidist.transport.half import bfloat16, dtype_named, is_of_numpy
 from mpidist.transport.host_memory import RecycledResults, ResultMemory, SumMemory
 from mpidist.transport.mpi import (
     LAUNCHER_PREFIXES,
@@ -56,7 +56,7 @@ from mpidist.transport.mpi import (
     ring_all_reduce,
 )
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
-from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
@@ -145,7 +145,8 @@ __all__ = [
     "fingerprint_of",
     "first_line",
     "forbid_calls_here",
-    "is_half",
+    "is_low_precision",
+    "is_of_numpy",
     "is_shared",
     "is_process_failure",
     "is_shared_by",

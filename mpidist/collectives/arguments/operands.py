@@ -14,7 +14,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
-from mpidist.transport import DeviceLevels, ResultMemory, arrays, value_text
+from mpidist.transport import DeviceLevels, ResultMemory, arrays, is_of_numpy, value_text
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
@@ -52,7 +52,7 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
     def __repr__(self) -> str:
         name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
-        if self.dtype.kind in "mMV" and name != "bf16":  # times have units; V is any dtype of another package
+        if name != "bf16" and (self.dtype.kind in "mM" or not is_of_numpy(self.dtype)):  # times have units; others their own names
             name = self.dtype.name
         return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
 
