@@ -9,7 +9,16 @@ import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
-from mpidist.transport import Fold, Levels, Reduction, accumulator_dtype, bfloat16, count_text, is_low_precision, is_of_numpy
+from mpidist.transport import (
+    Fold,
+    Levels,
+    Reduction,
+    accumulator_dtype,
+    bfloat16,
+    count_text,
+    is_low_precision,
+    is_of_numpy,
+)
 
 __all__ = ["Arithmetic", "OverflowReport", "wire_and_result_dtypes"]
 

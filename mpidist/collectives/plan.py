@@ -144,7 +144,8 @@ def _group_by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], 
     groups: dict[_Wire, list[int]] = {}
     for index in reversed(range(len(specs))):
         spec, (wire, result) = specs[index], dtypes[index]
-        groups.setdefault(_Wire(wire, result, spec.device, is_low_precision(wire) and wire != spec.dtype), []).append(index)
+        is_compressed = is_low_precision(wire) and wire != spec.dtype
+        groups.setdefault(_Wire(wire, result, spec.device, is_compressed), []).append(index)
     return groups
 
 

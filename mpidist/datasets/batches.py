@@ -16,7 +16,7 @@ from mpidist.datasets.parts import MISSING
 from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, shard_bounds
+from mpidist.transport import arrays, library_of, shard_bounds
 
 __all__ = [
     "IN_STEP",
@@ -335,7 +335,7 @@ def _checksum(leaves: list[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, UnreadRows):
             checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
-        library = arrays.library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
+        library = library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
         array = None if library is None else library.to_native(leaf)
         if array is None or arrays.is_device(array) or array.dtype.hasobject:
             continue

@@ -5,6 +5,7 @@ Nothing here depends on strategies, replicas or gradients.
 
 from mpidist.transport import arrays, cuda
 from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error
+from mpidist.transport.array_libraries import copied, library_of, writable_like
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
@@ -134,6 +135,8 @@ __all__ = [
     "are_several_gpus",
     "change_rows_of_gpu",
     "choose_device",
+    "copied",
+    "library_of",
     "on_device",
     "complete",
     "narrow",
@@ -184,4 +187,5 @@ __all__ = [
     "wait_for_devices",
     "places_digest",
     "takes_device_memory",
+    "writable_like",
 ]

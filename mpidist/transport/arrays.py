@@ -10,22 +10,17 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist.transport import cuda
-from mpidist.transport.array_libraries import LIBRARIES, ArrayLibrary, NativeArray, library_of
 
 __all__ = [
-    "LIBRARIES",
-    "ArrayLibrary",
     "NativeArray",
     "are_on_one_device",
     "bytes_of",
-    "copied",
     "copied_here",
     "current_gpu",
     "empty",
     "is_aligned",
     "is_cupy",
     "is_device",
-    "library_of",
     "make_read_only",
     "memory_bounds",
     "num_visible_gpus",
@@ -39,8 +34,9 @@ __all__ = [
     "to_host",
     "use_gpu",
     "wait_for_stream",
-    "writable_like",
 ]
+
+NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 _MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
@@ -115,18 +111,6 @@ def stays_writable(value: Any) -> bool:
     """Whether a value is an array that cannot be made read-only: those of other libraries than NumPy."""
     is_of_numpy = isinstance(value, (np.ndarray, np.generic))
     return not is_of_numpy and (hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__"))
-
-
-def copied(value: Any) -> Any:
-    """Copy an array of any library, one of CuPy to the current device."""
-    library = library_of(value)
-    return library.from_native(library.to_native(value).copy(), value)
-
-
-def writable_like(value: Any, array: NativeArray) -> Any:
-    """Convert a native array to the kind of a value, if such a value shares the array's memory and can be written."""
-    library = library_of(value)
-    return array if library.to_target(value) is None else library.from_native(array, value)
 
 
 def wait_for_stream() -> None:

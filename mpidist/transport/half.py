@@ -140,5 +140,5 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def is_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is NumPy's own, in any byte order: those of `ml_dtypes` have characters that NumPy's have, too."""
+    """Whether a dtype is NumPy's own, in any byte order. Characters do not tell: `ml_dtypes` uses the same ones."""
     return not 256 <= dtype.num < 2048  # where NumPy numbers the dtypes of other packages

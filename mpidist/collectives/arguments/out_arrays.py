@@ -14,7 +14,7 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, fingerprint_of, places_digest
+from mpidist.transport import SharedArrays, fingerprint_of, library_of, places_digest
 from mpidist.transport import arrays as native
 
 __all__ = [
@@ -76,7 +76,7 @@ def _native(index: int, out: Any, same: Any) -> Any:
     if type(out) is np.ndarray:
         return out
     try:
-        library = native.library_of(out)
+        library = library_of(out)
     except TypeError:
         return out
     try:

@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport import cuda
-from mpidist.transport.array_libraries.library import ArrayLibrary, NativeArray, kind_of
+from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
+from mpidist.transport.arrays import NativeArray
 
 __all__ = ["CuPyArrays", "DLPackArrays"]
 

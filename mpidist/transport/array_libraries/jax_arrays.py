@@ -8,7 +8,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
-from mpidist.transport.array_libraries.library import ArrayLibrary, NativeArray
+from mpidist.transport.array_libraries.library import ArrayLibrary
+from mpidist.transport.arrays import NativeArray
 
 __all__ = ["JaxArrays"]
 

@@ -11,8 +11,9 @@ from mpidist.transport.array_libraries.jax_arrays import JaxArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
 from mpidist.transport.array_libraries.numpy_arrays import ArrayLikes, NumPyArrays, NumPyScalars, PythonNumbers
 from mpidist.transport.array_libraries.torch_tensors import TorchTensors
+from mpidist.transport.arrays import NativeArray
 
-__all__ = ["LIBRARIES", "library_of"]
+__all__ = ["LIBRARIES", "copied", "library_of", "writable_like"]
 
 _NUMPY: Final = NumPyArrays()
 _NUMBERS: Final = PythonNumbers()
@@ -45,6 +46,18 @@ def library_of(value: Any) -> ArrayLibrary:
         f"cannot take a value of type {kind_of(value)}; needed an array of NumPy, CuPy or a library that speaks "
         f"DLPack, a number, or a list, tuple or dict of them{_advice(value)}"
     )
+
+
+def copied(value: Any) -> Any:
+    """Copy an array of any library, one of CuPy to the current device."""
+    library = library_of(value)
+    return library.from_native(library.to_native(value).copy(), value)
+
+
+def writable_like(value: Any, array: NativeArray) -> Any:
+    """Convert a native array to the kind of a value, if such a value shares the array's memory and can be written."""
+    library = library_of(value)
+    return array if library.to_target(value) is None else library.from_native(array, value)
 
 
 def _advice(value: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-__all__ = ["ArrayLibrary", "NativeArray", "kind_of"]
+from mpidist.transport.arrays import NativeArray
 
-NativeArray = Any  # numpy.ndarray or cupy.ndarray
+__all__ = ["ArrayLibrary", "kind_of"]
 
 
 class ArrayLibrary(ABC):

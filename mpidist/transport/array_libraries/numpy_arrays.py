@@ -6,7 +6,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.array_libraries.library import ArrayLibrary, NativeArray
+from mpidist.transport.array_libraries.library import ArrayLibrary
+from mpidist.transport.arrays import NativeArray
 
 __all__ = ["ArrayLikes", "NumPyArrays", "NumPyScalars", "PythonNumbers"]
 

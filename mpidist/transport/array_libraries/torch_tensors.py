@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
-from mpidist.transport.array_libraries.library import ArrayLibrary, NativeArray
+from mpidist.transport.array_libraries.library import ArrayLibrary
+from mpidist.transport.arrays import NativeArray
 from mpidist.transport.half import dtype_named, is_of_numpy
 
 __all__ = ["TorchTensors"]
@@ -33,13 +35,12 @@ class TorchTensors(ArrayLibrary):
         return torch is not None and isinstance(value, torch.Tensor)
 
     def to_native(self, value: Any) -> NativeArray:
-        torch = sys.modules["torch"]
-        if value.requires_grad and not value.is_leaf and torch.is_grad_enabled():
+        if value.requires_grad and not value.is_leaf and sys.modules["torch"].is_grad_enabled():
             raise TypeError(
                 f"the tensor is a result that PyTorch differentiates ({type(value.grad_fn).__name__}), and no gradient "
                 "goes back through other ranks: pass tensor.detach()"
             )
-        return _view(value.detach().resolve_conj().resolve_neg())
+        return _VIEWS.of(value) if value.is_cpu else _view(value.detach())
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         torch = sys.modules["torch"]
@@ -50,8 +51,58 @@ class TorchTensors(ArrayLibrary):
 
     def to_target(self, value: Any) -> NativeArray | None:
         if value.is_conj() or value.is_neg():
-            raise TypeError("the tensor is a view of numbers that are conjugated or negated when they are read: clone it")
+            raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
         return None if value.is_cuda else self.to_native(value)
+
+
+class _Known(NamedTuple):
+    """A tensor, and its native array: which is right while the other attributes are those of the tensor."""
+
+    reference: Any  # weak
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    array: NativeArray
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether this is the array of a tensor, which may have got other memory since."""
+        return (
+            self.reference() is tensor
+            and self.address == tensor.data_ptr()
+            and self.shape == tensor.shape
+            and self.strides == tensor.stride()
+            and self.dtype is tensor.dtype
+        )
+
+
+@final
+class _Views:
+    """The native arrays of tensors in host memory, until the tensors are gone.
+
+    To make an array takes longer than to see that it is still right. And a call with the arrays of an earlier call
+    need not look again where they lie.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def of(self, tensor: Any) -> NativeArray:
+        """Return the native array of a tensor: the same one, as long as the tensor has the same memory."""
+        key, known = id(tensor), self._known
+        found = known.get(key)
+        if found is not None and found.is_of(tensor):
+            return found.array
+        # Of another object of PyTorch: else the array would keep the tensor.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        array = _view(plain)
+        if plain.data_ptr() == tensor.data_ptr():  # a copy would be one of the numbers of today
+            gone = weakref.ref(tensor, lambda _: known.pop(key, None))
+            known[key] = _Known(gone, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, array)
+        return array
+
+
+_VIEWS: Final = _Views()
 
 
 def _view(tensor: Any) -> NativeArray:

@@ -226,7 +226,7 @@ class SharedArrays:
         number = self._bases.get(id(root))
         if number is not None or root.flags.owndata:
             return number
-        # A view of another library's array, such as a tensor made of a symmetric array, does not say whose memory it is.
+        # A view of another library's array, as of a tensor made of a symmetric array, does not say whose memory it is.
         start, stop = memory_bounds(root)
         for number, window in list(self._windows.items()):
             low, high = window.bounds[0 if window.per_node else self.within_node.rank]
