@@ -132,7 +132,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     Raises:
         TypeError: If neither package knows the name.
     """
-    if not name.startswith(("bfloat", "float8")):
+    if not name[0].isalpha() or hasattr(np, name):
         return np.dtype(name)
     import ml_dtypes  # guarded: most programs do without, and it takes a while
 
