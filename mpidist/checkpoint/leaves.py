@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.context_stack import CurrentStrategy
 from mpidist.datasets import DistributedDataset, DistributedIterator
 from mpidist.parameter_server import ServerVariable, ShardedVariable
-from mpidist.transport import arrays, value_text
+from mpidist.transport import arrays, library_of, value_text
 from mpidist.values import PerReplica
 from mpidist.variables import SyncOnReadVariable, Variable, VariableAggregation
 
@@ -148,7 +148,7 @@ class _ArrayLeaf(Leaf):
     """An array of any library, or a number of NumPy: written in place where the library lets it be."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self._value, self._library = value, arrays.library_of(value)
+        self._value, self._library = value, library_of(value)
         native = self._library.to_native(value)
         super().__init__(name, native)
         dtype = native.dtype

@@ -13,7 +13,7 @@ from mpidist.collectives import SymmetricSpec
 from mpidist.cross_device_ops import reduce_along_axis, weighted_mean
 from mpidist.options import CommunicationOptions, ReduceOp, options_or_hints
 from mpidist.strategy_extended import StrategyExtended
-from mpidist.transport import arrays
+from mpidist.transport import arrays, library_of, writable_like
 from mpidist.values import contributions
 
 __all__ = ["CollectiveCalls"]
@@ -187,17 +187,22 @@ class CollectiveCalls(ABC):
         """Allocate arrays like those of a nest, as `symmetric_empty` does. Collective.
 
         An array for one in device memory lies there, too, unless `per_node`.
+
+        Returns:
+            A nest like `value`: of tensors for tensors of PyTorch, for example; of arrays of NumPy or CuPy for numbers,
+            and for arrays that cannot be written, as those of JAX.
         """
         specs: list[SymmetricSpec] = []
+        leaves: list[Any] = []
         error = None
         try:
             leaves, _ = nest.flatten(contributions(value))
-            natives = [arrays.library_of(leaf).to_native(leaf) for leaf in leaves]
+            natives = [library_of(leaf).to_native(leaf) for leaf in leaves]
             specs = [SymmetricSpec(one.shape, one.dtype.newbyteorder("="), arrays.is_device(one)) for one in natives]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         allocated = self._extended.symmetric_empty(specs, per_node, error)
-        return nest.rebuild(contributions(value), allocated)
+        return nest.rebuild(contributions(value), list(map(writable_like, leaves, allocated)))
 
     def raise_together(self, what: str = "") -> AbstractContextManager[None]:
         """Raise an exception of one rank on all ranks, at the end of a block of local work. Collective.

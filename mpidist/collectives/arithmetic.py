@@ -9,13 +9,21 @@ import numpy as np
 
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
-from mpidist.transport import Fold, Levels, Reduction, accumulator_dtype, bfloat16, count_text, is_half
+from mpidist.transport import (
+    Fold,
+    Levels,
+    Reduction,
+    accumulator_dtype,
+    bfloat16,
+    count_text,
+    is_low_precision,
+    is_of_numpy,
+)
 
 __all__ = ["Arithmetic", "OverflowReport", "wire_and_result_dtypes"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
-# By code, not by kind: float8_e5m2 of `ml_dtypes` has kind "f", too, and no transport can add it.
 _NUMBERS: Final = np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 _FLOAT32: Final = np.dtype(np.float32)
 
@@ -35,7 +43,7 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
             return dtype, dtype
         if dtype.kind == "c":
             raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
-    if not (dtype.char in _NUMBERS or is_half(dtype)):
+    if not ((dtype.char in _NUMBERS and is_of_numpy(dtype)) or is_low_precision(dtype)):
         raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}")
     if op is not ReduceOp.MEAN or dtype.kind not in "iu":
         return dtype, dtype
@@ -112,7 +120,7 @@ class Arithmetic(NamedTuple):
         """
         name = "sum" if self.op is ReduceOp.MEAN else self.op.name.lower()
         divisor = self.num_replicas if self.op is ReduceOp.MEAN else 1
-        if is_half(wire):  # the float32 accumulator is divided before rounding, so that a mean cannot overflow
+        if is_low_precision(wire):  # the float32 accumulator is divided before rounding, so that a mean cannot overflow
             return Reduction(name, divisor, self.in_rank_order, counts_overflow=is_compressed), 1
         return Reduction(name, 1, self.in_rank_order, fold=self.fold, fold_across=self.fold_across), divisor
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic
-from mpidist.transport import FusedReducer, Levels, Reduction, Schedule, is_half
+from mpidist.transport import FusedReducer, Levels, Reduction, Schedule, is_low_precision
 from mpidist.whole_number import whole_number
 
 __all__ = [
@@ -144,7 +144,8 @@ def _group_by_wire(specs: Sequence[Spec], dtypes: Sequence[tuple[np.dtype[Any], 
     groups: dict[_Wire, list[int]] = {}
     for index in reversed(range(len(specs))):
         spec, (wire, result) = specs[index], dtypes[index]
-        groups.setdefault(_Wire(wire, result, spec.device, is_half(wire) and wire != spec.dtype), []).append(index)
+        is_compressed = is_low_precision(wire) and wire != spec.dtype
+        groups.setdefault(_Wire(wire, result, spec.device, is_compressed), []).append(index)
     return groups
 
 
@@ -169,7 +170,7 @@ def make_fused_lists(
     for wire, indices in _group_by_wire(specs, dtypes).items():
         if wire.device or wire.is_compressed:
             return None
-        if reducer.spans_nodes and arithmetic.in_rank_order and is_half(wire.dtype):
+        if reducer.spans_nodes and arithmetic.in_rank_order and is_low_precision(wire.dtype):
             return None  # a partial sum must not be rounded between nodes
         full = tuple(index for index in indices if specs[index].num_elements)
         if full:

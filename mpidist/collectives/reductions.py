@@ -189,15 +189,16 @@ class Reductions:
 
     def _check_outs(self, call: ReductionCall, operands: Operands) -> None:
         """Check that outs can take the results; the outs of an earlier call of the plan are not checked again."""
-        outs, plan = call.outs or (), call.plan
-        key = id(outs[0]) if outs else 0
-        checked = plan.checked_outs.get(key)
-        if checked is None or not checked.matches(outs, operands.arrays):
+        plan = call.plan
+        checked = _known_outs(plan, call.outs or (), operands)
+        if checked is None:
+            call.outs = outs = native_outs(call.outs or (), call.values, operands.arrays)
+            checked = _known_outs(plan, outs, operands)  # tensors have the same native arrays each time
+        if checked is None:
             if len(plan.checked_outs) >= _MAX_OUTS:
                 plan.checked_outs.clear()
-            call.outs = outs = native_outs(outs, call.values, operands.arrays)
             checked = CheckedOuts(outs, operands.arrays, operands.specs, plan.result_dtypes, self.group.shared)
-            plan.checked_outs[key] = checked
+            plan.checked_outs[id(outs[0]) if outs else 0] = checked
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest
         for replica_id, others in zip(self.replicas.ids_here[1:], call.other_outs, strict=False):
@@ -328,6 +329,12 @@ class Reductions:
             self._name_for(call),
             "" if ranks is None else f", to {name_ranks(ranks)}",
         )
+
+
+def _known_outs(plan: Plan, outs: Sequence[Any], operands: Operands) -> CheckedOuts | None:
+    """Return what was found of the same outs in an earlier call of a plan; `None` if they are new."""
+    checked = plan.checked_outs.get(id(outs[0]) if outs else 0)
+    return checked if checked is not None and checked.matches(outs, operands.arrays) else None
 
 
 def _group_by_destinations(

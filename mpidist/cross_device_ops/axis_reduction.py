@@ -20,7 +20,7 @@ from mpidist.collectives import (
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import accumulator_dtype, arrays
+from mpidist.transport import accumulator_dtype, arrays, library_of
 from mpidist.values import PerReplica, require_contributions
 
 __all__ = ["reduce_along_axis"]
@@ -84,7 +84,7 @@ def reduce_along_axis(
             _divide(total, int(count), own[0][2])
             for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)
         ]
-    restored = [arrays.library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
+    restored = [library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
 
 
@@ -98,7 +98,7 @@ def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[An
     Returns:
         The partial result, the product of the axes' lengths, and the dtype of the final result.
     """
-    array = arrays.library_of(value).to_native(value)
+    array = library_of(value).to_native(value)
     axes = axes_of(axes, array.shape, "reduce")
     count = math.prod([array.shape[at] for at in axes])
     native = native_dtype(array.dtype)

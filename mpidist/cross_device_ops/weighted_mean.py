@@ -19,7 +19,7 @@ from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import accumulator_dtype, arrays, mark_shared, value_text
+from mpidist.transport import accumulator_dtype, arrays, library_of, mark_shared, value_text
 from mpidist.values import PerReplica, contribution
 
 __all__ = ["weighted_mean"]
@@ -95,7 +95,7 @@ def _checked(weight: Any) -> float:
 
 def _times(value: Any, weight: float) -> Any:
     """Return a value times its weight, in a dtype that sums of it fit into."""
-    array = arrays.library_of(value).to_native(value)
+    array = library_of(value).to_native(value)
     _, result = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
     product = arrays.empty(array.shape, accumulator_dtype(result), arrays.is_device(array))
     product[...] = array if weight else 0
@@ -108,7 +108,7 @@ def _joined(components: Any, replicas: Replicas) -> Any:
 
 
 def _divided(total: Any, weight: float, value: Any) -> Any:
-    library = arrays.library_of(value)
+    library = library_of(value)
     _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(library.to_native(value).dtype))
     mean = arrays.empty(total.shape, dtype, arrays.is_device(total))
     mean[...] = total / weight

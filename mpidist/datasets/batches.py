@@ -16,7 +16,7 @@ from mpidist.datasets.parts import MISSING
 from mpidist.datasets.unread_rows import UnreadRows
 from mpidist.errors import InvalidArgumentError
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, shard_bounds
+from mpidist.transport import arrays, library_of, shard_bounds
 
 __all__ = [
     "IN_STEP",
@@ -335,7 +335,7 @@ def _checksum(leaves: list[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, UnreadRows):
             checksum = zlib.crc32(leaf.numbers.tobytes(), checksum)
-        library = arrays.library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
+        library = library_of(leaf) if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__") else None
         array = None if library is None else library.to_native(leaf)
         if array is None or arrays.is_device(array) or array.dtype.hasobject:
             continue
@@ -349,7 +349,7 @@ def _without_padding(array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     """Return an array as arrays whose every byte is significant: padding may differ where numbers are equal."""
     if array.dtype.names is not None:
         return [part for name in array.dtype.names for part in _without_padding(array[name])]
-    if array.dtype.char in "gG":  # long doubles: 10 of 16 bytes are significant on x86
+    if array.dtype.type in (np.longdouble, np.clongdouble):  # long doubles: 10 of 16 bytes are significant on x86
         with np.errstate(over="ignore"):
-            return [array.astype(np.float64 if array.dtype.char == "g" else np.complex128)]
+            return [array.astype(np.float64 if array.dtype.type is np.longdouble else np.complex128)]
     return [array]

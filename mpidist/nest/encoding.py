@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.transport import bytes_of, dtype_named
+from mpidist.transport import bytes_of, dtype_named, is_of_numpy
 
 __all__ = ["MAX_BYTES", "Handle", "decode", "encode"]
 
@@ -43,7 +43,7 @@ def encode(
         tree = _tree_of(item, what, arrays, handle_of)
     except TypeError as problem:
         raise TypeError(f"{problem}{advice and '; '}{advice}") from None
-    about = [[array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape] for array in arrays]
+    about = [[array.dtype.str if is_of_numpy(array.dtype) else array.dtype.name, array.shape] for array in arrays]
     head = json.dumps([tree, about]).encode()
     parts = [np.frombuffer(_LENGTH.pack(len(head)) + head, np.uint8)]
     parts += [bytes_of(array) for array in arrays]
@@ -77,7 +77,7 @@ def _tree_of(item: Any, what: str, arrays: list[Array], handle_of: Callable[[Any
         return {"complex": [item.real, item.imag]}
     if isinstance(item, (np.ndarray, np.generic)):
         array = np.asarray(item)
-        if array.dtype.kind in "OV" and array.dtype.name != "bfloat16":
+        if array.dtype.kind in "OV" and is_of_numpy(array.dtype):
             raise TypeError(f"{what} has an array of dtype {array.dtype}, and arrays of numbers or texts are needed")
         arrays.append(np.ascontiguousarray(array).reshape(array.shape))
         return {"array" if isinstance(item, np.ndarray) else "number": len(arrays) - 1}

@@ -122,6 +122,8 @@ def _opener(kind: type) -> _Opener:
         return _open_mapping
     if issubclass(kind, Mapping):
         return partial(_open_registered, _open_mapping)
+    if hasattr(kind, "__next__"):  # it can be read once; JAX would warn of it
+        return _open_leaf
     if any(hasattr(kind, protocol) for protocol in _ARRAY_PROTOCOLS):
         _LEAVES.add(kind)
         return _open_leaf

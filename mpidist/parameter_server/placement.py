@@ -15,7 +15,7 @@ from mpidist.parameter_server.partitioners import num_shards_of
 from mpidist.parameter_server.servers import Servers
 from mpidist.parameter_server.sharded_variable import ShardedVariable
 from mpidist.parameter_server.variable import ServerVariable, VariableTraits
-from mpidist.transport import arrays, shard_bounds
+from mpidist.transport import arrays, library_of, shard_bounds
 from mpidist.variables import VariablePlacement, cast_for
 
 __all__ = ["PLACEMENTS", "OnServers"]
@@ -115,7 +115,7 @@ class OnServers(VariablePlacement):
             self._num_unnamed += 1
         given = initial_value() if callable(initial_value) else initial_value
         given = np.asarray(given) if isinstance(given, (list, tuple)) else given
-        array = arrays.on_host(arrays.library_of(given).to_native(given))
+        array = arrays.on_host(library_of(given).to_native(given))
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         if dtype is not None:
             array = cast_for(array.reshape(-1)[:0].real.astype(dtype), given, f"variable {name!r}")

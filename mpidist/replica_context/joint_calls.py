@@ -17,7 +17,7 @@ from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, on_device, shard_bounds
+from mpidist.transport import arrays, copied, on_device, shard_bounds
 from mpidist.values import Contributions, DistributedValues, contributions, join_components, local_components
 
 __all__ = ["JointCalls", "SharedResult"]
@@ -199,7 +199,7 @@ class JointCalls:
         if at == 0 or not any(shared):
             return result
         with on_device(self._replicas.devices, at):
-            copies = [arrays.copied(leaf) if must else leaf for leaf, must in zip(leaves, shared, strict=True)]
+            copies = [copied(leaf) if must else leaf for leaf, must in zip(leaves, shared, strict=True)]
         return nest.rebuild(result, copies)
 
 

@@ -112,7 +112,7 @@ class _WrittenArray:
 
 def _same_bits(one: Any, other: Any) -> bool:
     one, other = map(arrays.on_current_device, (one, other))
-    if one.dtype.char in "gG":  # of 16 bytes, 6 are padding
+    if one.dtype.type in (np.longdouble, np.clongdouble):  # of 16 bytes, 6 are padding
         return bool(((one == other) | ((one != one) & (other != other))).all())
     size = min(one.dtype.itemsize, 8)
     words = np.dtype(f"u{size}") if one.dtype.itemsize % size == 0 and size in (1, 2, 4, 8) else np.dtype(np.uint8)

@@ -5,6 +5,7 @@ Nothing here depends on strategies, replicas or gradients.
 
 from mpidist.transport import arrays, cuda
 from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error
+from mpidist.transport.array_libraries import copied, library_of, writable_like
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.costs import (
@@ -42,7 +43,7 @@ from mpidist.transport.group import (
     traced,
     widen,
 )
-from mpidist.transport.half import bfloat16, dtype_named
+from mpidist.transport.half import bfloat16, dtype_named, is_of_numpy
 from mpidist.transport.host_memory import RecycledResults, ResultMemory, SumMemory
 from mpidist.transport.mpi import (
     LAUNCHER_PREFIXES,
@@ -56,7 +57,7 @@ from mpidist.transport.mpi import (
     ring_all_reduce,
 )
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
-from mpidist.transport.reduction import Reduction, accumulator_dtype, is_half
+from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
@@ -134,6 +135,8 @@ __all__ = [
     "are_several_gpus",
     "change_rows_of_gpu",
     "choose_device",
+    "copied",
+    "library_of",
     "on_device",
     "complete",
     "narrow",
@@ -145,7 +148,8 @@ __all__ = [
     "fingerprint_of",
     "first_line",
     "forbid_calls_here",
-    "is_half",
+    "is_low_precision",
+    "is_of_numpy",
     "is_shared",
     "is_process_failure",
     "is_shared_by",
@@ -183,4 +187,5 @@ __all__ = [
     "wait_for_devices",
     "places_digest",
     "takes_device_memory",
+    "writable_like",
 ]

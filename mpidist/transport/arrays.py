@@ -1,39 +1,26 @@
-"""Conversion of arrays of any library to native arrays (NumPy or CuPy), and back.
+"""Native arrays: of NumPy in host memory, of CuPy in device memory. Other modules see no others.
 
-Other modules see only arrays of NumPy (host memory) or CuPy (device memory). Each library is one class; `LIBRARIES`
-lists the classes in the order in which they are asked.
+`array_libraries` converts arrays of any library to native ones, and back.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 
 from mpidist.transport import cuda
 
 __all__ = [
-    "LIBRARIES",
-    "ArrayLibrary",
-    "ArrayLikes",
-    "CuPyArrays",
-    "DLPackArrays",
     "NativeArray",
-    "NumPyArrays",
-    "NumPyScalars",
-    "PythonNumbers",
     "are_on_one_device",
     "bytes_of",
-    "copied",
     "copied_here",
     "current_gpu",
     "empty",
     "is_aligned",
     "is_cupy",
     "is_device",
-    "library_of",
     "make_read_only",
     "memory_bounds",
     "num_visible_gpus",
@@ -49,174 +36,9 @@ __all__ = [
     "wait_for_stream",
 ]
 
-_MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
-
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
-
-class ArrayLibrary(ABC):
-    """Conversion of one library's values to native arrays, and back."""
-
-    @abstractmethod
-    def owns(self, value: Any) -> bool:
-        """Say whether `value` is of this library. Must not import the library."""
-
-    @abstractmethod
-    def to_native(self, value: Any) -> NativeArray:
-        """View a value as a native array, without a copy where the library allows it."""
-
-    @abstractmethod
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        """Convert a native array to the kind of `like`. May return `array` itself, which the caller must not keep."""
-
-    def to_target(self, value: Any) -> NativeArray | None:
-        """View a value as a native array through which results are written to the value; `None` if it has none."""
-        return None
-
-
-@final
-class NumPyArrays(ArrayLibrary):
-    """`numpy.ndarray`, as it is."""
-
-    def owns(self, value: Any) -> bool:
-        return isinstance(value, np.ndarray)
-
-    def to_native(self, value: Any) -> NativeArray:
-        if isinstance(value, np.ma.MaskedArray):
-            raise TypeError("cannot take a masked array, whose mask would be lost: pass value.filled(0), for example")
-        return np.asarray(value)
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array
-
-    def to_target(self, value: Any) -> NativeArray | None:
-        return self.to_native(value)
-
-
-@final
-class NumPyScalars(ArrayLibrary):
-    """NumPy's scalars, converted to 0-d arrays."""
-
-    def owns(self, value: Any) -> bool:
-        return isinstance(value, np.generic)
-
-    def to_native(self, value: Any) -> NativeArray:
-        return np.asarray(value)
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array[()]
-
-
-@final
-class PythonNumbers(ArrayLibrary):
-    """Python's numbers: an int counts as int64, a float as float64, a complex as complex128."""
-
-    DTYPES: Final = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
-
-    def owns(self, value: Any) -> bool:
-        return isinstance(value, (bool, int, float, complex))
-
-    def to_native(self, value: Any) -> NativeArray:
-        kind = next(kind for kind in self.DTYPES if isinstance(value, kind))
-        try:
-            return np.asarray(value, self.DTYPES[kind])
-        except OverflowError:
-            raise ValueError(f"a Python int counts as int64, and {value} does not fit in it") from None
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array.item() if array.ndim == 0 else array
-
-
-@final
-class CuPyArrays(ArrayLibrary):
-    """Device memory: CuPy's arrays, and objects with `__cuda_array_interface__`.
-
-    Other libraries have streams of their own. Through DLPack, they let CuPy's current stream wait for the work on
-    theirs, which `__cuda_array_interface__` leaves to the user. An array of another device is copied to the current
-    device.
-    """
-
-    def owns(self, value: Any) -> bool:
-        return hasattr(value, "__cuda_array_interface__")
-
-    def to_native(self, value: Any) -> NativeArray:
-        cupy = _cupy()
-        if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
-            value = cupy.from_dlpack(value)
-        array = cupy.asarray(value)
-        if not array.dtype.isnative:
-            raise TypeError(
-                f"CuPy needs native byte order, got {array.dtype.str!r}; convert with "
-                "x.astype(x.dtype.newbyteorder('='))"
-            )
-        return array
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
-
-    def to_target(self, value: Any) -> NativeArray | None:
-        return value if isinstance(value, _cupy().ndarray) else None  # other libraries' streams would not wait for it
-
-
-@final
-class DLPackArrays(ArrayLibrary):
-    """Host arrays of other libraries with DLPack, through which results are converted back."""
-
-    def owns(self, value: Any) -> bool:
-        return hasattr(value, "__dlpack__")
-
-    def to_native(self, value: Any) -> NativeArray:
-        try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError) as error:
-            raise TypeError(f"the {_kind(value)} cannot be read through DLPack: {error}") from error
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return _through_dlpack(array, like)
-
-    def to_target(self, value: Any) -> NativeArray | None:
-        return self.to_native(value)
-
-
-@final
-class ArrayLikes(ArrayLibrary):
-    """Objects with `__array__`: variables, and arrays of libraries without DLPack. Results are NumPy's."""
-
-    def owns(self, value: Any) -> bool:
-        return hasattr(value, "__array__")
-
-    def to_native(self, value: Any) -> NativeArray:
-        return np.asarray(value)
-
-    def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array
-
-
-_NUMPY: Final = NumPyArrays()
-_NUMBERS: Final = PythonNumbers()
-
-# The first library that owns the value is taken. CuPy before DLPack, as all whose device memory NumPy cannot read.
-LIBRARIES: Final[list[ArrayLibrary]] = [
-    _NUMPY, NumPyScalars(), _NUMBERS, CuPyArrays(), DLPackArrays(), ArrayLikes(),
-]  # fmt: skip
-
-# Types that have one library: a tensor of another library may lie in host or in device memory.
-_BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: _NUMPY, float: _NUMBERS, int: _NUMBERS}
-
-
-def library_of(value: Any) -> ArrayLibrary:
-    """Return the library that a value belongs to.
-
-    Raises:
-        TypeError: If no library owns it.
-    """
-    library = _BY_TYPE.get(type(value)) or next((library for library in LIBRARIES if library.owns(value)), None)
-    if library is None:
-        raise TypeError(
-            f"cannot take a value of type {_kind(value)}; needed an array of NumPy, CuPy or a library that speaks "
-            "DLPack, a number, or a list, tuple or dict of them"
-        )
-    return library
+_MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
 
 def is_device(array: NativeArray) -> bool:
@@ -291,12 +113,6 @@ def stays_writable(value: Any) -> bool:
     return not is_of_numpy and (hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__"))
 
 
-def copied(value: Any) -> Any:
-    """Copy an array of any library, one of CuPy to the current device."""
-    library = library_of(value)
-    return library.from_native(library.to_native(value).copy(), value)
-
-
 def wait_for_stream() -> None:
     """Wait until the work on the current device's current stream is done."""
     _cupy().cuda.get_current_stream().synchronize()
@@ -358,16 +174,3 @@ def require_not_capturing(call: str) -> None:
 
 def _cupy() -> Any:
     return cuda.current().cupy  # only where a value or the user asks for device memory
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _through_dlpack(array: NativeArray, like: Any) -> Any:
-    if hasattr(like, "__array_namespace__"):
-        return like.__array_namespace__().from_dlpack(array)
-    package = sys.modules[type(like).__module__.partition(".")[0]]
-    if not hasattr(package, "from_dlpack"):
-        raise TypeError(f"results cannot be given back as {_kind(like)}: {package.__name__} has no from_dlpack")
-    return package.from_dlpack(array)

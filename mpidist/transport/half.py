@@ -1,8 +1,8 @@
-"""Half precision to float32 and back, in blocks that stay in the cache.
+"""Half precision, and less, to float32 and back, in blocks that stay in the cache.
 
 NumPy converts float16 one number at a time, which takes longer than the rest of a reduction; here, integer operations
-on whole arrays convert the bits. The results are equal to NumPy's `astype`, bit by bit. bfloat16 (`ml_dtypes`) is
-converted by `astype`, which is fast.
+on whole arrays convert the bits. The results are equal to NumPy's `astype`, bit by bit. bfloat16 and float8
+(`ml_dtypes`) are converted by `astype`, which is fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-__all__ = ["HalfAccumulator", "bfloat16", "dtype_named"]
+__all__ = ["HalfAccumulator", "bfloat16", "dtype_named", "is_of_numpy"]
 
 _BLOCK: Final = 1 << 15  # elements, whose buffers fit into a core's second-level cache
 _ABSOLUTE: Final = np.int32(0x7FFFFFFF)
@@ -30,7 +30,7 @@ class HalfAccumulator:
     """Reduces arrays of half precision in float32, and rounds once.
 
     Args:
-        dtype: float16 or bfloat16.
+        dtype: float16, bfloat16 or a float8.
     """
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -122,12 +122,23 @@ class HalfAccumulator:
 @cache
 def bfloat16() -> np.dtype[Any]:
     """Return the dtype bfloat16."""
+    return dtype_named("bfloat16")
+
+
+@cache
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name, also bfloat16 and others of `ml_dtypes`, which NumPy does not know.
+
+    Raises:
+        TypeError: If neither package knows the name.
+    """
+    if not name[0].isalpha() or hasattr(np, name):
+        return np.dtype(name)
     import ml_dtypes  # guarded: most programs do without, and it takes a while
 
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, bfloat16 as well, which NumPy does not know."""
-    return bfloat16() if name == "bfloat16" else np.dtype(name)
+def is_of_numpy(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is NumPy's own, in any byte order. Characters do not tell: `ml_dtypes` uses the same ones."""
+    return not 256 <= dtype.num < 2048  # where NumPy numbers the dtypes of other packages

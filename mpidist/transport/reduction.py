@@ -14,7 +14,7 @@ from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
 from mpidist.transport.tree import Fold
 
-__all__ = ["Reduction", "accumulator_dtype", "is_half", "narrow", "widen"]
+__all__ = ["Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]
 
 UFUNCS: Final = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -74,7 +74,7 @@ class Reduction:
         if self.fold is not None:
             self.fold.combine(ufunc, parts, (out,))
             return 0
-        if is_half(out.dtype):
+        if is_low_precision(out.dtype):
             with np.errstate(all="ignore"):
                 overflowed = _accumulators.of(out.dtype).combine(parts, out, ufunc, self.divisor)
             return overflowed if self.counts_overflow else 0
@@ -122,12 +122,13 @@ def widen(numbers: Any, out: Any) -> None:
 
 
 @functools.cache
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is float16 or bfloat16 (of the package `ml_dtypes`)."""
-    return dtype == np.float16 or dtype.name == "bfloat16"
+def is_low_precision(dtype: np.dtype[Any]) -> bool:
+    """Whether numbers of a dtype are added as float32: float16, bfloat16 and float8 (of the package `ml_dtypes`)."""
+    is_float8 = dtype.name.startswith("float8") and dtype.name != "float8_e8m0fnu"  # which has neither 0 nor signs
+    return dtype == np.float16 or dtype.name == "bfloat16" or is_float8
 
 
 @functools.cache
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which numbers of `dtype` are reduced."""
-    return np.dtype(np.float32) if is_half(dtype) else dtype
+    return np.dtype(np.float32) if is_low_precision(dtype) else dtype

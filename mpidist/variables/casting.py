@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.transport import arrays
+from mpidist.transport import arrays, library_of
 
 __all__ = ["cast_for", "is_python_number"]
 
@@ -35,7 +35,7 @@ def cast_for(target: arrays.NativeArray, value: Any, what: str) -> arrays.Native
         array = _from_number(value, dtype, what)
     else:
         is_list = isinstance(value, (list, tuple))
-        array = np.asarray(value) if is_list else arrays.library_of(value).to_native(value)
+        array = np.asarray(value) if is_list else library_of(value).to_native(value)
         if is_list and array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
             for number in (array.min(), array.max()):
                 _require_range(int(number), dtype, what)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mpidist.transport import arrays, change_rows_of_gpu
+from mpidist.transport import arrays, change_rows_of_gpu, library_of
 from mpidist.values import IndexedSlices
 from mpidist.variables.casting import cast_for
 
@@ -115,7 +115,7 @@ def checked_rows(delta: Any, target: Any, what: str) -> tuple[np.ndarray[Any, An
         )
     given = delta.indices
     if hasattr(given, "__cuda_array_interface__"):
-        given = arrays.to_host(arrays.library_of(given).to_native(given))
+        given = arrays.to_host(library_of(given).to_native(given))
     indices = np.asarray(given)
     if indices.dtype.kind not in "iu" and indices.size:
         raise TypeError(f"the indices of rows of {what} must be integers, got dtype {indices.dtype.name}")

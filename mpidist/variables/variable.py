@@ -12,7 +12,7 @@ import numpy as np
 from mpidist import context_stack
 from mpidist.context_stack import CurrentStrategy
 from mpidist.replicas import Replicas
-from mpidist.transport import arrays, open_groups
+from mpidist.transport import arrays, library_of, open_groups
 from mpidist.values import DistributedValues
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
@@ -211,7 +211,7 @@ def _synchronization(value: VariableSynchronization | str) -> VariableSynchroniz
 
 def _native(value: Any, dtype: Any, what: str) -> Any:
     given = np.asarray(value) if isinstance(value, (list, tuple)) else value
-    array = arrays.library_of(given).to_native(given)
+    array = library_of(given).to_native(given)
     if dtype is not None:
         array = cast_for(array.reshape(-1)[:0].real.astype(dtype), value, what)
     return array.astype(array.dtype.newbyteorder("="))

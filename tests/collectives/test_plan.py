@@ -17,6 +17,7 @@ from mpidist.collectives.plan import FusedList, Message, group_by_size, make_fus
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions
+from mpidist.transport import accumulator_dtype
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group import Levels
 from mpidist.transport.shared_memory import FusedReducer, InterNode, Slots
@@ -279,12 +280,21 @@ def test_means_of_integers_are_floats(names: str, wire: str, result: str) -> Non
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_bfloat16_is_a_number(op: ReduceOp) -> None:
-    assert wire_and_result_dtypes(op, BF16) == (BF16, BF16)
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"])
+def test_low_precision_is_made_of_numbers(op: ReduceOp, name: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    assert wire_and_result_dtypes(op, dtype) == (dtype, dtype)
+    assert accumulator_dtype(dtype) == np.float32
+
+
+# Their characters are those of dtypes of NumPy, or their kind is.
+OF_OTHERS = [
+    getattr(ml_dtypes, name) for name in ("int4", "uint4", "uint1", "float8_e8m0fnu") if name in dir(ml_dtypes)
+]
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["?", "U3", "S3", "O", "M8[s]", "m8[s]", "f4,i4", "V4", ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("dtype", ["?", "U3", "S3", "O", "M8[s]", "m8[s]", "f4,i4", "V4", *OF_OTHERS])
 def test_what_is_no_number_is_refused(op: ReduceOp, dtype: Any) -> None:
     """X7. Only the least and the greatest of booleans are booleans."""
     if dtype == "?" and op in (ReduceOp.MIN, ReduceOp.MAX):

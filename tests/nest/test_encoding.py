@@ -34,7 +34,11 @@ def test_not_a_number_comes_back() -> None:
     assert np.isnan(decode(encode(float("nan"), "it")))
 
 
-@pytest.mark.parametrize("dtype", ["?", "i1", "u8", ">i4", "f2", "f8", "c16", "U3", "S2", "M8[s]", ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    ["?", "i1", "u8", ">i4", "f2", "f8", "c16", "U3", "S2", "M8[s]",
+     ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.int4],
+)  # fmt: skip
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 1, 2)])
 def test_arrays_come_back(dtype: Any, shape: tuple[int, ...]) -> None:
     array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape).astype(dtype)

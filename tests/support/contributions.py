@@ -68,7 +68,7 @@ def in_rank_order(ufunc: np.ufunc, rows: Iterable[Array], dtype: DType, divisor:
 def bits(array: Any) -> bytes:
     """Return an array's numbers as they are stored, without the bytes that pad a long double."""
     flat = np.ascontiguousarray(array)
-    if flat.dtype.char not in "gG":
+    if flat.dtype.type not in (np.longdouble, np.clongdouble):
         return flat.tobytes()
     used = 10 if np.finfo(np.longdouble).nmant == 63 else 16  # x86: 80 bits in 16 bytes
     return np.frombuffer(flat.tobytes(), np.uint8).reshape(-1, 16)[:, :used].tobytes()

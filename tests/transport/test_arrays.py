@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from tensors import Tensor
 
-from mpidist.transport import arrays
+from mpidist.transport import arrays, library_of
+from mpidist.transport.array_libraries import LIBRARIES
 
 pytestmark = pytest.mark.no_mpi
 
@@ -51,7 +52,7 @@ class Level(enum.IntEnum):
 
 def through(value: Any) -> Any:
     """Take a value in, and give a copy of it out."""
-    library = arrays.library_of(value)
+    library = library_of(value)
     return library.from_native(library.to_native(value).copy(), value)
 
 
@@ -80,7 +81,7 @@ def through(value: Any) -> Any:
     ],
 )
 def test_a_value_has_a_dtype_and_a_host_array(value: Any, dtype: str) -> None:
-    native = arrays.library_of(value).to_native(value)
+    native = library_of(value).to_native(value)
     assert type(native) is np.ndarray
     assert native.dtype.name == dtype
     assert not arrays.is_device(native)
@@ -96,7 +97,7 @@ def test_numbers_come_back_as_the_numbers_they_were(value: Any) -> None:
 
 
 def test_a_number_whose_result_is_an_array_comes_back_as_one() -> None:
-    library = arrays.library_of(1.0)
+    library = library_of(1.0)
     assert library.from_native(np.arange(2.0), 1.0).tolist() == [0.0, 1.0]
 
 
@@ -104,7 +105,7 @@ def test_a_number_whose_result_is_an_array_comes_back_as_one() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.dtype(">i4")], ids=str)
 def test_numpy_arrays_are_taken_as_they_are(shape: tuple[int, ...], dtype: Any) -> None:
     value = np.ones(shape, dtype)
-    library = arrays.library_of(value)
+    library = library_of(value)
     assert library.to_native(value) is value
     assert library.from_native(value, value) is value
 
@@ -112,7 +113,7 @@ def test_numpy_arrays_are_taken_as_they_are(shape: tuple[int, ...], dtype: Any) 
 @pytest.mark.parametrize("kind", [Tensor, StandardTensor])
 def test_dlpack_arrays_are_viewed_and_come_back_in_their_kind(kind: Any) -> None:
     value = kind(np.arange(6.0).reshape(2, 3))
-    native = arrays.library_of(value).to_native(value)
+    native = library_of(value).to_native(value)
     assert np.shares_memory(native, value.array)
     again = through(value)
     assert type(again) is kind
@@ -144,19 +145,19 @@ def test_what_has_an_array_gives_numpy_arrays() -> None:
 
 def test_device_memory_is_not_asked_for_on_the_host() -> None:
     """It speaks DLPack too; and CuPy is not imported to find out whose it is."""
-    library = arrays.library_of(OnDevice(np.ones(1)))
+    library = library_of(OnDevice(np.ones(1)))
     assert type(library).__name__ == "CuPyArrays"
 
 
 @pytest.mark.parametrize("value", [np.ones(1), 1, 1.0, True, 1j, np.float64(1), Tensor(np.ones(1)), Variable()])
 def test_the_short_cut_by_type_changes_no_answer(value: Any) -> None:
-    assert arrays.library_of(value) is next(library for library in arrays.LIBRARIES if library.owns(value))
+    assert library_of(value) is next(library for library in LIBRARIES if library.owns(value))
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", None, object(), {1, 2}, Fraction(1, 2), range(3)])
 def test_what_is_no_array_is_refused_by_the_name_of_its_kind(value: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        arrays.library_of(value)
+        library_of(value)
     assert f"{type(value).__module__}.{type(value).__qualname__}" in str(caught.value)
     assert "needed an array of NumPy, CuPy or a library that speaks DLPack" in str(caught.value)
 
@@ -207,4 +208,4 @@ def test_masked_arrays_are_refused() -> None:
     """What is masked would be added as if it was not."""
     masked = np.ma.masked_array([1.0, 99.0], [False, True])
     with pytest.raises(TypeError, match="whose mask would be lost"):
-        arrays.library_of(masked).to_native(masked)
+        library_of(masked).to_native(masked)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.contributions import HALVES, in_rank_order
 
-from mpidist.transport.half import HalfAccumulator
+from mpidist.transport.half import HalfAccumulator, dtype_named, is_of_numpy
 
 pytestmark = pytest.mark.no_mpi
 
@@ -98,3 +98,24 @@ def test_other_byte_order_is_left_to_numpy() -> None:
 def test_bfloat16_keeps_its_range() -> None:
     numbers = np.array([3e38, -1e-38, 1.0], ml_dtypes.bfloat16)
     assert (combined([numbers, -numbers], numbers.dtype) == 0).all()
+
+
+FLOAT8 = [np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_is_rounded_once(dtype: Any) -> None:
+    """In float8 itself one step of 1/16 after the other would be lost: 1 has neighbours at 1 +- 1/8, or 1/4."""
+    parts = [np.ones(5, dtype)] + [np.full(5, 2.0**-4, dtype)] * 4
+    assert combined(parts, dtype).astype(np.float32).tolist() == [1.25] * 5
+    assert combined(parts, dtype, divisor=5).astype(np.float32).tolist() == [0.25] * 5
+
+
+def test_dtypes_of_other_packages_are_told_from_those_of_numpy() -> None:
+    """Some have the characters of NumPy's: bfloat16 `E`, float8_e4m3fnuz `G`, the long complex number's."""
+    made = [np.dtype(one) for one in vars(ml_dtypes).values() if isinstance(one, type) and issubclass(one, np.generic)]
+    assert len(made) >= 8
+    assert [dtype for dtype in made if is_of_numpy(dtype)] == []
+    own = [np.dtype(code) for code in np.typecodes["All"]] + [np.dtype(">f4"), np.dtype("f4,i2")]
+    assert [dtype for dtype in own if not is_of_numpy(dtype)] == []
+    assert [dtype_named(dtype.name) for dtype in made] == made

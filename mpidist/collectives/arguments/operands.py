@@ -14,7 +14,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
-from mpidist.transport import DeviceLevels, ResultMemory, arrays, value_text
+from mpidist.transport import DeviceLevels, ResultMemory, arrays, is_of_numpy, library_of, value_text
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
@@ -37,6 +37,10 @@ _dtype_of: Final = attrgetter("dtype")
 _OWNED_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types whose values a library was found for
 
 
+def _are_of_numpy(values: Sequence[Any]) -> bool:
+    return set(map(type, values)) == {np.ndarray}
+
+
 @final
 class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its arrays
     """What all ranks must agree on about one array."""
@@ -52,7 +56,8 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
     def __repr__(self) -> str:
         name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
-        if self.dtype.kind in "mMV" and name != "bf16":  # times have units; V is any dtype of another package
+        has_name = self.dtype.kind in "mM" or not is_of_numpy(self.dtype)  # times have units
+        if has_name and name != "bf16":
             name = self.dtype.name
         return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
 
@@ -85,14 +90,16 @@ class Operands:
             self.arrays = [array]
             self.key = array.shape, array.dtype
             return
-        self._is_plain = set(map(type, values)) == {np.ndarray}
+        self._is_plain = _are_of_numpy(values)
         if self._is_plain:
             self._values = values
             self.arrays = list(values)
-            self.key = (*map(_shape_of, values), *map(_dtype_of, values))
         else:
             self._values = [contribution(value) for value in values]
             self.arrays = [_native(value) for value in self._values]
+        if self._is_plain or _are_of_numpy(self.arrays):
+            self.key = (*map(_shape_of, self.arrays), *map(_dtype_of, self.arrays))
+        else:
             self.key = self.specs
 
     @property
@@ -123,9 +130,7 @@ class Operands:
         if self._is_plain:
             return results
         return [
-            result
-            if result is None or type(value) is np.ndarray
-            else arrays.library_of(value).from_native(result, value)
+            result if result is None or type(value) is np.ndarray else library_of(value).from_native(result, value)
             for result, value in zip(results, self._values, strict=True)
         ]
 
@@ -188,7 +193,7 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
         if type(leaf) in _OWNED_TYPES:
             continue
         try:
-            arrays.library_of(local_component(leaf))
+            library_of(local_component(leaf))
         except TypeError as error:
             raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
         if not isinstance(leaf, DistributedValues):
@@ -244,7 +249,7 @@ def axes_text(axes: tuple[int, ...]) -> str:
 
 
 def _native(value: Any) -> Any:
-    return value if type(value) is np.ndarray else arrays.library_of(value).to_native(value)
+    return value if type(value) is np.ndarray else library_of(value).to_native(value)
 
 
 def _path_of(leaf: Any, value: Any) -> str:

@@ -14,7 +14,7 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, fingerprint_of, places_digest
+from mpidist.transport import SharedArrays, fingerprint_of, library_of, places_digest
 from mpidist.transport import arrays as native
 
 __all__ = [
@@ -55,26 +55,36 @@ def flatten_out(structure: nest.Structure, has_mirrored: bool, out: Any) -> list
 
 
 def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """View outs as native arrays of the same memory. `check_outs` refuses the outs that have no such view.
+    """View outs as native arrays of the same memory. `check_outs` refuses what is no array.
 
     Args:
         outs: Arrays of any library.
         values: The values that are reduced. An out that is its own value becomes that value's native array.
         arrays: The native arrays of the values.
+
+    Raises:
+        InvalidArgumentError: If the arrays of a library cannot be written.
+        TypeError: If this array of a library cannot be written.
     """
     return [
-        _native(out, array if out is value else None) for out, value, array in zip(outs, values, arrays, strict=True)
+        _native(index, out, array if out is value else None)
+        for index, (out, value, array) in enumerate(zip(outs, values, arrays, strict=True))
     ]
 
 
-def _native(out: Any, same: Any) -> Any:
+def _native(index: int, out: Any, same: Any) -> Any:
     if type(out) is np.ndarray:
         return out
     try:
-        library = native.library_of(out)
+        library = library_of(out)
     except TypeError:
         return out
-    target = library.to_target(out)
+    try:
+        target = library.to_target(out)
+    except TypeError as error:
+        raise TypeError(f"out {index} cannot be written: {error}") from error
+    if target is None and library.why_no_target:
+        raise InvalidArgumentError(f"out {index} cannot be written: {library.why_no_target}")
     if target is None:
         return out
     return target if same is None else same

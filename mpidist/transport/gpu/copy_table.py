@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from mpidist.transport.half import is_of_numpy
+
 __all__ = ["BLOCK", "CASTS", "COPIES", "QUOTIENTS", "CopyTable", "Numbers", "copy_kind", "dtype_code", "tables_of"]
 
 BLOCK: Final = 256  # threads; a warp of them takes a row
@@ -90,7 +92,7 @@ def dtype_code(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype in kernels.cu, `f4` for float32; a dtype without kernels gets a name of no kernel."""
     if dtype.name == "bfloat16":
         return "bf"
-    return f"{dtype.kind}{dtype.itemsize}" if dtype.char in np.typecodes["All"] else dtype.name
+    return f"{dtype.kind}{dtype.itemsize}" if is_of_numpy(dtype) else dtype.name
 
 
 def _kernel_of(kinds: np.ndarray[Any, Any]) -> str:

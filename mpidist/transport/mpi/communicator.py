@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi.library import Intracomm, Request, load_mpi
-from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.waiting import poll_or_keep
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class MpiCommunicator(Communicator):
 
 def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
     """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
-    if reduction.in_rank_order or reduction.fold is not None or is_half(dtype):
+    if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype):
         return False
     # MPI's MIN and MAX may drop a NaN, and then not on every rank.
     return dtype.kind in "iu" or reduction.op in ("sum", "prod")

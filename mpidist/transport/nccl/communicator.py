@@ -13,7 +13,7 @@ from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.reduction import Reduction, is_low_precision
 
 __all__ = ["NcclCommunicator"]
 
@@ -179,7 +179,7 @@ class NcclCommunicator(Communicator):
     def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
         """Return NCCL's dtype for a reduction, and how many numbers make an element; `None` if NCCL cannot do it."""
         dtype = buffer.dtype
-        if reduction.in_rank_order or reduction.fold is not None or is_half(dtype):
+        if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype):
             return None
         if dtype.kind == "c":  # the sum of pairs is the pair of sums
             code = self._codes.get(f"f{dtype.itemsize // 2}")

@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.reduction import Reduction, is_half
+from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, chunk_bounds
 from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.symmetric import Run
@@ -54,7 +54,7 @@ class InPlace:
         """
         if not has_passed_barrier:
             yield from self._slots.synchronize()
-        if len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_half(self._blocks[0][1].dtype):
+        if len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
             self._add_two()
         else:
             for parts, total, others in self._blocks:

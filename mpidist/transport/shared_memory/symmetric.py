@@ -150,7 +150,7 @@ class SharedArrays:
         known = self._places.get(id(array))
         if known is not None and known[1].arrays[0].dtype == array.dtype and known[0]() is array:
             return known[1]
-        number = self._bases.get(id(_root(array)))
+        number = self._number_of(_root(array))
         if number is None or not array.flags.c_contiguous or not array.dtype.isnative:
             return None
         found = self._find(array, number)
@@ -220,6 +220,19 @@ class SharedArrays:
         self._windows.clear()
         self._bases.clear()
         self._places.clear()
+
+    def _number_of(self, root: np.ndarray[Any, Any]) -> int | None:
+        """Return the number of the window in which an array that is no other one's view lies; `None` for none."""
+        number = self._bases.get(id(root))
+        if number is not None or root.flags.owndata:
+            return number
+        # A view of another library's array, as of a tensor made of a symmetric array, does not say whose memory it is.
+        start, stop = memory_bounds(root)
+        for number, window in list(self._windows.items()):
+            low, high = window.bounds[0 if window.per_node else self.within_node.rank]
+            if low <= start and stop <= high:
+                return number
+        return None
 
     def _find(self, array: np.ndarray[Any, Any], number: int) -> Place | None:
         window = self._windows[number]

@@ -19,10 +19,12 @@ from support.contributions import HALVES, REALS, bits, in_rank_order
 from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 from support.transports import set_sizes
+from tensors import Tensor
 
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
+from mpidist.transport import places_digest
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -633,3 +635,20 @@ def test_arrays_that_change_their_dtype(on_one_node: Strategy) -> None:
         fill(on_one_node, array, 3)
         all_reduce(on_one_node, "SUM", array, out=array)
         assert (array == total(on_one_node, 3, LARGE)).all()
+
+
+@every_size
+def test_views_of_other_libraries_are_known_by_their_place(on_one_node: Strategy, count: int) -> None:
+    """What they share memory with, they do not tell; so they are known by their addresses."""
+    shared = on_one_node.extended.group.shared
+    arrays = on_one_node.symmetric_empty_like([np.zeros(count), np.zeros(3)])
+    views = [np.from_dlpack(Tensor(array)) for array in arrays]
+    assert [view.flags.owndata for view in views] == [False] * 2
+    digest = places_digest(shared.places(arrays))
+    assert digest != places_digest(None)
+    assert places_digest(shared.places(views)) == digest
+    assert shared.places([np.from_dlpack(Tensor(np.zeros(count)))]) is None
+    for step in steps(on_one_node):
+        fill(on_one_node, arrays[0], step)
+        assert all_reduce(on_one_node, "SUM", views[0], out=views[0]) is views[0]
+        assert (arrays[0] == total(on_one_node, step, count)).all()

@@ -1,0 +1,80 @@
+"""Arrays of libraries that speak DLPack, in host memory, or with `__cuda_array_interface__` in device memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, final
+
+import numpy as np
+
+from mpidist.transport import cuda
+from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
+from mpidist.transport.arrays import NativeArray
+
+__all__ = ["CuPyArrays", "DLPackArrays"]
+
+
+@final
+class CuPyArrays(ArrayLibrary):
+    """Device memory: CuPy's arrays, and objects with `__cuda_array_interface__`.
+
+    Other libraries have streams of their own. Through DLPack, they let CuPy's current stream wait for the work on
+    theirs, which `__cuda_array_interface__` leaves to the user. An array of another device is copied to the current
+    device.
+    """
+
+    why_no_target = "the streams of other libraries than CuPy would not wait for a result: take the new result"
+
+    def owns(self, value: Any) -> bool:
+        return hasattr(value, "__cuda_array_interface__")
+
+    def to_native(self, value: Any) -> NativeArray:
+        cupy = _cupy()
+        if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
+            value = cupy.from_dlpack(value)
+        array = cupy.asarray(value)
+        if not array.dtype.isnative:
+            raise TypeError(
+                f"CuPy needs native byte order, got {array.dtype.str!r}; convert with "
+                "x.astype(x.dtype.newbyteorder('='))"
+            )
+        return array
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        return value if isinstance(value, _cupy().ndarray) else None
+
+
+@final
+class DLPackArrays(ArrayLibrary):
+    """Host arrays of other libraries with DLPack, through which results are converted back."""
+
+    def owns(self, value: Any) -> bool:
+        return hasattr(value, "__dlpack__")
+
+    def to_native(self, value: Any) -> NativeArray:
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError) as error:
+            raise TypeError(f"the {kind_of(value)} cannot be read through DLPack: {error}") from error
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        return _through_dlpack(array, like)
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        return self.to_native(value)
+
+
+def _cupy() -> Any:
+    return cuda.current().cupy  # only where a value or the user asks for device memory
+
+
+def _through_dlpack(array: NativeArray, like: Any) -> Any:
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(array)
+    package = sys.modules[type(like).__module__.partition(".")[0]]
+    if not hasattr(package, "from_dlpack"):
+        raise TypeError(f"results cannot be given back as {kind_of(like)}: {package.__name__} has no from_dlpack")
+    return package.from_dlpack(array)

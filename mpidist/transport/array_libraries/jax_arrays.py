@@ -1,0 +1,51 @@
+"""Arrays of JAX."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, final
+
+import numpy as np
+
+from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
+from mpidist.transport.array_libraries.library import ArrayLibrary
+from mpidist.transport.arrays import NativeArray
+
+__all__ = ["JaxArrays"]
+
+_CUPY: Final = CuPyArrays()
+
+
+@final
+class JaxArrays(ArrayLibrary):
+    """`jax.Array`, of every dtype. Results are on the devices of the values.
+
+    An array in host memory is viewed where it lies. A result becomes JAX's without a copy if it lies at a multiple of
+    64 bytes, as large results do. Without `jax_enable_x64`, JAX has no numbers of 64 bits, and makes 32 of them.
+    """
+
+    goes_by_type = True
+    why_no_target = "arrays of JAX never change: leave `out` out, and take the result"
+
+    def owns(self, value: Any) -> bool:
+        jax = sys.modules.get("jax")
+        return jax is not None and isinstance(value, jax.Array)
+
+    def to_native(self, value: Any) -> NativeArray:
+        if isinstance(value, sys.modules["jax"].core.Tracer):
+            raise TypeError(
+                "JAX traces this array, which has no numbers yet: call mpidist outside of functions that jax.jit, "
+                "jax.grad or jax.vmap transform, on what they return"
+            )
+        if hasattr(value, "__cuda_array_interface__"):
+            return _CUPY.to_native(value)
+        try:
+            return np.asarray(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"the array of JAX, {value.aval}, has no view of NumPy: {error}") from error
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return _CUPY.from_native(array, like)
+        stays = like.committed and like.shape == array.shape
+        return sys.modules["jax"].device_put(array, like.sharding if stays else None)

@@ -1,0 +1,48 @@
+"""What mpidist needs to know of an array library."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from mpidist.transport.arrays import NativeArray
+
+__all__ = ["ArrayLibrary", "kind_of"]
+
+
+class ArrayLibrary(ABC):
+    """Conversion of one library's values to native arrays, and back.
+
+    Attributes:
+        goes_by_type: Whether all values of a type that one value is of are of this library. Then `owns` is asked once
+            for each type.
+        why_no_target: What users are told whose values take no results.
+    """
+
+    goes_by_type: bool = False
+    why_no_target: str = ""
+
+    @abstractmethod
+    def owns(self, value: Any) -> bool:
+        """Say whether `value` is of this library. Must not import the library."""
+
+    @abstractmethod
+    def to_native(self, value: Any) -> NativeArray:
+        """View a value as a native array, without a copy where the library allows it.
+
+        Raises:
+            TypeError: If the value cannot be viewed or copied. The text says what the user can do.
+        """
+
+    @abstractmethod
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        """Convert a native array to the kind of `like`. May return `array` itself, which the caller must not keep."""
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        """View a value as a native array through which results are written to the value; `None` if it has none."""
+        return None
+
+
+def kind_of(value: Any) -> str:
+    """Name the type of a value, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,140 @@
+"""Tensors of PyTorch."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import cache
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
+from mpidist.transport.array_libraries.library import ArrayLibrary
+from mpidist.transport.arrays import NativeArray
+from mpidist.transport.half import dtype_named, is_of_numpy
+
+__all__ = ["TorchTensors"]
+
+_CUPY: Final = CuPyArrays()
+
+
+@final
+class TorchTensors(ArrayLibrary):
+    """`torch.Tensor`, of bfloat16 and float8 too, and parameters. Results are tensors that require no gradient.
+
+    A tensor in host memory shares it with its native array, one on a GPU too. NumPy sees the bits of bfloat16 and
+    float8 as integers, and then as a dtype of `ml_dtypes`.
+    """
+
+    goes_by_type = True
+    why_no_target = f"on a GPU, {_CUPY.why_no_target}"
+
+    def owns(self, value: Any) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, torch.Tensor)
+
+    def to_native(self, value: Any) -> NativeArray:
+        if value.requires_grad and not value.is_leaf and sys.modules["torch"].is_grad_enabled():
+            raise TypeError(
+                f"the tensor is a result that PyTorch differentiates ({type(value.grad_fn).__name__}), and no gradient "
+                "goes back through other ranks: pass tensor.detach()"
+            )
+        return _VIEWS.of(value) if value.is_cpu else _view(value.detach())
+
+    def from_native(self, array: NativeArray, like: Any) -> Any:
+        torch = sys.modules["torch"]
+        integers = _integers_for(array.dtype)
+        if integers is not None:
+            return self.from_native(array.view(integers), like).view(getattr(torch, array.dtype.name))
+        return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+
+    def to_target(self, value: Any) -> NativeArray | None:
+        if value.is_conj() or value.is_neg():
+            raise TypeError("the tensor is a view whose numbers are conjugated or negated as they are read: clone it")
+        return None if value.is_cuda else self.to_native(value)
+
+
+class _Known(NamedTuple):
+    """A tensor, and its native array: which is right while the other attributes are those of the tensor."""
+
+    reference: Any  # weak
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    array: NativeArray
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether this is the array of a tensor, which may have got other memory since."""
+        return (
+            self.reference() is tensor
+            and self.address == tensor.data_ptr()
+            and self.shape == tensor.shape
+            and self.strides == tensor.stride()
+            and self.dtype is tensor.dtype
+        )
+
+
+@final
+class _Views:
+    """The native arrays of tensors in host memory, until the tensors are gone.
+
+    To make an array takes longer than to see that it is still right. And a call with the arrays of an earlier call
+    need not look again where they lie.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def of(self, tensor: Any) -> NativeArray:
+        """Return the native array of a tensor: the same one, as long as the tensor has the same memory."""
+        key, known = id(tensor), self._known
+        found = known.get(key)
+        if found is not None and found.is_of(tensor):
+            return found.array
+        # Of another object of PyTorch: else the array would keep the tensor.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        array = _view(plain)
+        if plain.data_ptr() == tensor.data_ptr():  # a copy would be one of the numbers of today
+            gone = weakref.ref(tensor, lambda _: known.pop(key, None))
+            known[key] = _Known(gone, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, array)
+        return array
+
+
+_VIEWS: Final = _Views()
+
+
+def _view(tensor: Any) -> NativeArray:
+    """View a tensor as a native array."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"the tensor's layout is {tensor.layout}, and a dense one is needed: pass tensor.to_dense()")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise TypeError(f"the tensor is on device {tensor.device}, and the CPU or CUDA is needed: pass tensor.cpu()")
+    dtype = _missing_in_numpy(tensor.dtype)
+    if dtype is not None:
+        if tensor.is_cuda and dtype.itemsize == 1:
+            raise TypeError(f"CuPy has no {dtype.name}: pass tensor.cpu(), or a tensor of bfloat16")
+        return _view(tensor.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)).view(dtype)
+    if tensor.is_cuda:
+        return _CUPY.to_native(tensor)
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(f"the {type(tensor).__name__} of {tensor.dtype} has no view of NumPy: {error}") from error
+
+
+@cache
+def _missing_in_numpy(dtype: Any) -> np.dtype[Any] | None:
+    """Return the dtype of `ml_dtypes` for a dtype of PyTorch; `None` for one that NumPy has itself, or nobody."""
+    name = str(dtype).removeprefix("torch.")
+    return dtype_named(name) if name == "bfloat16" or name.startswith("float8") else None
+
+
+@cache
+def _integers_for(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return integers of PyTorch that have the bits of a dtype of `ml_dtypes`; `None` for a dtype of NumPy."""
+    if is_of_numpy(dtype):
+        return None
+    return np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16)

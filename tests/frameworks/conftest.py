@@ -1,0 +1,9 @@
+"""Tests with PyTorch and JAX, which `make test-all` runs in an environment of their own, `.venv-tensors`."""
+
+from importlib.util import find_spec
+
+# Where a package is missing, its tests are not there either: the other environments are without it on purpose.
+collect_ignore_glob = [
+    *(["test_torch_*.py"] if find_spec("torch") is None else []),
+    *(["test_jax_*.py"] if not all(map(find_spec, ("jax", "flax", "optax"))) else []),
+]

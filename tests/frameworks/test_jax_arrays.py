@@ -1,0 +1,184 @@
+"""Arrays of JAX as native arrays, and back, and pytrees of them: dataclasses, states of flax and of optax."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx, struct
+from support.everywhere import raises_everywhere
+from support.reductions import all_reduce
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError
+from mpidist.transport import copied, library_of
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+LOW = [name for name in dir(ml_dtypes) if name == "bfloat16" or name.startswith("float8")]
+OTHERS = ["float32", "float16", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool", "complex64"]
+
+
+def aligned(count: int, dtype: Any) -> Any:
+    """Return ones at a multiple of 64 bytes, as large results of mpidist are."""
+    dtype = np.dtype(dtype)
+    memory = np.empty(count * dtype.itemsize + 64, np.uint8)
+    array = memory[-memory.ctypes.data % 64 :][: count * dtype.itemsize].view(dtype)
+    array[...] = 1
+    return array
+
+
+def address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("name", OTHERS + LOW)
+def test_every_dtype_is_viewed_both_ways(name: str) -> None:
+    value = jnp.ones((4, 25)).astype(name)
+    array = library_of(value).to_native(value)
+    assert (array.dtype.name, array.shape, address(array)) == (name, (4, 25), value.unsafe_buffer_pointer())
+    result = aligned(100, array.dtype)
+    again = library_of(value).from_native(result, value)
+    assert (again.dtype, again.unsafe_buffer_pointer()) == (value.dtype, address(result))
+    assert not again.committed
+    assert (copied(value) == value).all()
+
+
+@pytest.mark.no_mpi
+def test_an_array_that_was_read_can_be_donated() -> None:
+    """JAX may write where it lies as soon as nobody else has it."""
+    value = jnp.ones(1000)
+    copied(value)
+    place = value.unsafe_buffer_pointer()
+    assert jax.jit(lambda x: x + 1, donate_argnums=0)(value).unsafe_buffer_pointer() == place
+
+
+@pytest.mark.no_mpi
+def test_memory_of_others_is_not_donated() -> None:
+    memory = aligned(1000, np.float32)
+    value = library_of(jnp.ones(1)).from_native(memory, jnp.ones(1000))
+    assert jax.jit(lambda x: x + 1, donate_argnums=0)(value)[0] == 2
+    assert (memory == 1).all()
+
+
+@pytest.mark.no_mpi
+def test_results_are_where_the_values_are() -> None:
+    one, other = jax.devices("cpu")[:2]
+    value = jax.device_put(jnp.ones(4), other)
+    assert copied(value).devices() == {other}
+    shards = jax.sharding.NamedSharding(jax.sharding.Mesh([one, other], "x"), jax.sharding.PartitionSpec("x"))
+    sharded = jax.device_put(jnp.arange(4.0), shards)
+    assert copied(sharded).sharding == shards
+    longer = library_of(sharded).from_native(np.ones(3, np.float32), sharded)
+    assert longer.devices() == {one}
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])])
+def test_arrays_without_numbers_are_refused(transform: Any) -> None:
+    def double(x: Any) -> Any:
+        return copied(x) * 2
+
+    with pytest.raises(TypeError, match="JAX traces this array, which has no numbers yet: call mpidist outside"):
+        transform(double)(jnp.float32(1))
+
+
+@pytest.mark.no_mpi
+def test_keys_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"key<fry>.*Use jax.random.key_data"):
+        copied(jax.random.key(0))
+
+
+@struct.dataclass
+class Flax:
+    w: Any
+    width: int = struct.field(pytree_node=False, default=3)
+
+
+class Named(NamedTuple):
+    w: Any
+    b: Any
+
+
+PYTREES = {
+    "dataclass of flax": lambda x: Flax(x, width=5),
+    "named tuple": lambda x: Named(x, {"b": (x,)}),
+    "frozen dict": lambda x: flax.core.FrozenDict({"w": x}),
+    "state of nnx": lambda x: nnx.state(
+        nnx.Linear(2, 3, kernel_init=nnx.initializers.constant(x[0]), rngs=nnx.Rngs(0))
+    ),
+    "state of adam": lambda x: optax.adam(1e-3).update({"w": x}, optax.adam(1e-3).init({"w": x}))[1],
+    "state of a chain": lambda x: optax.chain(optax.clip(1.0), optax.trace(0.9)).init({"w": x}),
+}
+
+
+@pytest.mark.parametrize("make", PYTREES.values(), ids=PYTREES)
+def test_pytrees_keep_their_form(comm: Intracomm, make: Any) -> None:
+    own = make(jnp.full(3, comm.rank + 1.0))
+    everyone = [make(jnp.full(3, rank + 1.0)) for rank in range(comm.size)]
+    with Strategy(comm=comm) as strategy:
+        total = strategy.reduce("sum", own)
+    assert jax.tree.structure(total) == jax.tree.structure(own)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(total))
+    wanted = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *everyone)
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other), total, wanted)
+    assert jax.tree.map(lambda leaf: leaf.dtype, total) == jax.tree.map(lambda leaf: leaf.dtype, own)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_low_precision_over_nodes(comm: Intracomm, placement: tuple[int, ...], name: str) -> None:
+    value = jnp.full((2, 3), 0.5).astype(name)
+    with Strategy(comm=comm) as strategy:
+        for result in (strategy.reduce("sum", value), all_reduce(strategy, "sum", value)):
+            assert result.dtype == value.dtype
+            assert (result.astype("float32") == comm.size / 2).all()
+
+
+def test_large_results_lie_where_jax_takes_them_without_a_copy(comm: Intracomm) -> None:
+    value = {"w": jnp.ones((300, 300)), "b": jnp.ones(100)}
+    with Strategy(comm=comm) as strategy:
+        strategy.reduce("sum", value)  # what is called once leaves no memory behind
+        results = [strategy.reduce("sum", value) for _ in range(3)]
+        kept = strategy.extended.group.result_memory.nbytes
+        assert kept >= 3 * value["w"].nbytes  # of copies, one would have been let go at once, for the next to lie there
+        assert all((result["w"] == comm.size).all() for result in results)
+
+
+def test_training_steps_of_optax(comm: Intracomm) -> None:
+    optimizer = optax.sgd(0.5)
+    weights = {"w": jnp.ones(2, jnp.bfloat16)}
+    state = optimizer.init(weights)
+    gradient = jax.jit(jax.grad(lambda weights, x: (weights["w"] * x).sum()))
+    with Strategy(comm=comm) as strategy:
+        for _ in range(2):
+            mean = all_reduce(strategy, "mean", gradient(weights, jnp.full(2, 2.0 * (comm.rank % 2), jnp.bfloat16)))
+            updates, state = optimizer.update(mean, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        mean_of_ranks = np.asarray(2.0 * (comm.size // 2) / comm.size, ml_dtypes.bfloat16)
+        assert weights["w"].dtype == jnp.bfloat16
+        assert abs(float(weights["w"][0]) - (1 - float(mean_of_ranks))) < 0.01
+        low, high = strategy.reduce("min", weights), strategy.reduce("max", weights)
+        assert (low["w"] == high["w"]).all()
+
+
+def test_arrays_of_jax_take_no_results(comm: Intracomm) -> None:
+    value = jnp.ones(2)
+    with Strategy(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "out 0 cannot be written: arrays of JAX never change"):
+            all_reduce(strategy, "sum", value, out=value)
+        made = strategy.symmetric_empty_like(Flax(value))
+        assert type(made.w) is np.ndarray
+        assert all_reduce(strategy, "sum", Flax(value), out=made) is made
+        assert made.w.tolist() == [comm.size] * 2
