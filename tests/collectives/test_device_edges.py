@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
+from mpidist.transport import arrays
 from mpidist.transport.group import SyncGroup
 
 if TYPE_CHECKING:
@@ -114,6 +117,29 @@ def test_complex_numbers_in_any_place(standin: LateStandIn, group: SyncGroup, co
                 assert all((down(result) == factor * (2 + 1j)).all() for result in results)
             assert all((down(its) == 2 + 1j).all() for its in values)
             assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
+
+
+@contextmanager
+def on_gpu(standin: LateStandIn, index: int) -> Iterator[None]:
+    """Make another GPU the current one, and wait for what is made there."""
+    before = standin.device
+    standin.module.cuda.Device(index).use()
+    yield
+    arrays.wait_for_stream()
+    standin.module.cuda.Device(before).use()
+
+
+@pytest.mark.parametrize("is_value", [True, False], ids=["the value", "another array"])
+def test_results_go_to_no_other_gpu(standin: LateStandIn, group: SyncGroup, comm: Intracomm, is_value: bool) -> None:
+    """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
+    ops, other = NcclAllReduce().bound_to(group), comm.size
+    value, out = up(np.ones(5)), up(np.zeros(5))
+    if comm.rank == 0:
+        with on_gpu(standin, other):
+            value, out = up(np.ones(5)), up(np.zeros(5))
+    with raises_everywhere(comm, InvalidArgumentError, f"out 0 must lie on GPU 0, .* lies on GPU {other}: make it"):
+        ops.all_reduce("SUM", value, out=value if is_value else out)
+    assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
 
 
 CALLS = {
