@@ -149,14 +149,18 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("before", ["nothing", "a call", "a reset"])
 @pytest.mark.parametrize("call", CALLS)
 def test_another_current_device_is_everybodys_error(
-    standin: LateStandIn, comm: Intracomm, call: str, monkeypatch: pytest.MonkeyPatch
+    standin: LateStandIn, comm: Intracomm, call: str, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a thread, which begins with GPU 0. CuPy's streams are of a device, and arrays of another cannot be read."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         make, value = CALLS[call], up(np.ones(5))
-        make(strategy, value)
+        if before != "nothing":
+            make(strategy, value)
+        if before == "a reset":
+            strategy.reset()
         with monkeypatch.context() as patch:
             if comm.rank == comm.size - 1:
                 patch.setattr(standin.module.cuda.runtime, "getDevice", lambda: 6)
@@ -192,13 +196,13 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
 def test_kernels_that_one_rank_cannot_compile(
     standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Any) -> None:
+    def fail(self: Any, name: str) -> None:
         raise RuntimeError("libnvrtc.so: cannot open shared object file")
 
     ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(standin_kernels.Module, "compile", fail)
+            patch.setattr(standin_kernels.Module, "get_function", fail)
         with raises_everywhere(comm, UnavailableError, r"could not be compiled: rank 1: libnvrtc.*`pip install"):
             ops.all_reduce("SUM", value)
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
