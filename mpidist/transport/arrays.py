@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final, final
 
 import numpy as np
@@ -24,6 +26,7 @@ __all__ = [
     "NumPyArrays",
     "NumPyScalars",
     "PythonNumbers",
+    "are_native_of_gpu",
     "are_on_one_device",
     "bytes_of",
     "copied",
@@ -49,6 +52,8 @@ __all__ = [
     "wait_for_stream",
 ]
 
+_dtype_of: Final = attrgetter("dtype")
+_gpu_of: Final = attrgetter("data.device_id")  # sooner than `device.id`, which makes an object
 _MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
@@ -141,7 +146,9 @@ class CuPyArrays(ArrayLibrary):
 
     def to_native(self, value: Any) -> NativeArray:
         cupy = _cupy()
-        if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
+        if isinstance(value, cupy.ndarray):
+            _BY_TYPE[type(value)] = self
+        elif hasattr(value, "__dlpack__"):
             value = cupy.from_dlpack(value)
         array = cupy.asarray(value)
         if not array.dtype.isnative:
@@ -200,7 +207,8 @@ LIBRARIES: Final[list[ArrayLibrary]] = [
     _NUMPY, NumPyScalars(), _NUMBERS, CuPyArrays(), DLPackArrays(), ArrayLikes(),
 ]  # fmt: skip
 
-# Types that have one library: a tensor of another library may lie in host or in device memory.
+# Types that have one library: a tensor of another library may lie in host or in device memory. CuPy's is added
+# when the first array of it is seen.
 _BY_TYPE: Final[dict[type, ArrayLibrary]] = {np.ndarray: _NUMPY, float: _NUMBERS, int: _NUMBERS}
 
 
@@ -227,6 +235,19 @@ def is_device(array: NativeArray) -> bool:
 def is_cupy(value: Any) -> bool:
     """Whether a value is an array of CuPy."""
     return hasattr(value, "__cuda_array_interface__") and isinstance(value, _cupy().ndarray)
+
+
+def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
+    """Whether all values are arrays of CuPy on the current device, of native byte order: `to_native` returns them.
+
+    Args:
+        types: The types of the values.
+        values: The values.
+    """
+    if len(types) != 1 or not hasattr(next(iter(types)), "__cuda_array_interface__") or types != {_cupy().ndarray}:
+        return False
+    dtypes = set(map(_dtype_of, values))
+    return set(map(_gpu_of, values)) == {current_gpu()} and all(dtype.isnative for dtype in dtypes)
 
 
 def is_aligned(array: NativeArray) -> bool:

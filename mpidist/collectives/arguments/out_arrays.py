@@ -196,8 +196,8 @@ class CheckedOuts:
         shared: SharedArrays,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
-        are_plain = set(map(type, outs)) == {np.ndarray}
-        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_plain else []
+        are_known = all(type(out) is np.ndarray or native.is_cupy(out) for out in outs)  # `native_outs` returns these
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
         self._forms = [(out.shape, out.dtype) for out in outs]
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
         self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
@@ -215,7 +215,7 @@ class CheckedOuts:
         if len(outs) != len(self._outs):
             return False
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
-            if ref() is not out or not out.flags.writeable:
+            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no such word
                 return False
             if out is not array and (out.shape, out.dtype) != form:
                 return False
