@@ -249,6 +249,7 @@ class Strategy(CollectiveCalls, ABC):
         if self._extended.service is not None:
             self._extended.service.reset()
         self._extended.group.reset()
+        self._extended.group.devices.work_on(self._extended.replicas.devices[0])
 
     def close(self) -> None:
         """Free the strategy's communicators and memory. Collective; a second call does nothing.

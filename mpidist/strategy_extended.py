@@ -102,7 +102,7 @@ class StrategyExtended:
             if not isinstance(cross_device_ops, CrossDeviceOps):
                 raise TypeError(f"cross_device_ops must be an object such as NcclAllReduce(), got {cross_device_ops!r}")
             bound = cross_device_ops.bound_to(group, options, carried)
-            devices[0].use()
+            group.devices.work_on(devices[0])
             fields["cross_device_ops and options"] = str(bound.configuration)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem

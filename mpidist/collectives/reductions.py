@@ -201,12 +201,14 @@ class Reductions:
             plan.checked_outs[id(outs[0]) if outs else 0] = checked
         call.checked_outs = checked
         call.fingerprint ^= checked.per_node_digest
-        for replica_id, others in zip(self.replicas.ids_here[1:], call.other_outs, strict=False):
+        for at, others in enumerate(call.other_outs, 1):
+            device = self.replicas.devices[at]
             try:
                 natives = native_outs(others, call.values, operands.arrays)
-                check_outs(natives, [None] * len(natives), operands.specs, plan.result_dtypes)
+                gpu = device.index if device.is_gpu else None
+                check_outs(natives, [None] * len(natives), operands.specs, plan.result_dtypes, gpu)
             except Exception as problem:
-                raise InvalidArgumentError(f"replica {replica_id}: {problem}") from problem
+                raise InvalidArgumentError(f"replica {self.replicas.ids_here[at]}: {problem}") from problem
 
     def _plan_of(self, call: ReductionCall) -> Plan:
         # The call's name is not in the key, since there may be one for each variable: `_name_digest` covers the name.

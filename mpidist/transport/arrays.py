@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +15,7 @@ from mpidist.transport import cuda
 
 __all__ = [
     "NativeArray",
+    "are_native_of_gpu",
     "are_on_one_device",
     "bytes_of",
     "copied_here",
@@ -38,6 +41,8 @@ __all__ = [
 
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
+_dtype_of: Final = attrgetter("dtype")
+_gpu_of: Final = attrgetter("data.device_id")  # sooner than `device.id`, which makes an object
 _MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
 
@@ -49,6 +54,19 @@ def is_device(array: NativeArray) -> bool:
 def is_cupy(value: Any) -> bool:
     """Whether a value is an array of CuPy."""
     return hasattr(value, "__cuda_array_interface__") and isinstance(value, _cupy().ndarray)
+
+
+def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
+    """Whether all values are arrays of CuPy on the current device, of native byte order: `to_native` returns them.
+
+    Args:
+        types: The types of the values.
+        values: The values.
+    """
+    if len(types) != 1 or not hasattr(next(iter(types)), "__cuda_array_interface__") or types != {_cupy().ndarray}:
+        return False
+    dtypes = set(map(_dtype_of, values))
+    return set(map(_gpu_of, values)) == {current_gpu()} and all(dtype.isnative for dtype in dtypes)
 
 
 def is_aligned(array: NativeArray) -> bool:

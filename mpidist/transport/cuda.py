@@ -19,7 +19,7 @@ from mpidist.transport.text import first_line
 
 __all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
 
-LEAST_NCCL: Final = 21800  # 2.18: the oldest that CuPy 14 is built with
+LEAST_NCCL: Final = 22203  # 2.22.3: the oldest that aborts all communicators of a device together, as a group
 _LEAST_CUPY: Final = 14
 
 INSTALL_CUPY: Final = "`pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings it (drivers of CUDA 12: 12 for 13)"

@@ -34,6 +34,7 @@ _CHECK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
 _LONG_NAP_SECONDS: Final = 0.001
 _LONG_WAIT_SECONDS: Final = 1.0
+_NAPS_IN_A_WAIT: Final = 64
 
 
 @final
@@ -96,13 +97,19 @@ def tell_wait(begun: int, ended: int) -> None:
         _Observer.tell(begun, ended)
 
 
-def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds: float = _YIELD_SECONDS) -> None:
+def poll(
+    test: Callable[[], bool],
+    check_peers: Callable[[], None],
+    busy_seconds: float = _YIELD_SECONDS,
+    is_message: bool = True,
+) -> None:
     """Poll until a test is true.
 
     Args:
         test: The condition to wait for, for example MPI's test of a request.
         check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
         busy_seconds: How long to poll without sleeping: MPI's messages progress while they are tested.
+        is_message: Whether what is waited for progresses only then. Else naps grow with the wait, to one 64th of it.
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
@@ -114,7 +121,7 @@ def poll(test: Callable[[], bool], check_peers: Callable[[], None], busy_seconds
         waited = time.monotonic() - start
         if waited > _CHECK_SECONDS:
             check_peers()
-        _rest(waited, busy_seconds)
+        _rest(waited, busy_seconds, is_message)
 
 
 def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
@@ -203,8 +210,10 @@ def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]
         return result
 
 
-def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS) -> None:
+def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS, is_message: bool = True) -> None:
     if waited < busy_seconds:
         os.sched_yield()
-    else:
+    elif is_message:
         time.sleep(_NAP_SECONDS if waited < _LONG_WAIT_SECONDS else _LONG_NAP_SECONDS)
+    else:
+        time.sleep(min(max(waited / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))

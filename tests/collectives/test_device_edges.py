@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from mpidist import MultiWorkerMirroredStrategy
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
+from mpidist.transport import arrays
 from mpidist.transport.group import SyncGroup
 
 if TYPE_CHECKING:
@@ -116,6 +119,29 @@ def test_complex_numbers_in_any_place(standin: LateStandIn, group: SyncGroup, co
             assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
 
 
+@contextmanager
+def on_gpu(standin: LateStandIn, index: int) -> Iterator[None]:
+    """Make another GPU the current one, and wait for what is made there."""
+    before = standin.device
+    standin.module.cuda.Device(index).use()
+    yield
+    arrays.wait_for_stream()
+    standin.module.cuda.Device(before).use()
+
+
+@pytest.mark.parametrize("is_value", [True, False], ids=["the value", "another array"])
+def test_results_go_to_no_other_gpu(standin: LateStandIn, group: SyncGroup, comm: Intracomm, is_value: bool) -> None:
+    """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
+    ops, other = NcclAllReduce().bound_to(group), comm.size
+    value, out = up(np.ones(5)), up(np.zeros(5))
+    if comm.rank == 0:
+        with on_gpu(standin, other):
+            value, out = up(np.ones(5)), up(np.zeros(5))
+    with raises_everywhere(comm, InvalidArgumentError, f"out 0 must lie on GPU 0, .* lies on GPU {other}: make it"):
+        ops.all_reduce("SUM", value, out=value if is_value else out)
+    assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
+
+
 CALLS = {
     "all_reduce": lambda strategy, value: strategy.reduce("SUM", value),
     "broadcast": lambda strategy, value: strategy.extended.broadcast_to(value, "all"),
@@ -123,14 +149,18 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("before", ["nothing", "a call", "a reset"])
 @pytest.mark.parametrize("call", CALLS)
 def test_another_current_device_is_everybodys_error(
-    standin: LateStandIn, comm: Intracomm, call: str, monkeypatch: pytest.MonkeyPatch
+    standin: LateStandIn, comm: Intracomm, call: str, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a thread, which begins with GPU 0. CuPy's streams are of a device, and arrays of another cannot be read."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         make, value = CALLS[call], up(np.ones(5))
-        make(strategy, value)
+        if before != "nothing":
+            make(strategy, value)
+        if before == "a reset":
+            strategy.reset()
         with monkeypatch.context() as patch:
             if comm.rank == comm.size - 1:
                 patch.setattr(standin.module.cuda.runtime, "getDevice", lambda: 6)
@@ -166,13 +196,13 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
 def test_kernels_that_one_rank_cannot_compile(
     standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Any) -> None:
+    def fail(self: Any, name: str) -> None:
         raise RuntimeError("libnvrtc.so: cannot open shared object file")
 
     ops, value = NcclAllReduce().bound_to(group), up(np.ones(50))
     with monkeypatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(standin_kernels.Module, "compile", fail)
+            patch.setattr(standin_kernels.Module, "get_function", fail)
         with raises_everywhere(comm, UnavailableError, r"could not be compiled: rank 1: libnvrtc.*`pip install"):
             ops.all_reduce("SUM", value)
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()

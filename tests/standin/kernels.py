@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -115,6 +116,7 @@ def add_to(world: Any, cupy: Any) -> None:
     cupy.RawModule = lambda code, options=(): Module(world, code, options)
     world.num_kernels = 0
     world.compiling = 0.0  # seconds
+    world.compiled = set()  # names of kernels
 
 
 class Module:
@@ -125,12 +127,9 @@ class Module:
         self.world = world
         self.code = code
 
-    def compile(self) -> None:
-        time.sleep(self.world.compiling)
-        if shutil.which(COMPILER) is not None:
-            library(self.code)
-
     def get_function(self, name: str) -> Any:
+        self.world.compiled |= set(re.findall(r"^(?:COPIER\(mpidist_|COMBINE\()(\w+)", self.code, re.MULTILINE))
+        time.sleep(self.world.compiling)
         getattr(library(self.code), name)
         return lambda grid, block, args: self._launch(name, grid, block, args)
 

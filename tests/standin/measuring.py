@@ -129,8 +129,8 @@ def add_graphs(world: StandIn) -> None:
     """Let streams capture kernels, and the all-reduce of a communicator of one rank."""
     make_stream, make_communicator = world.module.cuda.Stream, world.nccl.NcclCommunicator
 
-    def stream(non_blocking: bool = False) -> Any:
-        its = make_stream(non_blocking)
+    def stream(non_blocking: bool = False, priority: int | None = None) -> Any:
+        its = make_stream(non_blocking, priority)
 
         def begin_capture() -> None:
             its.captured = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import tempfile
 import threading
@@ -64,9 +65,10 @@ class Allocation:
 class Stream:
     """A queue of launches, and what its next work comes after."""
 
-    def __init__(self, world: StandIn, non_blocking: bool = False) -> None:
+    def __init__(self, world: StandIn, non_blocking: bool = False, priority: int | None = None) -> None:
         self.world = world
         self.non_blocking = non_blocking
+        self.priority = 0 if priority is None else priority
         self.ptr = next(world.numbers)
         self.device = world.device
         self.clock = 0
@@ -178,7 +180,9 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     strides = property(lambda self: self._numbers.strides)
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._numbers.flags.c_contiguous))
     device = property(lambda self: SimpleNamespace(id=self._allocation.device))
-    data = property(lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0]))
+    data = property(
+        lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0], device_id=self._allocation.device)
+    )
     __cuda_array_interface__ = property(lambda self: {"version": 3})
 
     def __len__(self) -> int:
@@ -490,7 +494,7 @@ def _cupy_module(world: StandIn) -> Any:
         is_available=lambda: True,
         runtime=runtime,
         Device=device,
-        Stream=lambda non_blocking=False: Stream(world, non_blocking),
+        Stream=lambda non_blocking=False, priority=None: Stream(world, non_blocking, priority),
         Event=lambda disable_timing=False: Event(world, disable_timing),
         get_current_stream=lambda: world.current,
     )
@@ -530,6 +534,7 @@ def _nccl_module(world: StandIn, version: int) -> Any:
             aborts, world.local.aborts = world.local.aborts, []
             for communicator in world.local.made:
                 communicator.meet()
+            _connect({comm for comm, *_ in calls})
             _launch(world, calls)
             _end(world, "abort", aborts)
             _end(world, "destroy", world.local.destroyed)
@@ -548,6 +553,25 @@ def _nccl_module(world: StandIn, version: int) -> Any:
         **codes,
         **ops,
     )
+
+
+def _connect(communicators: set[Communicator]) -> None:
+    """Connect communicators for what they are about to do, as NCCL does: the host waits until the others come to it."""
+    wanted = [(its, own, other) for its in communicators for own, other in its.wanted if own not in its.connected]
+    for its, own, _ in wanted:
+        its.connected.add(own)
+        Path(its.folder, own).touch()
+    has_others = any(its.members != [its.world.comm.rank] * its.size for its, *_ in wanted)
+    if has_others and threading.current_thread() is threading.main_thread():
+        wanted[0][0].world.problems.append("the thread that makes calls waits in NCCL, where no deadline holds")
+    until = time.monotonic() + PATIENCE
+    for its, _, other in wanted:
+        while its.is_aborted_somewhere() or not Path(its.folder, other).exists():
+            if its.has_ended or its.world.is_over or time.monotonic() > until:
+                raise NcclError(6)
+            time.sleep(0.001)
+    for its in communicators:
+        its.wanted.clear()
 
 
 def _launch(world: StandIn, calls: list[Any]) -> None:
@@ -596,6 +620,8 @@ class Communicator:
         self.members: list[int] = []
         self.rank, self.tag, self.status = rank, int(number), 0
         self.sequence = 0
+        self.connected: set[str] = set()
+        self.wanted: list[tuple[str, str]] = []  # files that tell of one end of a connection, and of the other
         self.aborted = Path(folder) / "aborted"
         self.inbox: dict[tuple[int, Any], Any] = {}
         self.p2p: dict[tuple[int, bool], int] = defaultdict(int)
@@ -716,6 +742,8 @@ class Communicator:
         if not 0 <= op < len(OPS):
             raise NcclError(4)
         key, self.sequence = ("all", self.sequence), self.sequence + 1
+        if os.environ.get("NCCL_RUNTIME_CONNECT") != "0":  # else they were connected when they were made
+            self.wanted += [(f"all{self.rank}", f"all{peer}") for peer in range(self.size)]
         source, holds = self._memory(stream, sent, num_sent, code, False)
         target, more = self._memory(stream, received, num_received, code, True)
 
@@ -770,9 +798,11 @@ class Communicator:
         if getattr(self.world.local, "depth", 0):
             self.world.local.calls.append((self, stream, call, holds))
         else:
+            _connect({self})
             _launch(self.world, [(self, stream, call, holds)])
 
     def _next(self, peer: int, is_send: bool) -> int:
+        self.wanted.append((f"{self.rank}-{peer}-{is_send}", f"{peer}-{self.rank}-{not is_send}"))
         self.p2p[peer, is_send] += 1
         return self.p2p[peer, is_send]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.nccl.launch_queue import CONNECTS
 from standin.nccl import Allocation, FakeArray, StandIn, Stream
 
 __all__ = ["LateArray", "LateStandIn"]
@@ -158,7 +159,8 @@ class LateStandIn(StandIn):
         stream.queue.append(Kernel(stream, lambda: work(args), used))
 
     def find(self, address: int, nbytes: int) -> Allocation:
-        self.threads.add(threading.get_ident())  # every call of NCCL comes by
+        if threading.current_thread().name != CONNECTS:
+            self.threads.add(threading.get_ident())  # every call of NCCL comes by
         return super().find(address, nbytes)
 
     def num_in_flight(self) -> int:

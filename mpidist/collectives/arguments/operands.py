@@ -78,19 +78,22 @@ class Operands:
         ValueError: If a Python int does not fit in int64.
     """
 
-    __slots__ = ("_is_plain", "_specs", "_values", "arrays", "key")
+    __slots__ = ("_is_on_gpu", "_is_plain", "_specs", "_values", "arrays", "key")
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._specs: tuple[Spec, ...] | None = None
         self.arrays: list[Any]
         self.key: Any
+        self._is_on_gpu = False
         if len(values) == 1 and type(values[0]) is np.ndarray:  # the most common call, made faster
             (array,) = values
             self._values, self._is_plain = values, True
             self.arrays = [array]
             self.key = array.shape, array.dtype
             return
-        self._is_plain = _are_of_numpy(values)
+        types = set(map(type, values))
+        self._is_on_gpu = arrays.are_native_of_gpu(types, values)  # all of them; else it is not known
+        self._is_plain = self._is_on_gpu or types == {np.ndarray}
         if self._is_plain:
             self._values = values
             self.arrays = list(values)
@@ -98,7 +101,7 @@ class Operands:
             self._values = [contribution(value) for value in values]
             self.arrays = [_native(value) for value in self._values]
         if self._is_plain or _are_of_numpy(self.arrays):
-            self.key = (*map(_shape_of, self.arrays), *map(_dtype_of, self.arrays))
+            self.key = (*map(_shape_of, self.arrays), *map(_dtype_of, self.arrays), self._is_on_gpu)
         else:
             self.key = self.specs
 
@@ -115,7 +118,7 @@ class Operands:
     def of(cls, values: Sequence[Any], devices: DeviceLevels, call: str) -> Operands:
         """Make operands; check that a call can use the GPU now, if they lie there: `DeviceLevels.require_usable`."""
         operands = cls(values)
-        if not operands._is_plain and any(map(arrays.is_device, operands.arrays)):
+        if operands._is_on_gpu or (not operands._is_plain and any(map(arrays.is_device, operands.arrays))):
             devices.require_usable(call)
         return operands
 

@@ -59,7 +59,8 @@ def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any
 
     Args:
         outs: Arrays of any library.
-        values: The values that are reduced. An out that is its own value becomes that value's native array.
+        values: The values that are reduced. An out that is its own value becomes that value's native array, unless
+            that is a copy of a value on another GPU.
         arrays: The native arrays of the values.
 
     Raises:
@@ -87,11 +88,15 @@ def _native(index: int, out: Any, same: Any) -> Any:
         raise InvalidArgumentError(f"out {index} cannot be written: {library.why_no_target}")
     if target is None:
         return out
-    return target if same is None else same
+    return target if same is None or not native.are_on_one_device(target, same) else same
 
 
 def check_outs(
-    outs: Sequence[Any], arrays: Sequence[Any], specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]]
+    outs: Sequence[Any],
+    arrays: Sequence[Any],
+    specs: Sequence[Spec],
+    dtypes: Sequence[np.dtype[Any]],
+    gpu: int | None = None,
 ) -> None:
     """Check that arrays can take results.
 
@@ -100,14 +105,17 @@ def check_outs(
         arrays: The values that are reduced. The shape of an out that is its own value is not checked.
         specs: The shapes and dtypes of the values.
         dtypes: The dtype of each result.
+        gpu: The index of the GPU on which outs in device memory must lie; by default the current one.
 
     Raises:
-        InvalidArgumentError: If an out is no array, has another shape or dtype, is read-only, or shares memory with
-            another out, or if some of its elements share memory.
+        InvalidArgumentError: If an out is no array, has another shape or dtype, lies on another GPU, is read-only, or
+            shares memory with another out, or if some of its elements share memory.
     """
     for index, (out, array, spec, dtype) in enumerate(zip(outs, arrays, specs, dtypes, strict=True)):
         if out is not array or spec.dtype != dtype:
             _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
+            if spec.device:
+                _check_gpu(index, out, native.current_gpu() if gpu is None else gpu)
         if not getattr(out.flags, "writeable", True):
             raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
         if not out.flags.c_contiguous and _overlaps_itself(out):
@@ -125,6 +133,15 @@ def _check_spec(index: int, out: Any, want: Spec) -> None:
     got = Spec(out.shape, native_dtype(out.dtype), native.is_device(out))
     if got != want:
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+
+
+def _check_gpu(index: int, out: Any, gpu: int) -> None:
+    """Refuse an out on another GPU, whose memory kernels and NCCL of this one cannot use: CUDA's context is lost."""
+    if out.device.id != gpu:
+        raise InvalidArgumentError(
+            f"out {index} must lie on GPU {gpu}, where its result is made, and lies on GPU {out.device.id}: make it "
+            f"within `with cupy.cuda.Device({gpu}):`, or after the strategy, which makes its GPU the current one"
+        )
 
 
 def _check_apart(outs: Sequence[Any]) -> None:
@@ -189,8 +206,8 @@ class CheckedOuts:
         shared: SharedArrays,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
-        are_plain = set(map(type, outs)) == {np.ndarray}
-        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_plain else []
+        are_known = all(type(out) is np.ndarray or native.is_cupy(out) for out in outs)  # `native_outs` returns these
+        self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
         self._forms = [(out.shape, out.dtype) for out in outs]
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
         self.per_node_digest = fingerprint_of(self.per_node_indices) if self.per_node_indices else 0
@@ -208,7 +225,7 @@ class CheckedOuts:
         if len(outs) != len(self._outs):
             return False
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
-            if ref() is not out or not out.flags.writeable:
+            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no such word
                 return False
             if out is not array and (out.shape, out.dtype) != form:
                 return False

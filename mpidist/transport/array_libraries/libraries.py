@@ -11,7 +11,7 @@ from mpidist.transport.array_libraries.jax_arrays import JaxArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
 from mpidist.transport.array_libraries.numpy_arrays import ArrayLikes, NumPyArrays, NumPyScalars, PythonNumbers
 from mpidist.transport.array_libraries.torch_tensors import TorchTensors
-from mpidist.transport.arrays import NativeArray
+from mpidist.transport.arrays import NativeArray, is_cupy
 
 __all__ = ["LIBRARIES", "copied", "library_of", "writable_like"]
 
@@ -39,7 +39,7 @@ def library_of(value: Any) -> ArrayLibrary:
         return library
     for library in LIBRARIES:
         if library.owns(value):
-            if library.goes_by_type:
+            if library.goes_by_type or is_cupy(value):
                 _BY_TYPE[type(value)] = library
             return library
     raise TypeError(

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.gpu import DeviceKernels, is_complete, on_stream
+from mpidist.transport.gpu import DeviceKernels, is_complete, new_stream, on_stream
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 
@@ -147,12 +147,13 @@ class Staging:
     def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
         """Poll until an event is complete."""
         cupy = self.cupy
-        poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers)
+        way = "of device memory through the host"
+        poll(lambda: is_complete(cupy, event, what, way), check_peers, is_message=False)
 
     @cached_property
     def _streams(self) -> _Streams:
         cuda = self.cupy.cuda
-        down, up, join = (cuda.Stream(non_blocking=True) for _ in range(3))
+        down, up, join = (new_stream(cuda) for _ in range(3))
         events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
         return _Streams(
             down, up, join, cuda.Event(disable_timing=True), tuple(_SlotEvents(*of_slot) for of_slot in events)

@@ -1,7 +1,7 @@
 """Kernels and events of one GPU."""
 
 from mpidist.transport.gpu.background import Background
-from mpidist.transport.gpu.events import Events, Launched, is_complete, on_stream
+from mpidist.transport.gpu.events import Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.rows import change_rows_of_gpu
 
@@ -12,5 +12,6 @@ __all__ = [
     "Events",
     "Launched",
     "is_complete",
+    "new_stream",
     "on_stream",
 ]

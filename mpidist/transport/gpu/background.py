@@ -34,16 +34,23 @@ class Background(Generic[_T]):
         self._lock = threading.Lock()
         self._is_over = self._is_cancelled = False
         self._results: list[_T] = []
-        self._error = ""
+        self._problem: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def outcome(self) -> tuple[bool, str]:
         """Say whether the work is over, and what went wrong. Local."""
         with self._lock:
-            return self._is_over, self._error
+            problem = self._problem
+            return self._is_over, "" if problem is None else first_line(problem) or type(problem).__name__
 
     def take(self) -> _T:
-        """Return what the work has made."""
+        """Return what the work has made, once it is over.
+
+        Raises:
+            Exception: What the work raised.
+        """
+        if self._problem is not None:
+            raise self._problem
         return self._results[0]
 
     def cancel(self) -> None:
@@ -55,14 +62,15 @@ class Background(Generic[_T]):
             self._discard(result)
 
     def _run(self) -> None:
-        results, error = [], ""
+        results: list[_T] = []
+        problem: Exception | None = None
         try:
             self._cuda.Device(self._device).use()  # a thread begins with the first one
             results.append(self._work())
-        except Exception as problem:
-            error = first_line(problem) or type(problem).__name__
+        except Exception as error:
+            problem = error
         with self._lock:
-            self._results, self._error, self._is_over = results, error, True
+            self._results, self._problem, self._is_over = results, problem, True
             is_cancelled = self._is_cancelled
         if is_cancelled:
             for result in results:

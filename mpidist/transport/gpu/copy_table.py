@@ -97,4 +97,6 @@ def dtype_code(dtype: np.dtype[Any]) -> str:
 
 def _kernel_of(kinds: np.ndarray[Any, Any]) -> str:
     most = int(kinds.max())
-    return "copy" if most < _FIRST_CAST else "cast" if most < min(QUOTIENTS.values()) else "divide"
+    if most == QUOTIENTS["f4 f4"]:  # then all are
+        return "divide_f4"
+    return "copy" if most < _FIRST_CAST else "cast" if most < QUOTIENTS["f4 f4"] else "divide"

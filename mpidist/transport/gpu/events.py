@@ -1,4 +1,4 @@
-"""Events that mark places in the streams of a GPU, and the work that is launched there."""
+"""Streams of a GPU, events that mark places in them, and the work that is launched there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Final, final
 from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["Events", "Launched", "is_complete", "on_stream"]
+__all__ = ["Events", "Launched", "is_complete", "new_stream", "on_stream"]
 
+_PRIORITY: Final = -1  # above that of other streams, 0, whose kernels would else fill the GPU first
 _NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
@@ -36,6 +37,15 @@ def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
             "errors with `dmesg` and compute-sanitizer, and start it again"
         )
     return bool(status == 0)
+
+
+def new_stream(cuda: Any) -> Any:
+    """Make a stream that waits for no other one by itself, and whose kernels begin before those of the user's.
+
+    Args:
+        cuda: The module `cupy.cuda`.
+    """
+    return cuda.Stream(non_blocking=True, priority=_PRIORITY)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 // Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
-// header; the tests compile the same text for the host. kernels.py launches them, copy_table.py makes their tables.
+// header; the tests compile the same text for the host. compiled.py adds the line that makes a kernel of it, for one
+// kernel at a time, as NVRTC takes long; kernels.py launches them, copy_table.py makes their tables.
 //
 // The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
 // others. float32 is added in PTX, because CuPy compiles with -ftz=true, and then C++ makes subnormal numbers zeros.
@@ -261,7 +262,7 @@ template <class From, class To, bool DIVIDES> struct Copy {
 #define DIVIDED(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, true)
 
 // The table is a parameter: it needs no memory of its own, and lies in the constant cache, where a warp looks its array up.
-// Three kernels of it, because one with all kinds of copies takes long to compile and many registers.
+// Several kernels of it, because one with all kinds of copies takes long to compile and many registers.
 #define COPIER(NAME, CASES) \
     extern "C" __global__ void NAME(const Table table, i8 num_arrays, i8 num_rows, i8 divisor, u4* overflows_seen) { \
         const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x; \
@@ -278,10 +279,6 @@ template <class From, class To, bool DIVIDES> struct Copy {
         switch (array.kind) { CASES } \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }
-
-COPIER(mpidist_copy, COPIES(AS_IT_IS))
-COPIER(mpidist_cast, COPIES(AS_IT_IS) CASTS(AS_IT_IS))
-COPIER(mpidist_divide, QUOTIENTS(DIVIDED))
 
 // ---- Joining: several pieces, in order, into one.
 
@@ -320,17 +317,27 @@ template <class Part, class Out, int N> INLINE void combine(
     typedef typename Of<Part>::Total Total;
     typedef Several<Part, N> Read;
     typedef Several<Out, N> Written;
+    constexpr int DEPTH = 4;  // parts
     const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (u8)gridDim.x * blockDim.x;
     for (u8 at = begin + thread * N; at + N <= end; at += num_threads * N) {
-        Total totals[N];
-        const Read first = *(const Read*)(Parts::at<Part>(parts, 0) + at);
-        #pragma unroll
-        for (int its = 0; its < N; its++) totals[its] = Cast<Total>::of(first.at[its]);
-        #pragma unroll 4
-        for (i8 which = 1; which < parts.number; which++) {
-            const Read next = *(const Read*)(Parts::at<Part>(parts, which) + at);
+        Total totals[N] = {};
+        #pragma unroll 1
+        for (i8 first = 0; first < parts.number; first += DEPTH) {
+            Read held[DEPTH];  // all are under way before one is joined, as the memory takes long to answer
             #pragma unroll
-            for (int its = 0; its < N; its++) totals[its] = joined(op, totals[its], Cast<Total>::of(next.at[its]));
+            for (int ahead = 0; ahead < DEPTH; ahead++) {
+                const i8 which = first + ahead < parts.number ? first + ahead : parts.number - 1;
+                held[ahead] = *(const Read*)(Parts::at<Part>(parts, which) + at);
+            }
+            #pragma unroll
+            for (int ahead = 0; ahead < DEPTH; ahead++) {
+                if (first + ahead >= parts.number) break;
+                #pragma unroll
+                for (int its = 0; its < N; its++) {
+                    const Total next = Cast<Total>::of(held[ahead].at[its]);
+                    totals[its] = first + ahead ? joined(op, totals[its], next) : next;
+                }
+            }
         }
         Written written;
         #pragma unroll
@@ -362,12 +369,3 @@ template <class Part, class Out, int N> INLINE void combine(
         combine<PART, OUT, 1>(parts, whole, (u8)count, out, op, divisor, true, overflow); \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }
-
-COMBINE(f2_f2, f2, f2)
-COMBINE(f2_f4, f2, f4)
-COMBINE(f4_f2, f4, f2)
-COMBINE(bf_bf, bf, bf)
-COMBINE(bf_f4, bf, f4)
-COMBINE(f4_bf, f4, bf)
-COMBINE(f4_f4, f4, f4)
-COMBINE(f8_f8, f8, f8)

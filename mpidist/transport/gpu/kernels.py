@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from importlib.resources import files
 from itertools import pairwise, product
 from operator import attrgetter
 from typing import Any, Final, final
@@ -17,16 +16,14 @@ import numpy as np
 
 from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.gpu.compiled import COMBINED, CompiledKernels
 from mpidist.transport.gpu.copy_table import BLOCK, Numbers, copy_kind, dtype_code, tables_of
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["KERNEL_OPTIONS", "DeviceKernels", "kernel_source"]
+__all__ = ["DeviceKernels"]
 
-# Not fused: a product and a sum that are rounded once would not be NumPy's numbers.
-KERNEL_OPTIONS: Final = ("--fmad=false",)
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
-_COMBINED: Final = frozenset({"f4 f4", "f8 f8", "f2 f2", "f2 f4", "f4 f2", "bf bf", "bf f4", "f4 bf"})
 _OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
 _ADDRESSES: Final = np.dtype([("of", "u8", (480,))])  # as in kernels.cu
 _MAX_ADDRESSES: Final = 480
@@ -51,8 +48,8 @@ class DeviceKernels:
     does by itself on the stream that it came from.
 
     Args:
-        cuda: What this process has of CuPy. Nothing of it is touched before the first call; the first of a kernel
-            compiles it, which takes seconds and is remembered on disk by CuPy.
+        cuda: What this process has of CuPy. Nothing of it is touched before the first call; the first launch of a
+            kernel compiles it, which takes some tenths of a second and is remembered on disk by CuPy.
 
     Attributes:
         num_launches: How many kernels of `kernels.cu` were launched.
@@ -60,12 +57,12 @@ class DeviceKernels:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._functions: dict[str, Any] = {}
+        self._kernels = CompiledKernels(cuda)
         self.num_launches = 0
 
     def compile(self) -> None:
-        """Compile the kernels, as their first use would: for the current device. Takes seconds where CuPy has none."""
-        self._module.compile()
+        """Compile the kernel that almost every call needs, as its first use would: for the current device."""
+        self._kernels["copy"]
 
     def pack(self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
@@ -169,13 +166,13 @@ class DeviceKernels:
             real = np.dtype(f"f{dtype.itemsize // 2}")
             rows, out = [row.view(real) for row in rows], out.view(real)
         pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
-        if pair not in _COMBINED and (rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod")):
+        if pair not in COMBINED and (rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod")):
             raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
-        if pair not in _COMBINED and reduction.divisor != 1:
+        if pair not in COMBINED and reduction.divisor != 1:
             raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
         if not out.size:
             return
-        if pair in _COMBINED:
+        if pair in COMBINED:
             self._combine(rows, pair, reduction, out)
             return
         total = rows[0] if len(rows) == 1 else reduction.ufunc(rows[0], rows[1])
@@ -222,15 +219,8 @@ class DeviceKernels:
         counter[0] = 0
         return counter
 
-    @cached_property
-    def _module(self) -> Any:
-        return self._cuda.cupy.RawModule(code=kernel_source(), options=KERNEL_OPTIONS)
-
     def _launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        function = self._functions.get(kernel)
-        if function is None:
-            function = self._functions[kernel] = self._module.get_function(f"mpidist_{kernel}")
-        function((num_blocks,), (BLOCK,), arguments)
+        self._kernels[kernel]((num_blocks,), (BLOCK,), arguments)
         self.num_launches += 1
 
     def _copy(
@@ -262,11 +252,6 @@ class DeviceKernels:
         for table in tables_of(sources, targets, counts, kinds, widths):
             arguments = table.words, table.num_arrays, table.num_rows, divide_by, counter
             self._launch(table.kernel, table.num_blocks, arguments)
-
-
-def kernel_source() -> str:
-    """Return the kernels, in CUDA C++."""
-    return (files("mpidist.transport.gpu") / "kernels.cu").read_text(encoding="utf-8")
 
 
 def _is_plain(array: Array) -> bool:

@@ -22,6 +22,7 @@ from mpidist.transport.device_over_mpi import (
     StagingSizes,
     takes_device_memory,
 )
+from mpidist.transport.devices import Device
 from mpidist.transport.gpu import Background, DeviceKernels, Events
 from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.nccl import (
@@ -99,8 +100,20 @@ class DeviceLevels:
         self._queue: DeviceQueue | None = None
         self.events = Events(cuda)
 
+    def work_on(self, device: Device) -> None:
+        """Make a device of a strategy the current one, and the one of all calls, where it is a GPU. Local.
+
+        Raises:
+            UnavailableError: If this process sees no such GPU.
+        """
+        device.use()
+        if device.is_gpu:
+            self._device = device.index
+
     def require_usable(self, call: str) -> None:
-        """Refuse a call with arrays of a GPU in a CUDA graph, and with another GPU than the first call's. Local.
+        """Refuse a call with arrays of a GPU in a CUDA graph, or with another GPU than the strategy's. Local.
+
+        A strategy that names no GPU has that of its first call.
 
         Each thread has its own current device: a thread that is started later begins with GPU 0.
 
@@ -299,7 +312,9 @@ class DeviceLevels:
             return first_line(error), b""
 
     def _compile(self) -> None:
-        """Compile the kernels before the first launch: the deadline of a call is for ranks, not for NVRTC. Collective.
+        """Compile the kernel of all calls before the first launch, so that ranks without NVRTC are told. Collective.
+
+        Other kernels are compiled by the call that first needs them, on all ranks alike.
 
         Raises:
             UnavailableError: If a rank cannot. On every rank.

@@ -141,8 +141,9 @@ class NcclCommunicator(Communicator):
         is_root = self.rank == root
         self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
         at, nbytes = _address(buffer), buffer.nbytes
+        kind = "gather", root
         if not is_root:
-            self._run("gather", buffer, lambda comm, to: comm.send(at, nbytes, self._byte, root, to))
+            self._run("gather", buffer, lambda comm, to: comm.send(at, nbytes, self._byte, root, to), kind=kind)
             return None
         rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
@@ -153,7 +154,7 @@ class NcclCommunicator(Communicator):
                 if source != root:
                     comm.recv(first + source * nbytes, nbytes, self._byte, source, to)
 
-        self._run("gather", rows, launch)
+        self._run("gather", rows, launch, kind=kind)
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
@@ -170,7 +171,8 @@ class NcclCommunicator(Communicator):
                 comm.recv(received, incoming.nbytes, self._byte, source, stream)
 
         is_empty = not (outgoing.size or incoming.size)
-        self._run("exchange", (outgoing, incoming), launch, is_empty=is_empty)
+        kind = "exchange", to if outgoing.size else None, source if incoming.size else None
+        self._run("exchange", (outgoing, incoming), launch, is_empty, kind)
 
     def free(self) -> None:
         nccl_handles.destroy([self._handle])
@@ -207,7 +209,8 @@ class NcclCommunicator(Communicator):
                 if count:
                     comm.recv(first + peer * step, nbytes, self._byte, peer, to)
 
-        self._run("reduce", (buffer, parts), launch, is_empty=not buffer.size)
+        has_shards = tuple(stop > start for start, stop in pairwise(bounds))
+        self._run("reduce", (buffer, parts), launch, not buffer.size, ("shards", has_shards))
         if count:
             self._kernels.combine(parts, reduction, shard)
 
@@ -237,9 +240,10 @@ class NcclCommunicator(Communicator):
                     elif self.rank == source:
                         comm.send(at + start * width, (stop - start) * width, self._byte, root, to)
 
-        self._run("reduce", buffer, launch, is_empty=not buffer.size)
+        has_shards = tuple(stop > start for start, stop in pairwise(bounds))
+        self._run("reduce", buffer, launch, not buffer.size, ("shards to", root, has_shards))
 
-    def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None) -> None:
+    def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None, kind: Any = "") -> None:
         """Launch calls of NCCL as one group, after what the current stream holds: `DeviceQueue.issue`.
 
         Args:
@@ -247,11 +251,12 @@ class NcclCommunicator(Communicator):
             memory: The arrays that the calls read and write.
             launch: Makes the calls.
             is_empty: Whether there is nothing to do; by default, whether `memory`, one array, is empty.
+            kind: Equal for calls to the same ranks, as in `DeviceQueue.issue`.
         """
         if is_empty is None:
             is_empty = not memory.size
         if not is_empty:
-            self._queue.issue(what, self._handle, memory, launch)
+            self._queue.issue(what, self._handle, memory, launch, kind)
 
 
 def _are_even(bounds: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import DeviceKernels, is_complete, on_stream
+from mpidist.transport.gpu import DeviceKernels, is_complete, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
@@ -78,7 +78,7 @@ class GpusOfProcess:
             device = made.Device(handle.device)
             device.use()
             ready, done = (made.Event(disable_timing=True) for _ in range(2))
-            self._gpus.append(_Gpu(device, handle, made.Stream(non_blocking=True), ready, done, DeviceKernels(cuda)))
+            self._gpus.append(_Gpu(device, handle, new_stream(made), ready, done, DeviceKernels(cuda)))
             handle.keeps = self
         self._first.use()
 
@@ -249,10 +249,10 @@ class GpusOfProcess:
 
         def check() -> None:
             for gpu in self._gpus:
-                gpu.handle.comm.check_async_error()
+                gpu.handle.check()
             check_time()
 
-        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), check)
+        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), check, is_message=False)
         self._require_usable(what)  # an abort ends work, too
 
     def _require_usable(self, what: str) -> None:

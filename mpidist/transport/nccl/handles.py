@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,7 @@ class Handle:
         comm: CuPy's `NcclCommunicator`.
         device: The index of its GPU.
         ended: Why it cannot be used any more; empty while it can.
+        connected: The kinds of calls for which it has its connections to other ranks: see `DeviceQueue.issue`.
         keeps: What may not be collected before it.
     """
 
@@ -55,9 +57,19 @@ class Handle:
         self.comm = comm
         self.device = device
         self.ended = ""
+        self.connected: set[Any] = set()
         self.keeps: Any = None
         with _lock:
             _open.append(self)
+
+    def check(self) -> None:
+        """Raise NCCL's error, if there is one, and the communicator is still in use. Never waits.
+
+        Another thread may abort it at any time: not between the look at `ended` and NCCL's, which reads its memory.
+        """
+        with _lock:
+            if not self.ended:
+                self.comm.check_async_error()
 
 
 _lock: Final = threading.Lock()
@@ -178,6 +190,14 @@ def _destroy(handles: list[Handle]) -> None:
     nccl.groupEnd()
 
 
+def _connect_at_start() -> None:
+    """Let NCCL connect the ranks for collectives in its constructor, unless the user says otherwise.
+
+    Else the first call of each algorithm does that, and waits for the other ranks in `ncclGroupEnd`, without end.
+    """
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+
 def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> Background[Handle]:
     """Start to make one communicator in a daemon thread: NCCL's constructor waits for all ranks, for ever.
 
@@ -190,6 +210,7 @@ def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) 
     """
 
     def make() -> Handle:
+        _connect_at_start()
         try:
             return Handle(cuda, cuda.nccl.NcclCommunicator(size, unique_id, rank), device)
         except KeyError as status:  # CuPy has no word for NCCL's newer ones
@@ -208,6 +229,7 @@ def start_init_in_one_process(cuda: Cuda, devices: Sequence[int]) -> Background[
 
     def make() -> list[Handle]:
         comms: list[Any] = []
+        _connect_at_start()
         unique_id = bytes(cuda.nccl.get_unique_id())
         try:
             cuda.nccl.groupStart()

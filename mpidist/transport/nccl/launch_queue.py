@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -19,15 +20,16 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import Events, Launched, is_complete
+from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.text import first_line
-from mpidist.transport.waiting import never_free, tell_wait
+from mpidist.transport.waiting import never_free, poll, tell_wait
 
-__all__ = ["DeviceQueue"]
+__all__ = ["CONNECTS", "DeviceQueue"]
 
+CONNECTS: Final = "mpidist NCCL connects"  # the name of the thread that may wait in NCCL
 _SPIN_SECONDS: Final = 0.00005
 _NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what completion may be late
 _LONG_NAP_SECONDS: Final = 0.001
@@ -85,8 +87,8 @@ class DeviceQueue:
         self._cuda = cuda
         self._events = Events(cuda) if events is None else events
         cupy = cuda.cupy.cuda
-        self.stream = cupy.Stream(non_blocking=True)
-        self._pack_streams = [_PackStream(cupy.Stream(non_blocking=True)) for _ in range(2)]
+        self.stream = new_stream(cupy)
+        self._pack_streams = [_PackStream(new_stream(cupy)) for _ in range(2)]
         self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
         self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
         self._names: dict[Handle, str] = {}
@@ -194,28 +196,31 @@ class DeviceQueue:
             self._poll(event, what)
             self._events.give_back(event)
 
-    def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None]) -> None:
+    def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None], kind: Any = "") -> None:
         """Give NCCL a group of calls, after what the current stream holds, and let that stream wait for them.
 
-        Outside of `launch` the host waits for them, too.
+        Outside of `launch` the host waits for them, too. The first calls of a kind connect ranks, for which NCCL waits
+        in `ncclGroupEnd`: they are made in a thread of their own, so that this one notices that a rank has stopped.
 
         Args:
             what: The primitive, for errors.
             handle: The communicator.
             memory: The arrays that the calls read and write.
             launch: Makes the calls: with CuPy's communicator, and the address of the stream.
+            kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
         """
-        nccl, current, launching = self._cuda.nccl, self._cuda.cupy.cuda.get_current_stream(), self._under_way
+        current, launching = self._cuda.cupy.cuda.get_current_stream(), self._under_way
         self._require_usable(what)
         try:
-            with translated(nccl, f"{what} with NCCL on {self._names[handle]}"):
+            with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
                 self._ready.record(current)
                 self.stream.wait_event(self._ready)
-                nccl.groupStart()
-                try:
-                    launch(handle.comm, self.stream.ptr)
-                finally:
-                    nccl.groupEnd()
+                group = partial(self._call_as_group, handle, launch)
+                if (kind or what) in handle.connected:
+                    group()
+                else:
+                    self._connect(what, group)
+                    handle.connected.add(kind or what)
             if launching is not None:
                 launching.memory.append(memory)
                 self._done.record(self.stream)
@@ -284,6 +289,19 @@ class DeviceQueue:
         if memory is not None:
             never_free((self, memory))
 
+    def _call_as_group(self, handle: Handle, launch: Callable[[Any, int], None]) -> None:
+        self._cuda.nccl.groupStart()
+        try:
+            launch(handle.comm, self.stream.ptr)
+        finally:
+            self._cuda.nccl.groupEnd()
+
+    def _connect(self, what: str, group: Callable[[], None]) -> None:
+        """Make a group of calls in a thread, and watch the other ranks until it returns."""
+        making = Background(self._cuda, CONNECTS, group)
+        poll(lambda: making.outcome()[0], lambda: self._look(what), is_message=False)
+        making.take()
+
     @contextmanager
     def _on_second(self, launching: _Launching) -> Iterator[None]:
         if launching.num_packs == 2:
@@ -303,9 +321,7 @@ class DeviceQueue:
             now = time.monotonic()
             if now < start + _SPIN_SECONDS:
                 continue
-            if now >= self._next_check:
-                self._check(what)
-                self._check_peers()
+            self._look(what)
             meanwhile()
             time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
         tell_wait(begun, time.monotonic_ns())
@@ -316,11 +332,17 @@ class DeviceQueue:
         self._require_usable(what)  # an abort ends work, too
         return True
 
+    def _look(self, what: str) -> None:
+        """Look at NCCL's errors and at the other ranks, now and then."""
+        if time.monotonic() >= self._next_check:
+            self._check(what)
+            self._check_peers()
+
     def _check(self, what: str) -> None:
         self._next_check = time.monotonic() + _CHECK_SECONDS
         for handle, name in self._names.items():
             with translated(self._cuda.nccl, f"{what} with NCCL on {name}"):
-                handle.comm.check_async_error()
+                handle.check()
 
     def _require_usable(self, what: str) -> None:
         for handle, name in self._names.items():

@@ -56,7 +56,7 @@ def failing(name: str) -> Any:
         (modules(CudaError("cudaErrorInsufficientDriver: too old")), True, "cudaErrorInsufficientDriver.*nvidia-smi"),
         (modules(0), True, "CuPy finds no GPU: the driver shows 0"),
         (modules(available=False), True, "libnccl.so.2, is not found; `pip install nvidia-nccl-cu12`"),
-        (modules(nccl=21203), True, "NCCL 2.12.3 is older than 2.18.0"),
+        (modules(nccl=22105), True, "NCCL 2.21.5 is older than 2.22.3"),
         (modules(), True, "^$"),
     ],
 )

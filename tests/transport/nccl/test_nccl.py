@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -472,10 +473,14 @@ def test_a_missing_rank_is_named_and_reset_goes_on(standin: StandIn, comm: Intra
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
 def test_a_rank_that_stops_within_a_call_is_noticed(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes."""
+    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
+
+    Also where NCCL first has to connect the ranks, for which it waits before its call returns.
+    """
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
@@ -490,13 +495,50 @@ def test_a_rank_that_stops_within_a_call_is_noticed(
         if comm.rank == 1:
             patch.setattr(NcclCommunicator, "_run", come_last)
         with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
-            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=2.0))
+            ops.all_reduce("SUM", up(np.ones(5, dtype)), CommunicationOptions(timeout_seconds=2.0))
+        nccl_handles.wait_for_endings()
         if comm.rank != 1:
             comm.send(comm.rank, 1, _HAS_RAISED)
     assert standin.log == [("abort", 1)]
     group.reset()
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
     group.close()
+
+
+@pytest.mark.ranks(min=2)
+def test_kernels_and_copies_go_before_the_users(standin: StandIn, comm: Intracomm) -> None:
+    """Which fill the GPU in a backward pass; only streams of a higher priority get on meanwhile."""
+    group = SyncGroup.from_mpi(comm)
+    for ops in (NcclAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+        ops.all_reduce("SUM", [up(np.ones(count)) for count in (5, 7000)])
+    made = [stream for stream in standin.streams.values() if stream.non_blocking]
+    assert made
+    assert all(stream.priority < 0 for stream in made)
+    group.close()
+
+
+def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(standin: StandIn, comm: Intracomm) -> None:
+    """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
+    its = connect(standin.cuda, comm)
+    handle, order = its._handle, []
+    look = handle.comm.check_async_error
+
+    def slow_look() -> None:
+        other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
+        other.start()
+        other.join(0.2)
+        order.append("looked")
+        threads.append(other)
+        look()
+
+    threads: list[threading.Thread] = []
+    handle.comm.check_async_error = slow_look
+    handle.check()
+    threads[0].join()
+    handle.check()
+    nccl_handles.wait_for_endings()
+    assert order == ["looked", "aborted"]
+    assert standin.log == [("abort", 1)]
 
 
 @pytest.mark.ranks(min=2)

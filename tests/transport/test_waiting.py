@@ -1,0 +1,25 @@
+"""Waits: how often a rank looks, and what it leaves of its core to others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mpidist.transport.waiting import poll
+
+WAIT_SECONDS, AFTER_SECONDS = 0.6, 0.02
+MOST_LOOKS = 800  # 64 naps while a wait becomes e times as long, up to 64 ms; then one each millisecond
+
+
+@pytest.mark.no_mpi
+def test_a_wait_for_no_message_leaves_the_core_to_others() -> None:
+    """A GPU's copies need nobody who tests them, as MPI's messages do."""
+    start, looks = time.monotonic(), []
+
+    def is_over() -> bool:
+        looks.append(time.monotonic() - start)
+        return looks[-1] >= WAIT_SECONDS
+
+    poll(is_over, lambda: None, is_message=False)
+    assert sum(at >= AFTER_SECONDS for at in looks) < MOST_LOOKS
