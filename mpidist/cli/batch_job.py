@@ -27,6 +27,7 @@ HELP: Final = "submit a training to Slurm, with the job script that fits"
 
 _SCRIPTS: Final = Path(__file__).parents[1] / "slurm"
 _ASK_SECONDS: Final = 60.0
+_NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,15 +98,17 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     variables = {}
     if sys.prefix != sys.base_prefix:
         variables["VIRTUAL_ENV"] = sys.prefix
-    launcher = environ.get("MPI_TYPE") or _launcher()
+    library = "" if environ.get("MPI_TYPE") else _answer(sys.executable, "-m", "mpi4py", "--mpi-lib-version")
+    launcher = environ.get("MPI_TYPE") or _launcher(library)
     if launcher:
         variables["MPI_TYPE"] = launcher
+    if re.search("ch4:.*ofi", library) and _NETMOD not in environ:  # as env.sh does where it asks the library
+        variables[_NETMOD] = "ofi"
     return variables
 
 
-def _launcher() -> str:
+def _launcher(library: str) -> str:
     """Return what `srun --mpi=` should say; "" where the job script must find out, as there is no MPI here."""
-    library = _answer(sys.executable, "-m", "mpi4py", "--mpi-lib-version")
     if not library:
         return ""
     wanted = "pmix" if "Open MPI" in library else "cray_shasta" if "CRAY" in library else "pmi2"

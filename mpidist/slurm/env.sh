@@ -9,7 +9,6 @@ if [ -f "${VIRTUAL_ENV:-.venv}/bin/activate" ]; then
 fi
 
 set -euo pipefail # from here on: `module` and `activate` may use variables that are not set
-
 [ -n "${python:-}" ] || python=(python) # container.sbatch has another one
 # Which MPI mpi4py found decides how srun must start it. On Cray systems: MPI_TYPE=cray_shasta sbatch ...
 if [ -z "${MPI_TYPE:-}" ]; then
@@ -18,8 +17,9 @@ if [ -z "${MPI_TYPE:-}" ]; then
         exit 2
     }
     case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
+    # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
+    case $library in *ch4:*ofi*) export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}" ;; esac
 fi
-
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
 attempt=${SLURM_RESTART_COUNT:-0} components=()

@@ -106,6 +106,14 @@ def test_training_on_two_nodes(submit_job: Submit) -> None:
 
 
 @pytest.mark.long
+def test_program_that_starts_mpi_before_mpidist(submit_job: Submit) -> None:
+    """And fills the heap before: pmi2 garbled what UCX sends then, and the job waited for ever."""
+    program = TRAIN.replace("import mpidist\n", "from mpi4py import MPI\nimport mpidist\n")
+    ended = submit_job("train.sbatch", program, *TWO_NODES).end()
+    assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
+
+
+@pytest.mark.long
 def test_training_by_one_task(submit_job: Submit) -> None:
     job = submit_job("train.sbatch", TRAIN, *ONE_TASK)
     require_lines(
