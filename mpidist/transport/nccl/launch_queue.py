@@ -27,9 +27,9 @@ from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free, poll, tell_wait
 
-__all__ = ["CONNECTS", "DeviceQueue"]
+__all__ = ["DeviceQueue"]
 
-CONNECTS: Final = "mpidist NCCL connects"  # the name of the thread that may wait in NCCL
+_CONNECTS: Final = "mpidist NCCL connects"  # the name of the thread that may wait in NCCL
 _SPIN_SECONDS: Final = 0.00005
 _NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what completion may be late
 _LONG_NAP_SECONDS: Final = 0.001
@@ -298,7 +298,7 @@ class DeviceQueue:
 
     def _connect(self, what: str, group: Callable[[], None]) -> None:
         """Make a group of calls in a thread, and watch the other ranks until it returns."""
-        making = Background(self._cuda, CONNECTS, group)
+        making = Background(self._cuda, _CONNECTS, group)
         poll(lambda: making.outcome()[0], lambda: self._look(what), is_message=False)
         making.take()
 

@@ -88,11 +88,14 @@ def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunica
     made.free()
 
 
-def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
     unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
     device = int(provider.cupy.cuda.runtime.getDevice())
-    handle = Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
-    return NcclCommunicator(handle, name, comm.rank, comm.size)
+    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
+
+
+def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size)
 
 
 def can(op: str, dtype: Any) -> bool:
@@ -519,8 +522,7 @@ def test_kernels_and_copies_go_before_the_users(standin: StandIn, comm: Intracom
 
 def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(standin: StandIn, comm: Intracomm) -> None:
     """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
-    its = connect(standin.cuda, comm)
-    handle, order = its._handle, []
+    handle, order = make_handle(standin.cuda, comm), []
     look = handle.comm.check_async_error
 
     def slow_look() -> None:
