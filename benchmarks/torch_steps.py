@@ -41,9 +41,8 @@ def _measure(given: argparse.Namespace) -> None:
             works[dtype] = measure(strategy, ways, given.rounds)
             for name, way in ways.items():
                 fresh, most = steps.memory_of(way)
-                memory.append(
-                    f"{dtype}, {name}: {fresh:.1f} MiB of new pages in a step, {most:.1f} MiB above those before it"
-                )
+                text = f"{fresh:.1f} MiB of new pages in a step, {most:.1f} MiB above those before it"
+                memory.append(f"{dtype}, {name}: {text}")
         if strategy.is_chief:
             tell(given, "torch_steps", ["a step"], works)
             print("", *memory, sep="\n")

@@ -47,7 +47,7 @@ def _step(model: nn.Module, optimizer: Any, reduce: Callable[[], Any], sets_to_n
 
 
 def memory_of(way: Way) -> tuple[float, float]:
-    """Make a step; return the MiB of new pages that the system gave, and of memory in use at most, above that before."""
+    """Make a step; return the MiB of new pages that the system gave, and of memory in use above that before."""
     Path("/proc/self/clear_refs").write_text("5")  # the highest memory is counted anew
     in_use = _memory("VmRSS")
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
