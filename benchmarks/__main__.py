@@ -7,6 +7,7 @@ python benchmarks servers --out results  # parameter servers, beside those of Te
 python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
 python benchmarks prefetch --out results     # reading ahead, beside none
 python benchmarks tracing --out results      # calls with a trace, beside calls without
+python benchmarks torch_steps --out results  # training steps in PyTorch, beside DDP over gloo
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -32,6 +33,7 @@ import parameter_servers  # noqa: E402
 import plot  # noqa: E402
 import predict  # noqa: E402
 import prefetch  # noqa: E402
+import torch_steps  # noqa: E402
 import tracing  # noqa: E402
 from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
 from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
@@ -219,6 +221,7 @@ def main() -> None:
         "predict": predict.main,
         "prefetch": prefetch.main,
         "servers": parameter_servers.main,
+        "torch_steps": torch_steps.main,
         "tracing": tracing.main,
     }
     if sys.argv[1:2] and sys.argv[1] in others:
