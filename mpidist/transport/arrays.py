@@ -63,7 +63,7 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
         types: The types of the values.
         values: The values.
     """
-    if len(types) != 1 or not hasattr(next(iter(types)), "__cuda_array_interface__") or types != {_cupy().ndarray}:
+    if len(types) != 1 or not is_cupy(values[0]) or types != {_cupy().ndarray}:
         return False
     dtypes = set(map(_dtype_of, values))
     return set(map(_gpu_of, values)) == {current_gpu()} and all(dtype.isnative for dtype in dtypes)
