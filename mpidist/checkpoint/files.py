@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -82,7 +83,10 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     file = folder / f"{name}.safetensors"
     with ThreadPoolExecutor(1, "mpidist.checksums") as pool:  # while the disk writes
         checksums = pool.map(_checksum, plain.values())
-        save_file({key: array if array.dtype.name in _KNOWN else bytes_of(array) for key, array in plain.items()}, file)
+        try:
+            save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         _sync(file)
     about = {
         key: [array.dtype.name, list(array.shape), checksum]
@@ -132,23 +136,33 @@ def recover_all(directory: Path, name: str) -> None:
         recover(_place_of(old))
 
 
-def remove_leftovers(directory: Path, name: str) -> None:
-    """Remove what jobs that were killed while they saved have left of numbered checkpoints with a name."""
+def remove_leftovers(directory: Path, name: str, but: Collection[Path]) -> None:
+    """Remove what jobs that were killed while they saved have left of numbered checkpoints with a name.
+
+    Args:
+        directory: The folder of the checkpoints.
+        name: How their names begin.
+        but: What is being written.
+    """
     recover_all(directory, name)
     for folder in (*_hidden(directory, name, "new"), *_hidden(directory, name, "old")):
-        remove(folder)
+        if folder not in but:
+            remove(folder)
 
 
 def withdraw(place: Path) -> None:
     """Remove a checkpoint at once, so that a part of it is never taken for one."""
     remove(unfinished(place))
-    place.rename(unfinished(place))
+    with suppress(FileNotFoundError):  # another job of the same folder has removed it
+        place.rename(unfinished(place))
     remove(unfinished(place))
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there."""
-    if folder.exists():
+    """Remove a folder, if it is there; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 

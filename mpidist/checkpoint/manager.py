@@ -14,7 +14,7 @@ import numpy as np
 
 from mpidist.checkpoint.checkpoint import Checkpoint
 from mpidist.checkpoint.files import recover_all, remove_leftovers, withdraw
-from mpidist.checkpoint.saving import BackgroundWriting, CopyMemory, capture, write_together
+from mpidist.checkpoint.saving import BackgroundWriting, CopyMemory, capture, folders_under_way, write_together
 from mpidist.errors import DataLossError
 from mpidist.whole_number import whole_number
 
@@ -70,6 +70,7 @@ class CheckpointManager:
         self._max_to_keep, self._name = max_to_keep, checkpoint_name
         self._copies = CopyMemory() if background else None
         self._writing: BackgroundWriting | None = None
+        self._has_removed_leftovers = False
 
     @property
     def checkpoints(self) -> list[str]:
@@ -104,7 +105,7 @@ class CheckpointManager:
         number = whole_number("checkpoint_number", given, 0)
         place, strategy = self._place(number), self.checkpoint.strategy
         snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number})
-        finish = partial(self._remove_old, number)
+        finish = partial(self._remove_old, snapshot.place.parent, number)
         if self._copies is not None:
             self._writing = BackgroundWriting(snapshot, finish)
             self._writing.start()
@@ -124,11 +125,15 @@ class CheckpointManager:
         if writing is None:
             return
         extended: Any = self.checkpoint.strategy.extended
-        together = extended.raise_together("writing a checkpoint in the background")
-        with together if _is_open(extended) else nullcontext():
-            writing.join()
-            if writing.error is not None:
-                raise writing.error
+        try:
+            together = extended.raise_together("writing a checkpoint in the background")
+            with together if _is_open(extended) else nullcontext():
+                writing.join()
+                if writing.error is not None:
+                    raise writing.error
+        finally:
+            if writing.is_alive():  # the wait was interrupted, and the thread still writes the copy
+                self._copies = CopyMemory()
 
     def restore_or_initialize(self, *, skip_broken: bool = False) -> str | None:
         """Restore the newest checkpoint, if there is one. Collective.
@@ -164,10 +169,10 @@ class CheckpointManager:
     def _place(self, number: int) -> Path:
         return Path(self.directory) / f"{self._name}-{number}"
 
-    def _numbers(self) -> list[int]:
-        pattern = re.compile(rf"{re.escape(self._name)}-(\d+)")
+    def _numbers(self, directory: Path | None = None) -> list[int]:
+        pattern = re.compile(rf"{re.escape(self._name)}-(0|[1-9]\d*)")
         try:
-            names = os.listdir(self.directory)
+            names = os.listdir(self.directory if directory is None else directory)
         except FileNotFoundError:
             return []
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
@@ -189,13 +194,20 @@ class CheckpointManager:
         newest = int(extended.cross_device_ops.broadcast(np.int64(newest), "all", call=what))
         return None if newest < 0 else newest
 
-    def _remove_old(self, newest: int) -> None:
-        """Remove checkpoints that are too many, but not the one that was just saved, and what killed jobs have left."""
-        remove_leftovers(Path(self.directory), self._name)
+    def _remove_old(self, directory: Path, newest: int) -> None:
+        """Remove checkpoints that are too many, but not the one that was just saved, and what killed jobs have left.
+
+        Args:
+            directory: The folder; absolute, as the program may be in another one by now.
+            newest: The number of the checkpoint that was just saved.
+        """
+        if not self._has_removed_leftovers:  # later ones are of a job that still runs
+            remove_leftovers(directory, self._name, folders_under_way())
+            self._has_removed_leftovers = True
         if self._max_to_keep is not None:
-            kept = [number for number in self._numbers() if number != newest]
+            kept = [number for number in self._numbers(directory) if number != newest]
             for number in kept[: len(kept) + 1 - self._max_to_keep]:
-                withdraw(self._place(number))
+                withdraw(directory / self._place(number).name)
 
 
 def _with_text(error: DataLossError, text: str) -> DataLossError:

@@ -145,6 +145,11 @@ class PreemptionCheckpointHandler:
 
     def _leave(self, reason: str) -> None:
         """Save on all ranks, and end the program. Collective."""
+        try:
+            self._manager.wait()
+        except OSError as error:  # of an earlier save, in the background: this one may succeed
+            if self._rank == 0:
+                logger.warning("mpidist: an earlier checkpoint was not written: %s", error)
         path = self._manager.save(None if self._checkpoint_number is None else self._checkpoint_number())
         self._manager.wait()
         for number in self._signals:  # the program ends as it should

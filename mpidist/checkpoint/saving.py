@@ -31,12 +31,22 @@ from mpidist.context_stack import CurrentStrategy
 from mpidist.errors import DeadlineExceededError
 from mpidist.transport import bytes_of, text_of
 
-__all__ = ["BackgroundWriting", "CopyMemory", "Snapshot", "capture", "leaves_in", "replica_key", "write_together"]
+__all__ = [
+    "BackgroundWriting",
+    "CopyMemory",
+    "Snapshot",
+    "capture",
+    "folders_under_way",
+    "leaves_in",
+    "replica_key",
+    "write_together",
+]
 
 logger = logging.getLogger("mpidist.checkpoint")
 
 CALL: Final = "save of a checkpoint"
 _PARTS_SECONDS: Final = 600.0  # in which the other ranks write their parts, in the background
+_under_way: Final[set[Path]] = set()  # the folders that threads of this process write
 
 
 @final
@@ -152,7 +162,8 @@ def capture(
             _make_folder(place)
     owners = _owners(extended, leaves, states)
     if memory is not None:
-        states = memory.copied(states)
+        written = {name for name, owner in owners.items() if owner is not Owner.ALL or not topology.rank}
+        states = memory.copied({name: of_leaf for name, of_leaf in states.items() if name in written})
     parts = _parts(owners, states, replicas.ids_here, topology.rank)
     names = [COMMON]
     if any(owner is not Owner.ALL for owner in owners.values()):
@@ -196,6 +207,7 @@ class BackgroundWriting(Thread):
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
         self._snapshot, self._finish = snapshot, finish
+        _under_way.add(snapshot.folder)
 
     def run(self) -> None:
         """Write; see `Thread`."""
@@ -208,6 +220,13 @@ class BackgroundWriting(Thread):
             self.error = problem
             logger.error("mpidist: the checkpoint %s is not written: %s", snapshot.place, text_of(problem))
             _tell_failure(snapshot, problem)
+        finally:
+            _under_way.discard(snapshot.folder)
+
+
+def folders_under_way() -> frozenset[Path]:
+    """Return the folders that are written in the background now."""
+    return frozenset(_under_way)
 
 
 def _make_folder(place: Path) -> None:
@@ -279,6 +298,8 @@ def _wait_for_parts(snapshot: Snapshot) -> None:
             failed = snapshot.folder / f"{name}.failed"
             if failed.exists():
                 raise OSError(f"{name} could not write its part: {failed.read_text()}")
+            if not snapshot.folder.is_dir():
+                raise FileNotFoundError(f"{str(snapshot.folder)!r} was removed while ranks wrote into it")
             if time.monotonic() > until:
                 raise DeadlineExceededError(f"the part {name} did not come within {_PARTS_SECONDS:.0f} s")
             time.sleep(0.01)

@@ -102,7 +102,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     launcher = environ.get("MPI_TYPE") or _launcher(library)
     if launcher:
         variables["MPI_TYPE"] = launcher
-    if re.search("ch4:.*ofi", library) and _NETMOD not in environ:  # as env.sh does where it asks the library
+    if (
+        re.search("^MPICH Device:.*ch4:.*ofi", library, re.MULTILINE) and _NETMOD not in environ
+    ):  # as env.sh does where it asks the library
         variables[_NETMOD] = "ofi"
     return variables
 

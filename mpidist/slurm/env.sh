@@ -13,12 +13,11 @@ set -euo pipefail # from here on: `module` and `activate` may use variables that
 # Which MPI mpi4py found decides how srun must start it. On Cray systems: MPI_TYPE=cray_shasta sbatch ...
 if [ -z "${MPI_TYPE:-}" ]; then
     library=$("${python[@]}" -m mpi4py --mpi-lib-version | tr -d '\0') || {
-        echo "${python[*]} -m mpi4py fails: load modules and an environment with mpidist in ${BASH_SOURCE[0]}" >&2
-        exit 2
+        echo "${python[*]} -m mpi4py fails: load modules and an environment with mpidist in ${BASH_SOURCE[0]}" >&2 && exit 2
     }
     case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
     # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
-    case $library in *ch4:*ofi*) export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}" ;; esac
+    case $(grep '^MPICH Device:' <<<"$library") in *ch4:*ofi*) export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}" ;; esac
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
@@ -39,8 +38,9 @@ fi
 # Start ranks: run_ranks [OPTION OF SRUN]... PROGRAM [ARGUMENT]... Returns the exit code of the rank that ended them.
 # Of a job that a rank ends, srun may only say that it was killed: the rank writes its exit code into a file.
 run_ranks() {
-    case "${!#}" in python) echo "there is no program to run: sbatch JOB_SCRIPT train.py" >&2 && return 2 ;; esac
     local code=0 started words=(srun ${components[@]+"${components[@]}"} --mpi="$MPI_TYPE" --kill-on-bad-exit=1 "$@")
+    [[ " $* " != *" ${python[*]-python} " || " $*" == *" ${python[*]-python} "* ]] ||
+        { echo "there is no program to run: sbatch JOB_SCRIPT train.py" >&2 && return 2; }
     export MPIDIST_EXIT_CODE_FILE="$PWD/.exit-code-$SLURM_JOB_ID"
     rm -f "$MPIDIST_EXIT_CODE_FILE"
     if [ -z "${components[*]-}" ]; then

@@ -51,9 +51,16 @@ def is_device(array: NativeArray) -> bool:
     return not isinstance(array, np.ndarray)
 
 
+def _has_interface_of_gpus(value: Any) -> bool:
+    try:
+        return hasattr(value, "__cuda_array_interface__")
+    except RuntimeError:  # of a parameter of PyTorch on a GPU, as it requires a gradient
+        return True
+
+
 def is_cupy(value: Any) -> bool:
     """Whether a value is an array of CuPy."""
-    return hasattr(value, "__cuda_array_interface__") and isinstance(value, _cupy().ndarray)
+    return _has_interface_of_gpus(value) and isinstance(value, _cupy().ndarray)
 
 
 def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
@@ -128,7 +135,7 @@ def read_only_view(value: Any) -> Any:
 def stays_writable(value: Any) -> bool:
     """Whether a value is an array that cannot be made read-only: those of other libraries than NumPy."""
     is_of_numpy = isinstance(value, (np.ndarray, np.generic))
-    return not is_of_numpy and (hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__"))
+    return not is_of_numpy and (_has_interface_of_gpus(value) or hasattr(value, "__dlpack__"))
 
 
 def wait_for_stream() -> None:

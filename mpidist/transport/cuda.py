@@ -79,6 +79,11 @@ class Cuda:
         """The module `cupy`."""
         return self._quietly("cupy")
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether CuPy has been asked for."""
+        return "cupy" in vars(self)
+
     @cached_property
     def nccl(self) -> Any:
         """The module `cupy.cuda.nccl`."""

@@ -280,6 +280,111 @@ def test_background_copies_into_the_memory_of_the_last_copy(
             assert (checkpoint.own == comm.rank + step).all()
 
 
+def test_wait_that_is_interrupted_leaves_the_copy_that_is_being_written(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C on all ranks: the next save takes other memory, and both checkpoints are right."""
+    go_on = threading.Event()
+    really_write, really_join = saving_module.write_part, saving_module.BackgroundWriting.join
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert go_on.wait(60) or "2" in place.name
+        really_write(place, name, part)
+
+    def join(self: Any, timeout: float | None = None) -> None:
+        monkeypatch.setattr(saving_module.BackgroundWriting, "join", really_join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        manager = CheckpointManager(checkpoint, folder, background=True)
+        checkpoint.weights.assign(np.full(1000, 1.0))
+        manager.save(1)
+        monkeypatch.setattr(saving_module.BackgroundWriting, "join", join)
+        with pytest.raises(KeyboardInterrupt):
+            manager.wait()
+        comm.Barrier()
+        checkpoint.weights.assign(np.full(1000, 2.0))
+        manager.save(2)
+        go_on.set()
+        manager.wait()
+        while len(manager.checkpoints) < 2:
+            time.sleep(0.01)
+        comm.Barrier()
+        for number in (1, 2):
+            checkpoint.restore(folder / f"ckpt-{number}")
+            assert (checkpoint.weights.numpy() == number).all()
+
+
+def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert "100" not in place.name or go_on.wait(60)
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        one = CheckpointManager(checkpoint, folder, background=True)
+        one.save(100)
+        CheckpointManager(checkpoint, folder).save(101)
+        go_on.set()
+        one.wait()
+        comm.Barrier()
+        assert [Path(path).name for path in one.checkpoints] == ["ckpt-100", "ckpt-101"]
+        comm.Barrier()
+
+
+def test_background_removes_in_the_folder_in_which_the_program_was(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    really = saving_module.write_part
+
+    def write_part(place: Path, name: str, part: Any) -> None:
+        assert go_on.wait(60)
+        really(place, name, part)
+
+    monkeypatch.setattr(saving_module, "write_part", write_part)
+    if comm.rank == 0:
+        for name in ("a", "b/saved/ckpt-0", "b/saved/.ckpt-4.new"):
+            (folder / name).mkdir(parents=True)
+    comm.Barrier()
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        monkeypatch.chdir(folder / "a")
+        manager = CheckpointManager(checkpoint, "saved", 1, background=True)
+        manager.save(1)
+        monkeypatch.chdir(folder / "b")
+        go_on.set()
+        manager.wait()
+        comm.Barrier()
+        assert (folder / "a/saved/ckpt-1").is_dir()
+        assert {path.name for path in (folder / "b/saved").iterdir()} == {"ckpt-0", ".ckpt-4.new"}
+        comm.Barrier()
+
+
+def test_old_checkpoints_of_other_names_and_links_are_no_error(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        checkpoint = made(strategy, comm.rank)
+        manager = CheckpointManager(checkpoint, folder / "saved", 1)
+        manager.save(1)
+        if comm.rank == 0:
+            (folder / "saved" / "ckpt-0001").mkdir()
+            (folder / "saved" / "ckpt-1").rename(folder / "elsewhere")
+            (folder / "saved" / "ckpt-1").symlink_to(folder / "elsewhere")
+        comm.Barrier()
+        manager.save(2)
+        manager.save(3)
+        if comm.rank == 0:
+            assert sorted(path.name for path in (folder / "saved").iterdir()) == ["ckpt-0001", "ckpt-3"]
+            assert (folder / "elsewhere" / "manifest.json").exists()
+        comm.Barrier()
+
+
 def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) -> None:
     """And moves back what was about to be replaced; what has another name is left alone."""
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
@@ -293,6 +398,7 @@ def test_save_removes_what_killed_jobs_have_left(comm: Intracomm, folder: Path) 
                 (folder / name / "all.json").touch()
             (folder / ".notes.old").touch()
         comm.Barrier()
+        manager = CheckpointManager(checkpoint, folder)  # of the next job
         assert manager.save(6) == str(folder / "ckpt-6")
         found = {one.name for one in folder.iterdir()}
         assert found == {"ckpt-5", "ckpt-6", ".other-3.new", ".ckpt-x.old", ".notes.old"}

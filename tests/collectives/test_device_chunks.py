@@ -12,7 +12,7 @@ from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
 from mpidist.collectives import reductions
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.options import CommunicationOptions
-from mpidist.transport import arrays
+from mpidist.transport import library_of
 from mpidist.transport.group import SyncGroup, levels
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def test_arrays_that_come_again_are_looked_at_once(
     ops.all_reduce("SUM", numbers, out=outs)
     looks: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(arrays.CuPyArrays, "owns", lambda self, value: looks.append("whose is it?") or True)
+        patch.setattr(type(library_of(numbers[0])), "owns", lambda self, value: looks.append("whose is it?") or True)
         check = reductions.CheckedOuts.__init__
         patch.setattr(reductions.CheckedOuts, "__init__", lambda *these: looks.append("can it be?") or check(*these))
         ops.all_reduce("SUM", numbers, out=outs)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from mpidist.transport import cuda
 from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays, DLPackArrays
 from mpidist.transport.array_libraries.jax_arrays import JaxArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary, kind_of
@@ -39,7 +40,7 @@ def library_of(value: Any) -> ArrayLibrary:
         return library
     for library in LIBRARIES:
         if library.owns(value):
-            if library.goes_by_type or is_cupy(value):
+            if library.goes_by_type or (cuda.current().is_loaded and is_cupy(value)):
                 _BY_TYPE[type(value)] = library
             return library
     raise TypeError(

@@ -40,7 +40,10 @@ class TorchTensors(ArrayLibrary):
                 f"the tensor is a result that PyTorch differentiates ({type(value.grad_fn).__name__}), and no gradient "
                 "goes back through other ranks: pass tensor.detach()"
             )
-        return _VIEWS.of(value) if value.is_cpu else _view(value.detach())
+        if value.is_cpu:
+            return _VIEWS.of(value)
+        _VIEWS.forget(value)  # `module.to("cuda")` leaves the parameters their names, and takes their memory away
+        return _view(value.detach())
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
         torch = sys.modules["torch"]
@@ -73,6 +76,7 @@ class _Known(NamedTuple):
             and self.shape == tensor.shape
             and self.strides == tensor.stride()
             and self.dtype is tensor.dtype
+            and not (tensor.is_conj() or tensor.is_neg())
         )
 
 
@@ -100,6 +104,10 @@ class _Views:
             gone = weakref.ref(tensor, lambda _: known.pop(key, None))
             known[key] = _Known(gone, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, array)
         return array
+
+    def forget(self, tensor: Any) -> None:
+        """Keep no memory that a tensor had before."""
+        self._known.pop(id(tensor), None)
 
 
 _VIEWS: Final = _Views()
