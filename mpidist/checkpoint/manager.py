@@ -132,7 +132,7 @@ class CheckpointManager:
                 if writing.error is not None:
                     raise writing.error
         finally:
-            if writing.is_alive():  # the wait was interrupted, and the thread still writes the copy
+            if not writing.is_done:  # the wait was interrupted, and the thread still writes the copy
                 self._copies = CopyMemory()
 
     def restore_or_initialize(self, *, skip_broken: bool = False) -> str | None:

@@ -201,11 +201,13 @@ class BackgroundWriting(Thread):
 
     Attributes:
         error: What went wrong, or `None`.
+        is_done: Whether it has written or failed; `is_alive` may be wrong after a `join` that was interrupted.
     """
 
     def __init__(self, snapshot: Snapshot, finish: Callable[[], None]) -> None:
         super().__init__(name="mpidist.checkpoint")
         self.error: Exception | None = None
+        self.is_done = False
         self._snapshot, self._finish = snapshot, finish
         _under_way.add(snapshot.folder)
 
@@ -222,6 +224,7 @@ class BackgroundWriting(Thread):
             _tell_failure(snapshot, problem)
         finally:
             _under_way.discard(snapshot.folder)
+            self.is_done = True
 
 
 def folders_under_way() -> frozenset[Path]:

@@ -1,6 +1,5 @@
 # shellcheck shell=bash
 # What the job scripts have in common: each sources it. Copy it with them. Lines marked EDIT are the site's.
-
 # EDIT: the modules that mpidist was installed with, such as `module load python openmpi`, `module load cray-python`,
 # `spack load py-mpi4py` or `conda activate training`, and its virtual environment.
 if [ -f "${VIRTUAL_ENV:-.venv}/bin/activate" ]; then
@@ -13,7 +12,8 @@ set -euo pipefail # from here on: `module` and `activate` may use variables that
 # Which MPI mpi4py found decides how srun must start it. On Cray systems: MPI_TYPE=cray_shasta sbatch ...
 if [ -z "${MPI_TYPE:-}" ]; then
     library=$("${python[@]}" -m mpi4py --mpi-lib-version | tr -d '\0') || {
-        echo "${python[*]} -m mpi4py fails: load modules and an environment with mpidist in ${BASH_SOURCE[0]}" >&2 && exit 2
+        echo "${python[*]} -m mpi4py fails: load modules and an environment with mpidist in ${BASH_SOURCE[0]}" >&2
+        exit 2
     }
     case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
     # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
