@@ -17,7 +17,7 @@ if [ -z "${MPI_TYPE:-}" ]; then
     }
     case $library in *"Open MPI"*) MPI_TYPE=pmix ;; *) MPI_TYPE=pmi2 ;; esac
     # UCX's addresses are too long for pmi2. mpidist sets this, too, unless the program has started MPI before.
-    case $(grep '^MPICH Device:' <<<"$library") in *ch4:*ofi*) export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}" ;; esac
+    ! grep -q "^MPICH Device:.*ch4:.*ofi" <<<"$library" || export MPIR_CVAR_CH4_NETMOD="${MPIR_CVAR_CH4_NETMOD:-ofi}"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not take it over by itself
