@@ -150,7 +150,7 @@ def test_a_rank_that_misses_a_call_is_noticed_and_the_ranks_begin_anew(
             start = time.monotonic()
             with pytest.raises(mpidist.errors.DeadlineExceededError):
                 strategy.run(reduce)
-            assert DEADLINE <= time.monotonic() - start <= 2 * DEADLINE
+            assert DEADLINE <= time.monotonic() - start <= 10 * DEADLINE
         else:
             time.sleep(2 * DEADLINE)
         strategy.reset()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.no_mpi
 
 SERVER_IS_FAULTY = Placement((0, 0, 0), 2)
 SERVER_IS_APART = Placement((0, 0, 1), 2)
-END_SECONDS = 2.0  # from an exception that nobody catches to the end of the job
+END_SECONDS = 4.0  # from an exception that nobody catches to the end of the job
 
 CLUSTER = """
 strategy.close()
@@ -225,7 +225,7 @@ def test_a_server_that_is_killed_is_an_error_of_its_workers_at_once(job: Job) ->
         assert first.kind == second.kind == "UnavailableError", (first, second)
         assert first.text.startswith("parameter server 0 (rank 2) is lost, with the variables on it: ")
         soon(first.at - died, AT_ONCE_SECONDS)
-        assert second.seconds < AT_ONCE_SECONDS
+        soon(second.seconds, AT_ONCE_SECONDS)
         reset = ended.of("reset")[rank]
         assert reset.kind == "UnavailableError", reset
         assert re.match(r"reset\(\) cannot bring back .* start it again, from a checkpoint", reset.text)

@@ -14,7 +14,7 @@ def options(timeout_seconds: float | None) -> CommunicationOptions:
 
 
 @contextmanager
-def taking(at_least: float, at_most: float = 5) -> Iterator[None]:
+def taking(at_least: float, at_most: float = 15) -> Iterator[None]:
     """Expect the body to take so many seconds."""
     start = time.monotonic()
     yield

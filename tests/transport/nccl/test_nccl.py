@@ -241,14 +241,14 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
 def test_an_abort_that_hangs_holds_nobody_up(
     standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 2.0)
+    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
     its = connect(standin.cuda, comm)
     standin.hangs.add("abort")
     start = time.monotonic()
     nccl_handles.abort_all("of a test")
-    assert time.monotonic() - start < 1.9
+    assert time.monotonic() - start < 3.9
     nccl_handles.wait_for_endings()
-    assert 1.9 < time.monotonic() - start < 20
+    assert 3.9 < time.monotonic() - start < 20
     assert "did not end within" in caplog.text
     its.free()
     assert time.monotonic() - start < 20
