@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS: Final = int(os.environ.get("TEST_SOAK_CALLS", "100000"))
 NOISE_BYTES: Final = 3 << 20  # what the allocator may keep
-NOISE_BLOCKS: Final = 400  # objects of Python's own: caches, frames, interned strings
+NOISE_BLOCKS: Final = (
+    2000  # objects of Python's own: caches, frames, interned strings. Of 50,000 requests, some of each kind
+)
 LARGE: Final = 150_000  # numbers, in two messages
 Array = np.ndarray[Any, Any]
 

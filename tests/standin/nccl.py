@@ -407,7 +407,7 @@ class StandIn:
             self.problems.append("memory was freed while NCCL worked on it")
 
     def progress(self) -> None:
-        for stream in self.streams.values():
+        for stream in list(self.streams.values()):  # of which another thread may make more
             if stream.queue:
                 stream.queue[0].step()
                 if stream.queue[0].is_done:
@@ -569,6 +569,7 @@ def _connect(communicators: set[Communicator]) -> None:
         while its.is_aborted_somewhere() or not Path(its.folder, other).exists():
             if its.has_ended or its.world.is_over or time.monotonic() > until:
                 raise NcclError(6)
+            its.world.progress()  # the GPU works on: other ranks may wait for what it has under way
             time.sleep(0.001)
     for its in communicators:
         its.wanted.clear()

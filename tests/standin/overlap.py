@@ -91,7 +91,7 @@ class LateArray(FakeArray):
 
 
 class LateStandIn(StandIn):
-    """One rank's CuPy and NCCL, whose GPU works only while somebody asks for an event.
+    """One rank's CuPy and NCCL, whose GPU works only while somebody asks for an event, or waits in NCCL.
 
     Attributes:
         is_held: Whether NCCL's calls are held back on this rank.
@@ -167,7 +167,7 @@ class LateStandIn(StandIn):
         return sum(launch.comm is not None for stream in self.streams.values() for launch in stream.queue)
 
     def progress(self) -> None:
-        for stream in self.streams.values():
+        for stream in list(self.streams.values()):
             if not stream.queue:
                 continue
             head = stream.queue[0]
