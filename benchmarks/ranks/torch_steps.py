@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ import mpidist
 __all__ = ["memory_of", "start_gloo", "ways_of"]
 
 _BATCH, _LENGTH, _WORDS = 4, 64, 8000
+_BUCKET_BYTES = 25 << 20  # of DDP; the first one has a megabyte
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How the gradients of a step are reduced.
+
+    Attributes:
+        finish: Called after the backward pass.
+        alone: Reduces the gradients, with nothing beside.
+        sets_to_none: Whether a step begins without gradients.
+    """
+
+    finish: Callable[[], Any] = lambda: None
+    alone: Callable[[], Any] = lambda: None
+    sets_to_none: bool = True
 
 
 class _Transformer(nn.Module):
@@ -34,16 +51,20 @@ class _Transformer(nn.Module):
         return self.scores(self.layers(self.words(words)))
 
 
-def _step(model: nn.Module, optimizer: Any, reduce: Callable[[], Any], sets_to_none: bool) -> list[float]:
-    """Make a training step, and return how many seconds it took."""
+def _step(model: nn.Module, optimizer: Any, reduction: _Reduction) -> list[float]:
+    """Make a training step, then a reduction of its gradients alone: seconds of the latter, and of the former."""
     words = torch.randint(_WORDS, (_BATCH, _LENGTH + 1), generator=torch.Generator().manual_seed(0))
     began = time.perf_counter()
-    optimizer.zero_grad(set_to_none=sets_to_none)
+    optimizer.zero_grad(set_to_none=reduction.sets_to_none)
     scores = model(words[:, :-1])
     nn.functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten()).backward()
-    reduce()
+    reduction.finish()
     optimizer.step()
-    return [time.perf_counter() - began]
+    step = time.perf_counter() - began
+    dist.barrier()
+    began = time.perf_counter()
+    reduction.alone()
+    return [time.perf_counter() - began, step]
 
 
 def memory_of(way: Way) -> tuple[float, float]:
@@ -79,12 +100,18 @@ def ways_of(strategy: mpidist.Strategy, width: int, dtype: str) -> dict[str, Way
 
     def by_itself() -> Way:
         model, optimizer = made()
-        return lambda: _step(model, optimizer, lambda: None, sets_to_none=True)
+        return lambda: _step(model, optimizer, _Reduction())
 
     def by_ddp() -> Way:
         model, optimizer = made()
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return lambda: _step(wrapped, optimizer, lambda: None, sets_to_none=True)
+        buckets = _buckets(list(model.parameters()))
+
+        def alone() -> None:
+            for bucket in buckets:
+                dist.all_reduce(bucket)
+
+        return lambda: _step(wrapped, optimizer, _Reduction(alone=alone))
 
     def by_mpidist(is_symmetric: bool) -> Way:
         model, optimizer = made()
@@ -97,7 +124,7 @@ def ways_of(strategy: mpidist.Strategy, width: int, dtype: str) -> dict[str, Way
             gradients = [parameter.grad for parameter in model.parameters()]
             strategy.run(lambda: mpidist.get_replica_context().all_reduce("mean", gradients, out=gradients))
 
-        return lambda: _step(model, optimizer, reduce, sets_to_none=not is_symmetric)
+        return lambda: _step(model, optimizer, _Reduction(reduce, reduce, sets_to_none=not is_symmetric))
 
     return {
         "no reduction": by_itself(),
@@ -105,3 +132,10 @@ def ways_of(strategy: mpidist.Strategy, width: int, dtype: str) -> dict[str, Way
         "mpidist, out= gradients": by_mpidist(is_symmetric=False),
         "mpidist, symmetric": by_mpidist(is_symmetric=True),
     }
+
+
+def _buckets(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Make buffers as long as those in which DDP reduces gradients."""
+    count = sum(parameter.numel() for parameter in parameters)
+    most = _BUCKET_BYTES // parameters[0].element_size()
+    return list(torch.zeros(count, dtype=parameters[0].dtype).split(most))
