@@ -17,7 +17,7 @@ import mpidist
 
 PROJECT = str(Path(mpidist.__file__).parents[1])
 HERE = socket.gethostname()
-SOON_SECONDS = 15  # far more than a job needs to end, also on a busy machine
+SOON_SECONDS = 40  # far more than a job needs to end, also on a busy machine
 LONG_SECONDS = 60  # of work that must not be waited for
 HEAD = """
 import os, signal, sys, threading, time
