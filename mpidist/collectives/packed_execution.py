@@ -34,7 +34,7 @@ from mpidist.transport import (
     widen,
 )
 
-__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks", "run_on_device"]
+__all__ = ["DeviceMessages", "PackedExecution", "PackedPart", "reduce_to_ranks"]
 
 
 @final
@@ -89,6 +89,7 @@ class PackedExecution(Execution):
         self._uses_device = any(spec.device for part in parts for spec in part.specs)
         self._is_all_device = all(spec.device for part in parts for spec in part.specs)
         self._new_results = [NewResults(part.specs, part.result_dtypes, group.result_memory) for part in parts]
+        self._on_device = [_messages_on_device(part) for part in parts]
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
@@ -149,7 +150,10 @@ class PackedExecution(Execution):
                 targets = new_results.take()
             else:
                 outs = [call.outs[index] for index in part.indices]
-                targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
+                if call.checked_outs is not None and call.checked_outs.are_targets:
+                    targets = outs
+                else:
+                    targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
                 arrays = copy_overwritten(arrays, targets)
             laid.append((arrays, targets))
         return _Layout(laid, self._group.devices.events.record() if is_started else None)
@@ -157,10 +161,9 @@ class PackedExecution(Execution):
     def _reduce(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
         """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""
         results: list[Any] = [None] * self._num_values
-        for part, (arrays, targets) in zip(self._parts, layout.parts, strict=True):
-            on_device = [message for message in part.messages if message.device]
-            if on_device:
-                run_on_device(on_device, arrays, targets, self._levels_of(True), part.reduce)
+        for part, on_device, (arrays, targets) in zip(self._parts, self._on_device, layout.parts, strict=True):
+            if on_device is not None:
+                on_device.reduce(arrays, targets, self._levels_of(True), part.reduce)
             on_host = [message for message in part.messages if not message.device]
             if on_host:
                 _run_on_host(on_host, arrays, targets, self._levels_of(False), part.reduce)
@@ -192,6 +195,11 @@ class PackedExecution(Execution):
             return False
         levels = self._group.devices.made(self._needs_nccl)
         return levels is not None and levels.queue is not None and levels.nccl is NcclReach.WORLD
+
+
+def _messages_on_device(part: PackedPart) -> DeviceMessages | None:
+    messages = [message for message in part.messages if message.device]
+    return DeviceMessages(messages, part.specs) if messages else None
 
 
 def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
@@ -257,39 +265,57 @@ def _run_packed(
         at += piece.count
 
 
-def run_on_device(
-    messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
-) -> None:
-    """Reduce the messages of device memory. Launches work, and waits for nothing.
+@final
+class DeviceMessages:
+    """The messages of device memory of one plan. What is the same in all calls is found out once.
 
-    Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
-    unpack), and one to divide all direct pieces.
+    Args:
+        messages: The messages.
+        specs: The arrays of the call.
     """
-    kernels = levels.kernels
-    direct = [(message, message.pieces[0]) for message in messages if message.is_direct]
-    moved = [piece for _, piece in direct if arrays[piece.index] is not results[piece.index]]
-    if moved:
-        kernels.copy(_parts(moved, arrays), _parts(moved, results))
-    for message in messages:
-        if message.is_direct:
-            reduce(levels.compressed(message.half), _part(message.pieces[0], results).reshape(-1), message.reduction)
-            continue
-        with levels.pack_stream():
-            buffer = levels.pack_buffer(message.count, message.wire)
-            kernels.pack(_parts(message.pieces, arrays), buffer, message.is_compressed)
-            reduce(levels.compressed(message.half), buffer, message.reduction)
-            kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
-    for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
-        parts = _parts([piece for message, piece in direct if message.divide_by == divide_by], results)
-        kernels.copy(parts, parts, divide_by)
+
+    def __init__(self, messages: Sequence[Message], specs: Sequence[Spec]) -> None:
+        self._direct = [message for message in messages if message.is_direct]
+        self._packed = [(message, _Pieces(message.pieces, specs)) for message in messages if not message.is_direct]
+        self._pieces = _Pieces([message.pieces[0] for message in self._direct], specs)
+        self._divisors = dict.fromkeys(message.divide_by for message in self._direct if message.divide_by != 1)
+
+    def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
+        """Reduce the messages. Launches work, and waits for nothing.
+
+        Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
+        unpack), and one to divide all direct pieces.
+        """
+        kernels, parts = levels.kernels, self._pieces.of(results)
+        moved = [pair for pair in zip(self._pieces.of(arrays), parts, strict=True) if pair[0] is not pair[1]]
+        if moved:
+            kernels.copy([source for source, _ in moved], [target for _, target in moved])
+        if levels.world.size > 1:
+            for message, part in zip(self._direct, parts, strict=True):
+                reduce(levels.compressed(message.half), part.reshape(-1), message.reduction)
+        for message, pieces in self._packed:
+            with levels.pack_stream():
+                buffer = levels.pack_buffer(message.count, message.wire)
+                kernels.pack(pieces.of(arrays), buffer, message.is_compressed, message.layout)
+                reduce(levels.compressed(message.half), buffer, message.reduction)
+                kernels.unpack(buffer, pieces.of(results), message.divide_by, message.layout)
+        for divide_by in self._divisors:
+            mine = [its for message, its in zip(self._direct, parts, strict=True) if message.divide_by == divide_by]
+            kernels.copy(mine, mine, divide_by)
 
 
-def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
-    return [_part(piece, arrays) for piece in pieces]
+@final
+class _Pieces:
+    """Pieces of arrays. Most are whole arrays, of which no view is made."""
 
+    def __init__(self, pieces: Sequence[Piece], specs: Sequence[Spec]) -> None:
+        self._indices = [piece.index for piece in pieces]
+        is_cut = [piece.count != specs[piece.index].num_elements for piece in pieces]
+        self._cuts = [(at, piece.start, piece.stop) for at, piece in enumerate(pieces) if is_cut[at]]
 
-def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
-    array = arrays[piece.index]
-    if piece.count == array.size:  # no view to be made
-        return array
-    return array.reshape(-1)[piece.start : piece.stop]
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Take the pieces."""
+        parts = [arrays[index] for index in self._indices]
+        for at, start, stop in self._cuts:
+            parts[at] = parts[at].reshape(-1)[start:stop]
+        return parts

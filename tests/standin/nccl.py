@@ -56,7 +56,8 @@ class Allocation:
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
         self.device = device
-        self.memory = np.empty(nbytes + 16, np.uint8)
+        memory = np.empty(nbytes + 16 + 512, np.uint8)
+        self.memory = memory[-memory.ctypes.data % 512 :]  # as CuPy's
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
         self.stream = 0  # the address of the one that was current
@@ -504,6 +505,7 @@ def _cupy_module(world: StandIn) -> Any:
         cuda=cuda,
         ndarray=FakeArray,
         empty=world.empty,
+        split=lambda array, bounds: [array[a:b] for a, b in itertools.pairwise([0, *bounds, array.size])],
         asarray=world.asarray,
         asnumpy=world.asnumpy,
         from_dlpack=lambda value: value.__dlpack__(stream=world.current.ptr),

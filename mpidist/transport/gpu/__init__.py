@@ -3,6 +3,8 @@
 from mpidist.transport.gpu.background import Background
 from mpidist.transport.gpu.events import Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu.new_arrays import NewArrays
+from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.gpu.rows import change_rows_of_gpu
 
 __all__ = [
@@ -11,6 +13,8 @@ __all__ = [
     "change_rows_of_gpu",
     "Events",
     "Launched",
+    "NewArrays",
+    "PackLayout",
     "is_complete",
     "new_stream",
     "on_stream",
