@@ -30,6 +30,7 @@ from mpidist.transport import (
     Reduction,
     Steps,
     SyncGroup,
+    kernels_needed,
     narrow,
     widen,
 )
@@ -93,6 +94,7 @@ class PackedExecution(Execution):
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
+        self._is_ready = False
         self._levels_of: Callable[[bool], Levels] = partial(group.levels_of, nccl_everywhere=self._needs_nccl)
         if self._is_ring:  # always over MPI
             self._levels_of = group.host_levels_of
@@ -105,7 +107,7 @@ class PackedExecution(Execution):
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
-        queue = self._levels_of(True).queue if self._uses_device else None
+        queue = self._ready_levels().queue if self._uses_device else None
         if queue is None:
             return self._reduce(call, layout, None)
         launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout)
@@ -176,6 +178,18 @@ class PackedExecution(Execution):
             return write_outs(call.outs, results, self._group.shared)
         return results
 
+    def _kernels(self, levels: Levels) -> set[str]:
+        needed: set[str] = set()
+        return needed.union(*(messages.kernels(levels) for messages in self._on_device if messages is not None))
+
+    def _ready_levels(self) -> Levels:
+        """Return the levels for device memory, with the kernels of this plan compiled. Collective at the first use."""
+        levels = self._levels_of(True)
+        if not self._is_ready:
+            self._group.devices.compile(self._kernels(levels))
+            self._is_ready = True
+        return levels
+
     def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
         since = time.monotonic()
 
@@ -189,17 +203,20 @@ class PackedExecution(Execution):
     def _can_be_launched(self) -> bool:
         """Whether no step of a call needs the host, so that the call can be launched before other ranks arrive.
 
-        Equal on all ranks. False for the first call of a group, which makes NCCL's communicators with all ranks.
+        Equal on all ranks. False for the first call of a group, which makes NCCL's communicators with all ranks, and
+        for that of a plan whose kernels are to be compiled.
         """
         if self._is_ring or not self._is_all_device:
             return False
         levels = self._group.devices.made(self._needs_nccl)
-        return levels is not None and levels.queue is not None and levels.nccl is NcclReach.WORLD
+        if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
+            return False
+        return self._is_ready or self._group.devices.has_compiled(self._kernels(levels))
 
 
 def _messages_on_device(part: PackedPart) -> DeviceMessages | None:
     messages = [message for message in part.messages if message.device]
-    return DeviceMessages(messages, part.specs) if messages else None
+    return DeviceMessages(messages, part.specs, part.result_dtypes) if messages else None
 
 
 def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
@@ -272,13 +289,33 @@ class DeviceMessages:
     Args:
         messages: The messages.
         specs: The arrays of the call.
+        result_dtypes: The dtype of each result.
     """
 
-    def __init__(self, messages: Sequence[Message], specs: Sequence[Spec]) -> None:
+    def __init__(
+        self, messages: Sequence[Message], specs: Sequence[Spec], result_dtypes: Sequence[np.dtype[Any]]
+    ) -> None:
+        self._specs, self._result_dtypes = specs, result_dtypes
+        self._messages = messages
         self._direct = [message for message in messages if message.is_direct]
         self._packed = [(message, _Pieces(message.pieces, specs)) for message in messages if not message.is_direct]
         self._pieces = _Pieces([message.pieces[0] for message in self._direct], specs)
         self._divisors = dict.fromkeys(message.divide_by for message in self._direct if message.divide_by != 1)
+
+    def kernels(self, levels: Levels) -> set[str]:
+        """Return the kernels that the messages may need on some rank. Local, equal on all ranks."""
+        needed: set[str] = set()
+        for message in self._messages:
+            wire, divides, half = message.wire, message.divide_by != 1, message.half
+            copies = [(wire, wire, False), (wire, wire, divides)]
+            if not message.is_direct:
+                copies = [(self._specs[piece.index].dtype, wire, False) for piece in message.pieces]
+                copies += [(wire, self._result_dtypes[piece.index], divides) for piece in message.pieces]
+            if half is not None:
+                copies += [(wire, half, False), (half, wire, False)]
+            joined = levels.dtypes_joined({wire, half or wire}, message.reduction)
+            needed |= kernels_needed(set(copies), [(dtype, message.reduction.op) for dtype in joined])
+        return needed
 
     def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
         """Reduce the messages. Launches work, and waits for nothing.

@@ -192,6 +192,34 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
     assert (down(ops.all_reduce("SUM", up(np.ones(50)), options)) == comm.size).all()
 
 
+FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
+CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] = {
+    "mean": ("MEAN", np.float32, CommunicationOptions(), {"copy", "divide_f4"}),
+    "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy", "f2_f2"}),
+    "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy", "f8_f8"}),
+    "compressed sum": ("SUM", np.float32, FP16, {"copy", "cast", "f2_f2"}),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", CALLS_WITH_KERNELS)
+def test_nor_is_the_time_that_the_kernels_of_later_calls_take(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm, kind: str
+) -> None:
+    """Of those that it may need, and through the host that of a sum which messages might need."""
+    op, dtype, options, kernels = CALLS_WITH_KERNELS[kind]
+    options = options.merge(CommunicationOptions(timeout_seconds=1.0))
+    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in (50, 7)]
+    ops.all_reduce("SUM", up(np.ones(3, np.int32)))
+    assert standin.compiled == {"copy"}
+    standin.compiling = 1.5 if comm.rank else 0.0
+    results = ops.all_reduce(op, values, options)
+    assert all((down(its) == (comm.size if op == "SUM" else 1)).all() for its in results)
+    is_staged = group.devices.levels().queue is None
+    assert standin.compiled - kernels <= ({"f4_f4"} if is_staged else set())
+    assert kernels <= standin.compiled
+
+
 @pytest.mark.ranks(min=2)
 def test_kernels_that_one_rank_cannot_compile(
     standin: LateStandIn, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch

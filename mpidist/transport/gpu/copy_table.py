@@ -21,6 +21,7 @@ __all__ = [
     "Numbers",
     "copy_kind",
     "dtype_code",
+    "kernel_of_copies",
 ]
 
 BLOCK: Final = 256  # threads; a warp of them takes a row
@@ -86,7 +87,7 @@ class CopyTables:
             part = slice(at * _ARRAYS, (at + 1) * _ARRAYS)
             ends = np.cumsum(rows[part])
             arrays["first_row"][part] = ends - rows[part]
-            kernel, num_rows = _kernel_of(arrays["kind"][part]), int(ends[-1])
+            kernel, num_rows = kernel_of_copies(int(arrays["kind"][part].max())), int(ends[-1])
             table = whole.view(_TABLE)[at : at + 1]
             self._tables.append(CopyTable(table, ends.size, num_rows, kernel, -(-num_rows * _WARP // BLOCK)))
 
@@ -123,8 +124,8 @@ def dtype_code(dtype: np.dtype[Any]) -> str:
     return f"{dtype.kind}{dtype.itemsize}" if is_of_numpy(dtype) else dtype.name
 
 
-def _kernel_of(kinds: np.ndarray[Any, Any]) -> str:
-    most = int(kinds.max())
+def kernel_of_copies(most: int) -> str:
+    """Return the kernel that makes copies of up to a kind."""
     if most == QUOTIENTS["f4 f4"]:  # then all are
         return "divide_f4"
     return "copy" if most < _FIRST_CAST else "cast" if most < QUOTIENTS["f4 f4"] else "divide"

@@ -6,7 +6,7 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
@@ -16,12 +16,12 @@ import numpy as np
 
 from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu.compiled import COMBINED, CompiledKernels
-from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_kind, dtype_code
+from mpidist.transport.gpu.compiled import COMBINED, KERNELS, CompiledKernels
+from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_kind, dtype_code, kernel_of_copies
 from mpidist.transport.gpu.pack_layout import Dtypes, PackLayout
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["DeviceKernels"]
+__all__ = ["DeviceKernels", "kernels_needed"]
 
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
@@ -62,9 +62,10 @@ class DeviceKernels:
         self._tables_alike = lru_cache(_MAX_ALIKE)(_tables_of_copies)
         self.num_launches = 0
 
-    def compile(self) -> None:
-        """Compile the kernel that almost every call needs, as its first use would: for the current device."""
-        self._kernels["copy"]
+    def compile(self, kernels: Iterable[str]) -> None:
+        """Compile kernels, as the first use of each would: for the current device."""
+        for kernel in kernels:
+            self._kernels[kernel]
 
     def pack(
         self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
@@ -273,6 +274,23 @@ class DeviceKernels:
             odd = next(array for array in arrays if not self._is_plain(array))
             raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
         return places
+
+
+def kernels_needed(
+    copies: Iterable[tuple[np.dtype[Any], np.dtype[Any], bool]], sums: Iterable[tuple[np.dtype[Any], str]]
+) -> set[str]:
+    """Return the kernels that work may take; what CuPy's operations do takes none.
+
+    Args:
+        copies: What is read, what is written, and whether the numbers are divided on the way.
+        sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
+    """
+    needed = {kernel_of_copies(kind) for copy in copies if (kind := copy_kind(*copy)) is not None}
+    for dtype, op in sums:
+        is_of_pairs = dtype.kind == "c" and op == "sum"
+        code = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if is_of_pairs else dtype)
+        needed |= {f"combine_{code}_{code}"} & set(KERNELS)
+    return needed
 
 
 def _laid_out(

@@ -17,7 +17,8 @@ from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue
+from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
 from mpidist.transport.topology import Topology
 
@@ -165,6 +166,14 @@ class Levels:
     def overflowed(self) -> int:
         """How many finite numbers this rank rounded to an infinite float16."""
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
+
+    def dtypes_joined(self, dtypes: set[np.dtype[Any]], reduction: Reduction) -> set[np.dtype[Any]]:
+        """Return the dtypes whose parts the GPU of some rank may join by a kernel. Local, equal on all ranks."""
+        if self.world.size == 1:
+            return set()
+        if isinstance(self.world, NcclCommunicator):
+            return {dtype for dtype in dtypes if not self.world.is_native(dtype, reduction)}
+        return dtypes
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Return the pack buffer of `within_node`: `Communicator.pack_buffer`."""
