@@ -30,7 +30,6 @@ from mpidist.transport import (
     Reduction,
     Steps,
     SyncGroup,
-    kernels_needed,
     narrow,
     widen,
 )
@@ -306,15 +305,12 @@ class DeviceMessages:
         """Return the kernels that the messages may need on some rank. Local, equal on all ranks."""
         needed: set[str] = set()
         for message in self._messages:
-            wire, divides, half = message.wire, message.divide_by != 1, message.half
+            wire, divides = message.wire, message.divide_by != 1
             copies = [(wire, wire, False), (wire, wire, divides)]
             if not message.is_direct:
                 copies = [(self._specs[piece.index].dtype, wire, False) for piece in message.pieces]
                 copies += [(wire, self._result_dtypes[piece.index], divides) for piece in message.pieces]
-            if half is not None:
-                copies += [(wire, half, False), (half, wire, False)]
-            joined = levels.dtypes_joined({wire, half or wire}, message.reduction)
-            needed |= kernels_needed(set(copies), [(dtype, message.reduction.op) for dtype in joined])
+            needed |= levels.kernels_for(wire, message.half, message.reduction, copies)
         return needed
 
     def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:

@@ -17,7 +17,7 @@ from standin.nccl import Stream
 from standin.overlap import LateStandIn
 from support.everywhere import raises_everywhere
 
-from mpidist import MultiWorkerMirroredStrategy
+from mpidist import MultiWorkerMirroredStrategy, get_replica_context
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
@@ -218,6 +218,19 @@ def test_nor_is_the_time_that_the_kernels_of_later_calls_take(
     is_staged = group.devices.levels().queue is None
     assert standin.compiled - kernels <= ({"f4_f4"} if is_staged else set())
     assert kernels <= standin.compiled
+
+
+@pytest.mark.ranks(min=2)
+def test_nor_is_that_of_a_reduce_scatter(standin: LateStandIn, comm: Intracomm) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        value = up(np.ones(comm.size, np.float16))
+        strategy.gather(value, 0)
+        standin.compiling = 1.5 if comm.rank else 0.0
+        options = CommunicationOptions(timeout_seconds=1.0)
+        for _ in range(2):  # a rank that still compiles would be late for the second call
+            part = strategy.run(lambda: get_replica_context().reduce_scatter("SUM", value, 0, options))
+            assert down(part) == comm.size
+    assert standin.compiled == {"copy", "f2_f2"}
 
 
 @pytest.mark.ranks(min=2)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_ki
 from mpidist.transport.gpu.pack_layout import Dtypes, PackLayout
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["DeviceKernels", "kernels_needed"]
+__all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
 
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
@@ -36,6 +36,9 @@ _size_of: Final = attrgetter("size")
 _dtype_of: Final = attrgetter("dtype")
 
 Array = Any
+DeviceCopy: TypeAlias = tuple[
+    np.dtype[Any], np.dtype[Any], bool
+]  # what is read, what is written, whether it is divided
 
 
 @final
@@ -276,13 +279,11 @@ class DeviceKernels:
         return places
 
 
-def kernels_needed(
-    copies: Iterable[tuple[np.dtype[Any], np.dtype[Any], bool]], sums: Iterable[tuple[np.dtype[Any], str]]
-) -> set[str]:
+def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]]) -> set[str]:
     """Return the kernels that work may take; what CuPy's operations do takes none.
 
     Args:
-        copies: What is read, what is written, and whether the numbers are divided on the way.
+        copies: Copies of arrays.
         sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
     """
     needed = {kernel_of_copies(kind) for copy in copies if (kind := copy_kind(*copy)) is not None}
