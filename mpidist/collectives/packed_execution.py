@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import is_not
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -319,10 +321,10 @@ class DeviceMessages:
         Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
         unpack), and one to divide all direct pieces.
         """
-        kernels, parts = levels.kernels, self._pieces.of(results)
-        moved = [pair for pair in zip(self._pieces.of(arrays), parts, strict=True) if pair[0] is not pair[1]]
-        if moved:
-            kernels.copy([source for source, _ in moved], [target for _, target in moved])
+        kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
+        is_moved = list(map(is_not, given, parts))
+        if any(is_moved):
+            kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
         if levels.world.size > 1:
             for message, part in zip(self._direct, parts, strict=True):
                 reduce(levels.compressed(message.half), part.reshape(-1), message.reduction)

@@ -182,7 +182,9 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._numbers.flags.c_contiguous))
     device = property(lambda self: SimpleNamespace(id=self._allocation.device))
     data = property(
-        lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0], device_id=self._allocation.device)
+        lambda self: SimpleNamespace(
+            ptr=arrays.memory_bounds(self._numbers)[0], device_id=self._allocation.device, mem=self._allocation
+        )
     )
     __cuda_array_interface__ = property(lambda self: {"version": 3})
 
@@ -262,6 +264,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._world.touch(self._world.current, self, is_write=True)
         with np.errstate(all="ignore"):
             np.copyto(self._numbers, numbers, casting="unsafe")
+
+
+class ForeignMemory:
+    """As `cupy.cuda.UnownedMemory`, that of another library's arrays."""
 
 
 class StandIn:
@@ -493,6 +499,7 @@ def _cupy_module(world: StandIn) -> Any:
     )
     cuda = SimpleNamespace(
         is_available=lambda: True,
+        UnownedMemory=ForeignMemory,
         runtime=runtime,
         Device=device,
         Stream=lambda non_blocking=False, priority=None: Stream(world, non_blocking, priority),
