@@ -222,13 +222,22 @@ class DeviceKernels:
 
     def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
         """Return the address of the counter for what a launch writes; 0 if nothing counts."""
-        return int(self._counter.ctypes.data) if counts_overflow and written == np.float16 else 0
+        if not counts_overflow or written != np.float16:
+            return 0
+        counter = self._counter
+        return int(counter.ctypes.data if isinstance(counter, np.ndarray) else _address_of(counter))
 
     @cached_property
-    def _counter(self) -> np.ndarray[Any, Any]:
-        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes."""
+    def _counter(self) -> Array:
+        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes.
+
+        Where there is no pinned memory, it is in device memory, and the host waits for a copy of it.
+        """
         cuda = self._cuda.cupy.cuda
-        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        try:
+            memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        except (RuntimeError, MemoryError):
+            return self._cuda.cupy.asarray(np.zeros(1, np.int32))
         counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
         counter[0] = 0
         return counter

@@ -512,6 +512,14 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(standin: StandIn
     assert made == [65 * 1024, 8 * 40_000 + 64, 26 * 40_000, 26 * 40_000]
 
 
+def test_numbers_that_overflow_are_counted_without_pinned_memory(standin: StandIn) -> None:
+    standin.staging.has_no_memory = True
+    kernels, buffer = DeviceKernels(standin.cuda), empty(3, F16)
+    for _ in range(2):
+        kernels.pack([up(np.array([1e6, 1, -1e6], F32))], buffer, counts_overflow=True)
+    assert kernels.overflowed == 4
+
+
 # Calls that come again.
 
 
