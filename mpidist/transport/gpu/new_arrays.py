@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -17,34 +16,14 @@ _ALIGNMENT: Final = 64  # bytes
 _SMALL: Final = 64 << 10  # bytes of an array
 _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps that keeps one array of it
 
-Array = Any
-
 
 @final
-@dataclass
-class _Block:
-    """Arrays of one dtype that share an allocation.
-
-    Attributes:
-        dtype: As above.
-        size: Number of elements.
-        bounds: Where the allocation is cut.
-        places: For each array its piece of the allocation, its place in the list, and its shape; `None` for a flat one.
-    """
+class _Block(NamedTuple):
+    """An allocation that arrays share: where it is cut, and the place in the list, piece and shape of each array."""
 
     dtype: np.dtype[Any]
-    size: int = 0
-    bounds: list[int] = field(default_factory=list)
-    places: list[tuple[int, int, tuple[int, ...] | None]] = field(default_factory=list)
-
-    def add(self, at: int, shape: tuple[int, ...]) -> None:
-        """Append an array, the one at `at` of the list."""
-        self.places.append((len(self.bounds), at, None if len(shape) == 1 else shape))
-        self.bounds.append(self.size + prod(shape))
-        step = _ALIGNMENT // self.dtype.itemsize
-        self.size += -(-prod(shape) // step) * step
-        if self.bounds[-1] < self.size:  # what lies between two arrays is a piece, too
-            self.bounds.append(self.size)
+    bounds: list[int]
+    places: list[tuple[int, int, tuple[int, ...]]]
 
 
 @final
@@ -57,29 +36,32 @@ class NewArrays:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> None:
-        self._num_arrays = len(shapes)
+        self._forms = list(zip(shapes, dtypes, strict=True))
         self._blocks: list[_Block] = []
-        self._alone: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = []
-        open_blocks: dict[np.dtype[Any], _Block] = {}
-        for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-            nbytes = prod(shape) * dtype.itemsize
-            if not 0 < nbytes <= _SMALL:
-                self._alone.append((at, shape, dtype))
+        last: dict[np.dtype[Any], _Block] = {}
+        for at, (shape, dtype) in enumerate(self._forms):
+            count, width = prod(shape), dtype.itemsize
+            if not 0 < count * width <= _SMALL:
                 continue
-            block = open_blocks.get(dtype)
-            if block is None or block.size * dtype.itemsize + nbytes > _SHARED:
-                block = open_blocks[dtype] = _Block(dtype)
+            block = last.get(dtype)
+            if block is None or (block.bounds[-1] + count) * width > _SHARED:
+                block = last[dtype] = _Block(dtype, [0], [])
                 self._blocks.append(block)
-            block.add(at, shape)
+            block.places.append((at, len(block.bounds), shape))
+            end = block.bounds[-1] + count
+            pad = -end % (_ALIGNMENT // width)
+            block.bounds.extend([end, end + pad] if pad else [end])
+        shared = {at for block in self._blocks for at, _, _ in block.places}
+        self._alone = [at for at in range(len(self._forms)) if at not in shared]
 
-    def take(self) -> list[Array]:
+    def take(self) -> list[Any]:
         """Return C-contiguous arrays on the current device, uninitialised."""
         cupy = cuda.current().cupy
-        arrays: list[Array] = [None] * self._num_arrays
-        for block in self._blocks:
-            pieces = cupy.split(cupy.empty(block.size, block.dtype), block.bounds)
-            for piece, at, shape in block.places:
-                arrays[at] = pieces[piece] if shape is None else pieces[piece].reshape(shape)
-        for at, whole, dtype in self._alone:
-            arrays[at] = cupy.empty(whole, dtype)
+        arrays: list[Any] = [None] * len(self._forms)
+        for dtype, bounds, places in self._blocks:
+            pieces = cupy.split(cupy.empty(bounds[-1], dtype), bounds)
+            for at, piece, shape in places:
+                arrays[at] = pieces[piece] if len(shape) == 1 else pieces[piece].reshape(shape)
+        for at in self._alone:
+            arrays[at] = cupy.empty(*self._forms[at])
         return arrays
