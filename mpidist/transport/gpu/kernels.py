@@ -86,16 +86,17 @@ class DeviceKernels:
             ValueError: If the sizes do not fit.
         """
         sources, layout = _laid_out("pack", sources, buffer, layout)
-        tables = layout.tables_in(_dtypes(sources))
+        dtypes, written = _dtypes(sources), buffer.dtype
+        tables = layout.tables_in(dtypes)
         if tables is None:
-            written = buffer.dtype
             sources = [
                 source if copy_kind(source.dtype, written, False) is not None else source.astype(written)
                 for source in sources
             ]
-            tables = layout.tables_in(_dtypes(sources))
-        sources, places = self._readable(sources)
-        counter = self._counter_for(buffer.dtype, counts_overflow)
+            dtypes = _dtypes(sources)
+            tables = layout.tables_in(dtypes)
+        sources, places = self._readable(sources, dtypes)
+        counter = self._counter_for(written, counts_overflow)
         self._copy(tables, places, layout.offsets + _address_of(buffer), 1, counter)
 
     def unpack(
@@ -114,8 +115,8 @@ class DeviceKernels:
             ValueError: If the sizes do not fit, or a target is not contiguous.
         """
         targets, layout = _laid_out("unpack", targets, buffer, layout)
-        places, divides = self._writable(targets), divide_by != 1
-        tables = layout.tables_out(_dtypes(targets), divides)
+        dtypes, divides = _dtypes(targets), divide_by != 1
+        places, tables = self._writable(targets, dtypes), layout.tables_out(dtypes, divides)
         if tables is not None:
             self._copy(tables, layout.offsets + _address_of(buffer), places, divide_by)
             return
@@ -144,8 +145,8 @@ class DeviceKernels:
             sources, targets = ([array for array in arrays if array.size] for arrays in (sources, targets))
             sizes, dtypes = [size for size in sizes if size], _dtypes(targets)
         tables = self._tables_alike(tuple(sizes), dtypes, divide_by != 1)
-        places = self._writable(targets)
-        sources, read = self._readable(sources)
+        places = self._writable(targets, dtypes)
+        sources, read = self._readable(sources, dtypes)
         self._copy(tables, read, places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
@@ -265,23 +266,23 @@ class DeviceKernels:
         """Whether kernels can use an array: contiguous, and aligned, as no context of a GPU survives what is not."""
         return bool(self._is_contiguous(array)) and is_aligned(array)
 
-    def _plain_places(self, arrays: Sequence[Array]) -> np.ndarray[Any, Any] | None:
+    def _plain_places(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any] | None:
         """Return the addresses of arrays that kernels can use; `None` if there is another one among them."""
         if not all(map(self._is_contiguous, arrays)):
             return None
-        places, widths = _places(arrays), [dtype.itemsize for dtype in _dtypes(arrays)]
+        places, widths = _places(arrays), [dtype.itemsize for dtype in dtypes]
         return None if (places % np.array(widths, np.uint64)).any() else places
 
-    def _readable(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], np.ndarray[Any, Any]]:
+    def _readable(self, arrays: Sequence[Array], dtypes: Dtypes) -> tuple[Sequence[Array], np.ndarray[Any, Any]]:
         """Copy the arrays that kernels cannot read. Return all, which must live until the launch, and their places."""
-        places = self._plain_places(arrays)
+        places = self._plain_places(arrays, dtypes)
         if places is None:
             arrays = [array if self._is_plain(array) else array.copy() for array in arrays]
             places = _places(arrays)
         return arrays, places
 
-    def _writable(self, arrays: Sequence[Array]) -> np.ndarray[Any, Any]:
-        places = self._plain_places(arrays)
+    def _writable(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any]:
+        places = self._plain_places(arrays, dtypes)
         if places is None:
             odd = next(array for array in arrays if not self._is_plain(array))
             raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
