@@ -512,7 +512,7 @@ def _cupy_module(world: StandIn) -> Any:
         cuda=cuda,
         ndarray=FakeArray,
         empty=world.empty,
-        split=lambda array, bounds: [array[a:b] for a, b in itertools.pairwise([0, *bounds, array.size])],
+        split=lambda array, bounds: [array[a:b] for a, b in itertools.pairwise([0, *bounds, len(array)])],
         asarray=world.asarray,
         asnumpy=world.asnumpy,
         from_dlpack=lambda value: value.__dlpack__(stream=world.current.ptr),

@@ -493,8 +493,8 @@ def test_offsets_go_far_beyond_32_bits() -> None:
 
 
 def test_new_arrays_lie_apart_and_small_ones_share_allocations(provider: cuda.Cuda) -> None:
-    shapes = [(3,), (), (0, 4), (5, 7), (64, 1024), (16,), (64, 257)] + [(100, 100)] * 60
-    dtypes = [[F32, F64, np.dtype(np.uint8), BF16][at % 4] for at in range(len(shapes))]
+    shapes = [(3,), (), (0, 4), (5, 7), (64, 1024), (16,), (64, 257), (1, 7), (13,), (4, 7)] * 3 + [(100, 100)] * 60
+    dtypes = [[F32, F64, np.dtype(np.uint8), BF16][at // 10 % 4] for at in range(len(shapes))]
     made = NewArrays(shapes, dtypes)
     for _ in range(2):
         arrays = made.take()
@@ -506,10 +506,10 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(provider: cuda.Cu
 
 
 def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(standin: StandIn) -> None:
-    arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,)], [F32] * 62).take()
-    assert len(arrays) == 62
+    arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
+    assert len(arrays) == 63
     made = sorted(its.nbytes for its in standin.allocations.values())
-    assert made == [65 * 1024, 8 * 40_000 + 64, 26 * 40_000, 26 * 40_000]
+    assert made == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
 
 
 def test_numbers_that_overflow_are_counted_without_pinned_memory(standin: StandIn) -> None:
