@@ -95,7 +95,7 @@ class PackedExecution(Execution):
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
-        self._is_ready = False
+        self._needed: set[str] | None = None
         self._levels_of: Callable[[bool], Levels] = partial(group.levels_of, nccl_everywhere=self._needs_nccl)
         if self._is_ring:  # always over MPI
             self._levels_of = group.host_levels_of
@@ -180,15 +180,15 @@ class PackedExecution(Execution):
         return results
 
     def _kernels(self, levels: Levels) -> set[str]:
-        needed: set[str] = set()
-        return needed.union(*(messages.kernels(levels) for messages in self._on_device if messages is not None))
+        if self._needed is None:
+            needed = [messages.kernels(levels) for messages in self._on_device if messages is not None]
+            self._needed = set().union(*needed)
+        return self._needed
 
     def _ready_levels(self) -> Levels:
         """Return the levels for device memory, with the kernels of this plan compiled. Collective at the first use."""
         levels = self._levels_of(True)
-        if not self._is_ready:
-            self._group.devices.compile(self._kernels(levels))
-            self._is_ready = True
+        self._group.devices.compile(self._kernels(levels))
         return levels
 
     def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
@@ -212,7 +212,7 @@ class PackedExecution(Execution):
         levels = self._group.devices.made(self._needs_nccl)
         if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
             return False
-        return self._is_ready or self._group.devices.has_compiled(self._kernels(levels))
+        return self._group.devices.has_compiled(self._kernels(levels))
 
 
 def _messages_on_device(part: PackedPart) -> DeviceMessages | None:

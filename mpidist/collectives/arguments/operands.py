@@ -165,13 +165,12 @@ class NewResults:
 
     def take(self) -> list[Any]:
         """Return C-contiguous arrays, uninitialised."""
+        if not self._on_device:
+            return list(self._host.take())
         if not self._on_host:
             return self._device.take()
-        host = self._host.take()
-        if not self._on_device:
-            return list(host)
         results: list[Any] = [None] * (len(self._on_host) + len(self._on_device))
-        for indices, made in ((self._on_host, host), (self._on_device, self._device.take())):
+        for indices, made in ((self._on_host, self._host.take()), (self._on_device, self._device.take())):
             for at, array in zip(indices, made, strict=True):
                 results[at] = array
         return results
