@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -208,6 +210,40 @@ def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, me
         strategy.run(lambda: mpidist.get_replica_context().all_reduce("sum", values, out=outs))
     assert (down(outs[0]) == comm.size * numbers[:100]).all()
     assert (down(outs[1]) == comm.size * numbers[200:300]).all()
+
+
+def functions_called(call: Callable[[], object]) -> int:
+    """Count the calls of functions of mpidist in this thread."""
+    number, folder = 0, str(Path(mpidist.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal number
+        number += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+@pytest.mark.ranks(max=1)
+@pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
+def test_no_function_is_called_for_each_array(gpus: Any, comm: Intracomm, into: str) -> None:
+    """From the second call on: 10,000 arrays would take 10,000 times as long as one."""
+    called = []
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        for number in (2, 300):
+            values = [up(np.ones((3, 5), np.float32)) for _ in range(number)]
+            others = [up(np.ones((3, 5), np.float32)) for _ in range(number)] if into == "other arrays" else values
+
+            def call(values: Any = values, out: Any = None if into == "new arrays" else others) -> None:
+                strategy.run(lambda: mpidist.get_replica_context().all_reduce("mean", values, out=out))
+
+            call()
+            called.append(functions_called(call))
+    assert called[1] <= called[0] + 10
 
 
 @pytest.mark.ranks(min=2)

@@ -183,7 +183,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     device = property(lambda self: SimpleNamespace(id=self._allocation.device))
     data = property(
         lambda self: SimpleNamespace(
-            ptr=arrays.memory_bounds(self._numbers)[0], device_id=self._allocation.device, mem=self._allocation
+            ptr=self._numbers.__array_interface__["data"][0], device_id=self._allocation.device, mem=self._allocation
         )
     )
     __cuda_array_interface__ = property(lambda self: {"version": 3})
