@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import is_not
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -34,7 +36,7 @@ from mpidist.transport import (
     widen,
 )
 
-__all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks", "run_on_device"]
+__all__ = ["DeviceMessages", "PackedExecution", "PackedPart", "reduce_to_ranks"]
 
 
 @final
@@ -89,9 +91,11 @@ class PackedExecution(Execution):
         self._uses_device = any(spec.device for part in parts for spec in part.specs)
         self._is_all_device = all(spec.device for part in parts for spec in part.specs)
         self._new_results = [NewResults(part.specs, part.result_dtypes, group.result_memory) for part in parts]
+        self._on_device = [_messages_on_device(part) for part in parts]
         self._num_values = sum(len(part.indices) for part in parts)
         self._needs_nccl = implementation is CommunicationImplementation.NCCL
         self._is_ring = implementation is CommunicationImplementation.RING
+        self._needed: set[str] | None = None
         self._levels_of: Callable[[bool], Levels] = partial(group.levels_of, nccl_everywhere=self._needs_nccl)
         if self._is_ring:  # always over MPI
             self._levels_of = group.host_levels_of
@@ -104,7 +108,7 @@ class PackedExecution(Execution):
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
-        queue = self._levels_of(True).queue if self._uses_device else None
+        queue = self._ready_levels().queue if self._uses_device else None
         if queue is None:
             return self._reduce(call, layout, None)
         launched = queue.launch(call.name, partial(self._reduce, call, layout, queue), layout)
@@ -149,7 +153,10 @@ class PackedExecution(Execution):
                 targets = new_results.take()
             else:
                 outs = [call.outs[index] for index in part.indices]
-                targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
+                if call.checked_outs is not None and call.checked_outs.are_targets:
+                    targets = outs
+                else:
+                    targets = target_arrays(outs, part.specs, part.result_dtypes, self._group.shared)
                 arrays = copy_overwritten(arrays, targets)
             laid.append((arrays, targets))
         return _Layout(laid, self._group.devices.events.record() if is_started else None)
@@ -157,10 +164,9 @@ class PackedExecution(Execution):
     def _reduce(self, call: ReductionCall, layout: _Layout, queue: DeviceQueue | None) -> list[Any]:
         """Reduce every message. Fills outs in device memory here, on the stream of the reductions."""
         results: list[Any] = [None] * self._num_values
-        for part, (arrays, targets) in zip(self._parts, layout.parts, strict=True):
-            on_device = [message for message in part.messages if message.device]
-            if on_device:
-                run_on_device(on_device, arrays, targets, self._levels_of(True), part.reduce)
+        for part, on_device, (arrays, targets) in zip(self._parts, self._on_device, layout.parts, strict=True):
+            if on_device is not None:
+                on_device.reduce(arrays, targets, self._levels_of(True), part.reduce)
             on_host = [message for message in part.messages if not message.device]
             if on_host:
                 _run_on_host(on_host, arrays, targets, self._levels_of(False), part.reduce)
@@ -172,6 +178,18 @@ class PackedExecution(Execution):
                 queue.join()
             return write_outs(call.outs, results, self._group.shared)
         return results
+
+    def _kernels(self, levels: Levels) -> set[str]:
+        if self._needed is None:
+            needed = [messages.kernels(levels) for messages in self._on_device if messages is not None]
+            self._needed = set().union(*needed)
+        return self._needed
+
+    def _ready_levels(self) -> Levels:
+        """Return the levels for device memory, with the kernels of this plan compiled. Collective at the first use."""
+        levels = self._levels_of(True)
+        self._group.devices.compile(self._kernels(levels))
+        return levels
 
     def _wait(self, queue: DeviceQueue, launched: Launched, pending: Pending, call: ReductionCall) -> None:
         since = time.monotonic()
@@ -186,12 +204,20 @@ class PackedExecution(Execution):
     def _can_be_launched(self) -> bool:
         """Whether no step of a call needs the host, so that the call can be launched before other ranks arrive.
 
-        Equal on all ranks. False for the first call of a group, which makes NCCL's communicators with all ranks.
+        Equal on all ranks. False for the first call of a group, which makes NCCL's communicators with all ranks, and
+        for that of a plan whose kernels are to be compiled.
         """
         if self._is_ring or not self._is_all_device:
             return False
         levels = self._group.devices.made(self._needs_nccl)
-        return levels is not None and levels.queue is not None and levels.nccl is NcclReach.WORLD
+        if levels is None or levels.queue is None or levels.nccl is not NcclReach.WORLD:
+            return False
+        return self._group.devices.has_compiled(self._kernels(levels))
+
+
+def _messages_on_device(part: PackedPart) -> DeviceMessages | None:
+    messages = [message for message in part.messages if message.device]
+    return DeviceMessages(messages, part.specs, part.result_dtypes) if messages else None
 
 
 def reduce_to_ranks(reduce: Reduce, ranks: tuple[int, ...], levels: Levels, buffer: Any, reduction: Reduction) -> None:
@@ -257,39 +283,74 @@ def _run_packed(
         at += piece.count
 
 
-def run_on_device(
-    messages: Sequence[Message], arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce
-) -> None:
-    """Reduce the messages of device memory. Launches work, and waits for nothing.
+@final
+class DeviceMessages:
+    """The messages of device memory of one plan. What is the same in all calls is found out once.
 
-    Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
-    unpack), and one to divide all direct pieces.
+    Args:
+        messages: The messages.
+        specs: The arrays of the call.
+        result_dtypes: The dtype of each result.
     """
-    kernels = levels.kernels
-    direct = [(message, message.pieces[0]) for message in messages if message.is_direct]
-    moved = [piece for _, piece in direct if arrays[piece.index] is not results[piece.index]]
-    if moved:
-        kernels.copy(_parts(moved, arrays), _parts(moved, results))
-    for message in messages:
-        if message.is_direct:
-            reduce(levels.compressed(message.half), _part(message.pieces[0], results).reshape(-1), message.reduction)
-            continue
-        with levels.pack_stream():
-            buffer = levels.pack_buffer(message.count, message.wire)
-            kernels.pack(_parts(message.pieces, arrays), buffer, message.is_compressed)
-            reduce(levels.compressed(message.half), buffer, message.reduction)
-            kernels.unpack(buffer, _parts(message.pieces, results), message.divide_by)
-    for divide_by in dict.fromkeys(message.divide_by for message, _ in direct if message.divide_by != 1):
-        parts = _parts([piece for message, piece in direct if message.divide_by == divide_by], results)
-        kernels.copy(parts, parts, divide_by)
+
+    def __init__(
+        self, messages: Sequence[Message], specs: Sequence[Spec], result_dtypes: Sequence[np.dtype[Any]]
+    ) -> None:
+        self._specs, self._result_dtypes = specs, result_dtypes
+        self._messages = messages
+        self._direct = [message for message in messages if message.is_direct]
+        self._packed = [(message, _Pieces(message.pieces, specs)) for message in messages if not message.is_direct]
+        self._pieces = _Pieces([message.pieces[0] for message in self._direct], specs)
+        self._divisors = dict.fromkeys(message.divide_by for message in self._direct if message.divide_by != 1)
+
+    def kernels(self, levels: Levels) -> set[str]:
+        """Return the kernels that the messages may need on some rank. Local, equal on all ranks."""
+        needed: set[str] = set()
+        for message in self._messages:
+            wire, divides = message.wire, message.divide_by != 1
+            copies = [(wire, wire, False), (wire, wire, divides)]
+            if not message.is_direct:
+                copies = [(self._specs[piece.index].dtype, wire, False) for piece in message.pieces]
+                copies += [(wire, self._result_dtypes[piece.index], divides) for piece in message.pieces]
+            needed |= levels.kernels_for(wire, message.half, message.reduction, copies)
+        return needed
+
+    def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
+        """Reduce the messages. Launches work, and waits for nothing.
+
+        Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
+        unpack), and one to divide all direct pieces.
+        """
+        kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
+        is_moved = list(map(is_not, given, parts))
+        if any(is_moved):
+            kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
+        if levels.world.size > 1:
+            for message, part in zip(self._direct, parts, strict=True):
+                reduce(levels.compressed(message.half), part.reshape(-1), message.reduction)
+        for message, pieces in self._packed:
+            with levels.pack_stream():
+                buffer = levels.pack_buffer(message.count, message.wire)
+                kernels.pack(pieces.of(arrays), buffer, message.is_compressed, message.layout)
+                reduce(levels.compressed(message.half), buffer, message.reduction)
+                kernels.unpack(buffer, pieces.of(results), message.divide_by, message.layout)
+        for divide_by in self._divisors:
+            mine = [its for message, its in zip(self._direct, parts, strict=True) if message.divide_by == divide_by]
+            kernels.copy(mine, mine, divide_by)
 
 
-def _parts(pieces: Sequence[Piece], arrays: Sequence[Any]) -> list[Any]:
-    return [_part(piece, arrays) for piece in pieces]
+@final
+class _Pieces:
+    """Pieces of arrays. Most are whole arrays, of which no view is made."""
 
+    def __init__(self, pieces: Sequence[Piece], specs: Sequence[Spec]) -> None:
+        self._indices = [piece.index for piece in pieces]
+        is_cut = [piece.count != specs[piece.index].num_elements for piece in pieces]
+        self._cuts = [(at, piece.start, piece.stop) for at, piece in enumerate(pieces) if is_cut[at]]
 
-def _part(piece: Piece, arrays: Sequence[Any]) -> Any:
-    array = arrays[piece.index]
-    if piece.count == array.size:  # no view to be made
-        return array
-    return array.reshape(-1)[piece.start : piece.stop]
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """Take the pieces."""
+        parts = [arrays[index] for index in self._indices]
+        for at, start, stop in self._cuts:
+            parts[at] = parts[at].reshape(-1)[start:stop]
+        return parts

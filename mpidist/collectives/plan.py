@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.arithmetic import Arithmetic
-from mpidist.transport import FusedReducer, Levels, Reduction, Schedule, is_low_precision
+from mpidist.transport import FusedReducer, Levels, PackLayout, Reduction, Schedule, is_low_precision
 from mpidist.whole_number import whole_number
 
 __all__ = [
@@ -71,13 +71,18 @@ class Message:
     half: np.dtype[Any] | None = None
 
     @cached_property
+    def layout(self) -> PackLayout:
+        """Where the pieces lie in a pack buffer."""
+        return PackLayout([piece.count for piece in self.pieces], self.wire, is_padded=self.device)
+
+    @cached_property
     def count(self) -> int:
-        """Number of elements."""
-        return sum(piece.count for piece in self.pieces)
+        """Number of elements that are sent, with the padding of a pack."""
+        return self.pieces[0].count if self.is_direct else self.layout.size
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes that are sent."""
         return self.count * self.wire.itemsize
 
 

@@ -113,7 +113,10 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     result = group.result_memory.empty((own, *moved.shape[1:]), result_dtype, device)
     shard = result.reshape(-1) if result_dtype == wire else arrays.empty(result.size, wire, device)
     by_level = levels.world.size > levels.within_node.size > 1 and levels.is_even and not arithmetic.rounds_everywhere
-    levels = levels.compressed(arithmetic.half if wire == np.float32 else None)
+    half = arithmetic.half if wire == np.float32 else None
+    if device:
+        group.devices.compile(levels.kernels_for(wire, half, reduction))
+    levels = levels.compressed(half)
     if by_level and not reduction.in_rank_order:
         _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
     else:

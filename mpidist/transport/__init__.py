@@ -23,7 +23,7 @@ from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
-from mpidist.transport.gpu import Launched, change_rows_of_gpu
+from mpidist.transport.gpu import Launched, NewArrays, PackLayout, change_rows_of_gpu
 from mpidist.transport.group import (
     DeviceLevels,
     ErrorReport,
@@ -107,6 +107,8 @@ __all__ = [
     "Levels",
     "NEVER",
     "NcclReach",
+    "NewArrays",
+    "PackLayout",
     "Pending",
     "Place",
     "Placement",

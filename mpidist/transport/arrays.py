@@ -15,6 +15,7 @@ from mpidist.transport import cuda
 
 __all__ = [
     "NativeArray",
+    "allocations_of_gpu",
     "are_native_of_gpu",
     "are_on_one_device",
     "bytes_of",
@@ -43,6 +44,7 @@ NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 _dtype_of: Final = attrgetter("dtype")
 _gpu_of: Final = attrgetter("data.device_id")  # sooner than `device.id`, which makes an object
+_allocation_of: Final = attrgetter("data.mem")
 _MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
 
 
@@ -148,9 +150,23 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeA
     return _cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
 
 
+def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
+    """Return which allocations, by `id`, arrays of CuPy lie in; `None` if something else than CuPy may have made one.
+
+    Args:
+        values: Native arrays, not all in host memory.
+    """
+    if set(map(type, values)) != {_cupy().ndarray}:
+        return None
+    allocations = list(map(_allocation_of, values))
+    return None if _cupy().cuda.UnownedMemory in set(map(type, allocations)) else set(map(id, allocations))
+
+
 def memory_bounds(array: NativeArray) -> tuple[int, int]:
     """Return the addresses of an array's first byte and of the byte after its last."""
     start = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
     low = high = start
     for length, stride in zip(array.shape, array.strides, strict=True):
         if length == 0:

@@ -17,7 +17,7 @@ from standin.nccl import Stream
 from standin.overlap import LateStandIn
 from support.everywhere import raises_everywhere
 
-from mpidist import MultiWorkerMirroredStrategy
+from mpidist import MultiWorkerMirroredStrategy, get_replica_context
 from mpidist.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from mpidist.errors import InvalidArgumentError, UnavailableError
 from mpidist.options import CommunicationOptions
@@ -190,6 +190,47 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
     options = CommunicationOptions(timeout_seconds=1.0)
     ops = NcclAllReduce().bound_to(group)
     assert (down(ops.all_reduce("SUM", up(np.ones(50)), options)) == comm.size).all()
+
+
+FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
+CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] = {
+    "mean": ("MEAN", np.float32, CommunicationOptions(), {"copy", "divide_f4"}),
+    "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy", "f2_f2"}),
+    "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy", "f8_f8"}),
+    "compressed sum": ("SUM", np.float32, FP16, {"copy", "cast", "f2_f2"}),
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", CALLS_WITH_KERNELS)
+def test_nor_is_the_time_that_the_kernels_of_later_calls_take(
+    standin: LateStandIn, group: SyncGroup, comm: Intracomm, kind: str
+) -> None:
+    """Of those that it may need, and through the host that of a sum which messages might need."""
+    op, dtype, options, kernels = CALLS_WITH_KERNELS[kind]
+    options = options.merge(CommunicationOptions(timeout_seconds=1.0))
+    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in (50, 7)]
+    ops.all_reduce("SUM", up(np.ones(3, np.int32)))
+    assert standin.compiled == {"copy"}
+    standin.compiling = 1.5 if comm.rank else 0.0
+    results = ops.all_reduce(op, values, options)
+    assert all((down(its) == (comm.size if op == "SUM" else 1)).all() for its in results)
+    is_staged = group.devices.levels().queue is None
+    assert standin.compiled - kernels <= ({"f4_f4"} if is_staged else set())
+    assert kernels <= standin.compiled
+
+
+@pytest.mark.ranks(min=2)
+def test_nor_is_that_of_a_reduce_scatter(standin: LateStandIn, comm: Intracomm) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        value = up(np.ones(comm.size, np.float16))
+        strategy.gather(value, 0)
+        standin.compiling = 1.5 if comm.rank else 0.0
+        options = CommunicationOptions(timeout_seconds=1.0)
+        for _ in range(2):  # a rank that still compiles would be late for the second call
+            part = strategy.run(lambda: get_replica_context().reduce_scatter("SUM", value, 0, options))
+            assert down(part) == comm.size
+    assert standin.compiled == {"copy", "f2_f2"}
 
 
 @pytest.mark.ranks(min=2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,9 @@ from standin.measuring import add_measuring
 
 import mpidist
 from mpidist import CommunicationOptions as Options
+from mpidist.collectives.arguments import Spec
+from mpidist.collectives.arithmetic import Arithmetic
+from mpidist.collectives.plan import make_messages
 from mpidist.options import Compression
 from mpidist.transport import bfloat16
 from mpidist.transport.gpu import DeviceKernels
@@ -184,6 +189,73 @@ def grown_by(cupy: Any, call: Callable[[], object], number: int) -> dict[str, in
         call()
     growth = {name: many - before[name] for name, many in holdings(cupy).items()}
     return {name: by for name, by in growth.items() if by > (LIMIT_BYTES if "memory" in name else 0)}
+
+
+@pytest.mark.ranks(max=2)
+@pytest.mark.parametrize("memory", ["one allocation", "an allocation each", "another library's"])
+def test_outs_may_overlap_the_arguments_of_others(gpus: Any, comm: Intracomm, memory: str) -> None:
+    """Another library's memory does not say whether it is that of another array."""
+    cupy, numbers = gpus.cupy, np.arange(400, dtype=np.float32)
+    whole = up(numbers)
+    second = whole
+    if memory == "an allocation each":
+        second = up(numbers)
+    elif memory == "another library's":
+        if not hasattr(cupy.cuda, "MemoryPointer"):
+            pytest.skip("needs CuPy itself")
+        foreign = cupy.cuda.UnownedMemory(whole.data.ptr, whole.nbytes, whole)
+        second = cupy.ndarray(whole.shape, whole.dtype, cupy.cuda.MemoryPointer(foreign, 0))
+    values, outs = [whole[:100], whole[200:300]], [second[250:350], second[:100]]
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        strategy.run(lambda: mpidist.get_replica_context().all_reduce("sum", values, out=outs))
+    assert (down(outs[0]) == comm.size * numbers[:100]).all()
+    assert (down(outs[1]) == comm.size * numbers[200:300]).all()
+
+
+def functions_called(call: Callable[[], object]) -> int:
+    """Count the calls of functions of mpidist in this thread."""
+    number, folder = 0, str(Path(mpidist.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal number
+        number += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+@pytest.mark.ranks(max=1)
+@pytest.mark.parametrize("into", ["new arrays", "the values", "other arrays"])
+def test_no_function_is_called_for_each_array(gpus: Any, comm: Intracomm, into: str) -> None:
+    """From the second call on: 10,000 arrays would take 10,000 times as long as one."""
+    called = []
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        for number in (2, 300):
+            values = [up(np.ones((3, 5), np.float32)) for _ in range(number)]
+            others = [up(np.ones((3, 5), np.float32)) for _ in range(number)] if into == "other arrays" else values
+
+            def call(values: Any = values, out: Any = None if into == "new arrays" else others) -> None:
+                strategy.run(lambda: mpidist.get_replica_context().all_reduce("mean", values, out=out))
+
+            call()
+            called.append(functions_called(call))
+    assert called[1] <= called[0] + 10
+
+
+@pytest.mark.ranks(min=2)
+def test_packs_of_gpu_arrays_are_padded_and_those_of_host_arrays_are_not(comm: Intracomm) -> None:
+    """So that each array begins at a multiple of 16 bytes: less than 16 bytes for each array."""
+    specs = {device: [Spec((size,), np.dtype(np.float16), device) for size in (3, 8, 1)] for device in (True, False)}
+    with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        levels = strategy.extended.group.levels
+        arithmetic = Arithmetic.of(mpidist.ReduceOp.SUM, Options(), levels, by_node=False)
+        made = {device: make_messages(arithmetic, its, 1 << 20, 1, levels)[0] for device, its in specs.items()}
+    assert [message.nbytes for message in made[True]] == [3 * 16]
+    assert [message.nbytes for message in made[False]] == [2 * 12]
 
 
 @pytest.mark.ranks(max=2)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.transport.gpu.copy_table import CASTS, COPIES, QUOTIENTS
+from mpidist.transport.gpu.copy_table import ARRAY, CASTS, COPIES, QUOTIENTS
 
 __all__ = ["add_to", "call", "library"]
 
@@ -157,13 +157,14 @@ class Module:
 
 def _ranges_of_copies(args: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
     table, num_arrays, num_rows, _, overflow = args
-    arrays = table["arrays"][0, :num_arrays]
+    arrays = np.frombuffer(table.tobytes(), ARRAY)[:num_arrays]
     ranges = [(overflow, overflow + 4, True)] * bool(overflow)
     for array, after in zip(arrays, [*arrays["first_row"][1:].tolist(), num_rows], strict=True):
         widths = READ_AND_WRITTEN[int(array["kind"])]
         count = (after - int(array["first_row"]) - 1) * (ROW // max(widths)) + int(array["last"])
         for side, width in zip(("source", "target"), widths, strict=True):
-            ranges.append((int(array[side]), int(array[side]) + count * width, side == "target"))
+            pad = int(array["pad"]) if side == "target" else 0
+            ranges.append((int(array[side]), int(array[side]) + (count + pad) * width, side == "target"))
     return ranges
 
 
@@ -171,7 +172,7 @@ def _ranges_of_combine(name: str, args: tuple[Any, ...]) -> list[tuple[int, int,
     table, first, stride, number, count, out, _, _, _, overflow = args
     read, written = (WIDTHS.get(code, 8) for code in name.split("_")[2:])
     ranges = [(out, out + count * written, True)] + [(overflow, overflow + 4, True)] * bool(overflow)
-    places = [first + at * stride for at in range(number)] if stride >= 0 else table["of"][0, :number].tolist()
+    places = [first + at * stride for at in range(number)] if stride >= 0 else table.view(np.uint64)[:number].tolist()
     return ranges + [(place, place + count * read, False) for place in places]
 
 

@@ -56,7 +56,8 @@ class Allocation:
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
         self.device = device
-        self.memory = np.empty(nbytes + 16, np.uint8)
+        memory = np.empty(nbytes + 16 + 512, np.uint8)
+        self.memory = memory[-memory.ctypes.data % 512 :]  # as CuPy's
         self.address = self.memory.__array_interface__["data"][0]
         self.nbytes = nbytes
         self.stream = 0  # the address of the one that was current
@@ -181,7 +182,9 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._numbers.flags.c_contiguous))
     device = property(lambda self: SimpleNamespace(id=self._allocation.device))
     data = property(
-        lambda self: SimpleNamespace(ptr=arrays.memory_bounds(self._numbers)[0], device_id=self._allocation.device)
+        lambda self: SimpleNamespace(
+            ptr=self._numbers.__array_interface__["data"][0], device_id=self._allocation.device, mem=self._allocation
+        )
     )
     __cuda_array_interface__ = property(lambda self: {"version": 3})
 
@@ -261,6 +264,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._world.touch(self._world.current, self, is_write=True)
         with np.errstate(all="ignore"):
             np.copyto(self._numbers, numbers, casting="unsafe")
+
+
+class ForeignMemory:
+    """As `cupy.cuda.UnownedMemory`, that of another library's arrays."""
 
 
 class StandIn:
@@ -492,6 +499,7 @@ def _cupy_module(world: StandIn) -> Any:
     )
     cuda = SimpleNamespace(
         is_available=lambda: True,
+        UnownedMemory=ForeignMemory,
         runtime=runtime,
         Device=device,
         Stream=lambda non_blocking=False, priority=None: Stream(world, non_blocking, priority),
@@ -504,6 +512,7 @@ def _cupy_module(world: StandIn) -> Any:
         cuda=cuda,
         ndarray=FakeArray,
         empty=world.empty,
+        split=lambda array, bounds: [array[a:b] for a, b in itertools.pairwise([0, *bounds, len(array)])],
         asarray=world.asarray,
         asnumpy=world.asnumpy,
         from_dlpack=lambda value: value.__dlpack__(stream=world.current.ptr),

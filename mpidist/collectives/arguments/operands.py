@@ -14,7 +14,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import paths
-from mpidist.transport import DeviceLevels, ResultMemory, arrays, is_of_numpy, library_of, value_text
+from mpidist.transport import DeviceLevels, NewArrays, ResultMemory, arrays, is_of_numpy, library_of, value_text
 from mpidist.values import DistributedValues, contribution, local_component
 
 __all__ = [
@@ -157,21 +157,22 @@ class NewResults:
     """
 
     def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> None:
-        self._specs, self._dtypes = specs, dtypes
-        self._on_host = [at for at, spec in enumerate(specs) if not spec.device]
+        self._on_host, self._on_device = (
+            [at for at, spec in enumerate(specs) if spec.device is device] for device in (False, True)
+        )
         self._host = memory.results([specs[at].shape for at in self._on_host], [dtypes[at] for at in self._on_host])
+        self._device = NewArrays([specs[at].shape for at in self._on_device], [dtypes[at] for at in self._on_device])
 
     def take(self) -> list[Any]:
         """Return C-contiguous arrays, uninitialised."""
-        host = self._host.take()
-        if len(host) == len(self._specs):
-            return list(host)
-        results: list[Any] = [
-            arrays.empty(spec.shape, dtype, device=True) if spec.device else None
-            for spec, dtype in zip(self._specs, self._dtypes, strict=True)
-        ]
-        for at, array in zip(self._on_host, host, strict=True):
-            results[at] = array
+        if not self._on_device:
+            return list(self._host.take())
+        if not self._on_host:
+            return self._device.take()
+        results: list[Any] = [None] * (len(self._on_host) + len(self._on_device))
+        for indices, made in ((self._on_host, self._host.take()), (self._on_device, self._device.take())):
+            for at, array in zip(indices, made, strict=True):
+                results[at] = array
         return results
 
 

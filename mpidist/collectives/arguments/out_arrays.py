@@ -305,6 +305,14 @@ def target_arrays(
     ]
 
 
+def _owners(arrays: Sequence[Any]) -> set[int] | None:
+    """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it."""
+    if arrays and native.is_device(arrays[0]):
+        return native.allocations_of_gpu(arrays)
+    owners = set(map(_owner, arrays))
+    return None if None in owners else {owner for owner in owners if owner is not None}
+
+
 def _owner(array: Any) -> int | None:
     """Return the `id` of the array that owns the memory of an array; `None` if another object may own it."""
     if type(array) is not np.ndarray:
@@ -326,10 +334,10 @@ def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any], are_shared: 
     # Owned memory overlaps neither shared memory nor what other arrays own.
     if are_shared and all(map(_owns_data, arrays)):
         return list(arrays)
-    owners = set(map(_owner, arrays))
-    if None not in owners:
-        others = set() if are_shared else set(map(_owner, targets))
-        if None not in others and owners.isdisjoint(others):
+    owners = _owners(arrays)
+    if owners is not None:
+        others = set() if are_shared else _owners(targets)
+        if others is not None and owners.isdisjoint(others):
             return list(arrays)
     bounds = sorted(native.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -10,7 +10,19 @@ import numpy as np
 
 from mpidist.transport.half import is_of_numpy
 
-__all__ = ["BLOCK", "CASTS", "COPIES", "QUOTIENTS", "CopyTable", "Numbers", "copy_kind", "dtype_code", "tables_of"]
+__all__ = [
+    "ARRAY",
+    "BLOCK",
+    "CASTS",
+    "COPIES",
+    "QUOTIENTS",
+    "CopyTable",
+    "CopyTables",
+    "Numbers",
+    "copy_kind",
+    "dtype_code",
+    "kernel_of_copies",
+]
 
 BLOCK: Final = 256  # threads; a warp of them takes a row
 _WARP: Final = 32
@@ -23,9 +35,11 @@ CASTS: Final = {"f4 f2": 16, "f4 bf": 17, "f2 f4": 18, "bf f4": 19}
 QUOTIENTS: Final = {
     "f4 f4": 32, "f8 f8": 33, "c8 c8": 34, "c16 c16": 35, "f2 f2": 36, "bf bf": 37, "f2 f4": 38, "bf f4": 39,
 }  # fmt: skip
-_ARRAY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("first_row", "u4"), ("last", "u2"), ("kind", "u2")])
+ARRAY: Final = np.dtype(
+    [("source", "u8"), ("target", "u8"), ("first_row", "u4"), ("last", "u2"), ("kind", "u1"), ("pad", "u1")]
+)
 _ARRAYS: Final = 168  # in a table
-_TABLE: Final = np.dtype([("arrays", _ARRAY, (_ARRAYS,))])
+_TABLE: Final = np.dtype((np.void, _ARRAYS * ARRAY.itemsize))  # without fields, which CuPy would list at each launch
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
 
@@ -49,33 +63,48 @@ class CopyTable(NamedTuple):
     num_blocks: int
 
 
-def tables_of(
-    sources: Numbers, targets: Numbers, counts: Numbers, kinds: Numbers, widths: Numbers
-) -> Iterator[CopyTable]:
-    """Cut copies into rows, and lay them into tables of up to 168 arrays.
+@final
+class CopyTables:
+    """The tables, of up to 168 arrays each, of copies whose sizes stay the same: each call fills in the addresses.
 
     Args:
-        sources: The address of each array that is read, [n].
-        targets: The address to which it is copied, [n].
-        counts: Its number of elements, [n]; none is 0.
+        counts: The number of elements of each array, [n]; none is 0.
         kinds: Its kind of copy, of `copy_kind`, [n]; [1] for all.
         widths: The bytes of an element, of the wider side, [n]; [1] for all.
+        pads: How many elements after its copy become 0, [n]; [1] for all.
     """
-    counts = np.array(counts, np.int64)
-    most = _ROW_BYTES // np.asarray(widths)
-    rows = -(-counts // most)
-    ends = np.cumsum(rows)
-    arrays = np.empty(counts.size, _ARRAY)
-    arrays["source"], arrays["target"], arrays["kind"] = sources, targets, kinds
-    arrays["last"] = counts - (rows - 1) * most
-    arrays["first_row"] = ends - rows
-    for start in range(0, len(arrays), _ARRAYS):
-        words, part = np.zeros(1, _TABLE), arrays[start : start + _ARRAYS]
-        before, num_rows = int(part["first_row"][0]), int(ends[start + len(part) - 1])
-        part["first_row"] -= before
-        words["arrays"][0, : len(part)] = part
-        num_rows -= before
-        yield CopyTable(words, len(part), num_rows, _kernel_of(part["kind"]), -(-num_rows * _WARP // BLOCK))
+
+    def __init__(self, counts: Numbers, kinds: Numbers, widths: Numbers, pads: Numbers = (0,)) -> None:
+        counts = np.array(counts, np.int64)
+        most = _ROW_BYTES // np.asarray(widths)
+        rows = -(-counts // most)
+        whole = np.zeros(-(-counts.size // _ARRAYS) * _ARRAYS, ARRAY)
+        self._arrays = arrays = whole[: counts.size]
+        arrays["kind"], arrays["pad"] = kinds, pads
+        arrays["last"] = counts - (rows - 1) * most
+        self._tables = []
+        for at in range(whole.size // _ARRAYS):
+            part = slice(at * _ARRAYS, (at + 1) * _ARRAYS)
+            ends = np.cumsum(rows[part])
+            arrays["first_row"][part] = ends - rows[part]
+            kernel, num_rows = kernel_of_copies(int(arrays["kind"][part].max())), int(ends[-1])
+            table = whole.view(_TABLE)[at : at + 1]
+            self._tables.append(CopyTable(table, ends.size, num_rows, kernel, -(-num_rows * _WARP // BLOCK)))
+
+    @property
+    def kernels(self) -> set[str]:
+        """The kernels that make the copies."""
+        return {table.kernel for table in self._tables}
+
+    def fill(self, sources: Numbers, targets: Numbers) -> Sequence[CopyTable]:
+        """Fill in the addresses, and return the tables, which are good until the next call.
+
+        Args:
+            sources: The address of each array that is read, [n].
+            targets: The address to which it is copied, [n].
+        """
+        self._arrays["source"], self._arrays["target"] = sources, targets
+        return self._tables
 
 
 @cache
@@ -95,8 +124,8 @@ def dtype_code(dtype: np.dtype[Any]) -> str:
     return f"{dtype.kind}{dtype.itemsize}" if is_of_numpy(dtype) else dtype.name
 
 
-def _kernel_of(kinds: np.ndarray[Any, Any]) -> str:
-    most = int(kinds.max())
+def kernel_of_copies(most: int) -> str:
+    """Return the kernel that makes copies of up to a kind."""
     if most == QUOTIENTS["f4 f4"]:  # then all are
         return "divide_f4"
     return "copy" if most < _FIRST_CAST else "cast" if most < QUOTIENTS["f4 f4"] else "divide"

@@ -187,7 +187,8 @@ struct Array {
     u8 source, target;  // addresses
     u4 first_row;       // rows of the arrays before it
     u2 last;            // elements of its last row; the other rows are full
-    u2 kind;            // which of the copies below
+    u1 kind;            // which of the copies below
+    u1 pad;             // elements after it that become 0
 };
 
 struct Table { Array arrays[168]; };  // with the other parameters not more than the 4 KiB that every GPU takes
@@ -237,6 +238,7 @@ template <class From, class To, bool DIVIDES> struct Copy {
         const From* from = (const From*)array.source + (u8)row * ROW;
         To* to = (To*)array.target + (u8)row * ROW;
         const u4 count = is_last ? array.last : ROW;
+        if (is_last && lane < array.pad) to[count + lane] = To();
         const u4 head = (u4)((0 - (u8)to) / sizeof(To)) & (N - 1);  // until `to` is aligned
         if (head >= count || !is_aligned<Several<From, N>>(from + head) || !is_aligned<Several<To, N>>(to + head)) {
             all<1, 4>(from, to, count, lane, divisor, overflow);

@@ -6,35 +6,39 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from itertools import pairwise, product
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu.compiled import COMBINED, CompiledKernels
-from mpidist.transport.gpu.copy_table import BLOCK, Numbers, copy_kind, dtype_code, tables_of
+from mpidist.transport.gpu.compiled import COMBINED, KERNELS, CompiledKernels
+from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_kind, dtype_code, kernel_of_copies
+from mpidist.transport.gpu.pack_layout import Dtypes, PackLayout
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["DeviceKernels"]
+__all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
 
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
 _OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
-_ADDRESSES: Final = np.dtype([("of", "u8", (480,))])  # as in kernels.cu
-_MAX_ADDRESSES: Final = 480
+_MAX_ADDRESSES: Final = 480  # as in kernels.cu
+_ADDRESSES: Final = np.dtype((np.void, 8 * _MAX_ADDRESSES))
 _NO_ADDRESSES: Final = np.zeros(1, _ADDRESSES)
+_MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 
 _address_of: Final = attrgetter("data.ptr")
 _size_of: Final = attrgetter("size")
 _dtype_of: Final = attrgetter("dtype")
-_is_contiguous: Final = attrgetter("flags.c_contiguous")
 
 Array = Any
+DeviceCopy: TypeAlias = tuple[
+    np.dtype[Any], np.dtype[Any], bool
+]  # what is read, what is written, whether it is divided
 
 
 @final
@@ -58,13 +62,17 @@ class DeviceKernels:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernels = CompiledKernels(cuda)
+        self._tables_alike = lru_cache(_MAX_ALIKE)(_tables_of_copies)
         self.num_launches = 0
 
-    def compile(self) -> None:
-        """Compile the kernel that almost every call needs, as its first use would: for the current device."""
-        self._kernels["copy"]
+    def compile(self, kernels: Iterable[str]) -> None:
+        """Compile kernels, as the first use of each would: for the current device."""
+        for kernel in kernels:
+            self._kernels[kernel]
 
-    def pack(self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False) -> None:
+    def pack(
+        self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
+    ) -> None:
         """Copy arrays one after another into a buffer, with its dtype.
 
         Args:
@@ -72,22 +80,28 @@ class DeviceKernels:
                 numbers' size, or whose cast has no kernel is copied before, in a launch of its own.
             buffer: [sum of the sizes], contiguous.
             counts_overflow: Whether finite numbers that become infinite float16 count as `overflowed`.
+            layout: Where the arrays, none of them empty, lie in the buffer [layout.size]; by default without gaps.
 
         Raises:
             ValueError: If the sizes do not fit.
         """
-        sources, written = [source for source in sources if source.size], buffer.dtype
-        if any(copy_kind(read, written, False) is None for read in _dtypes(sources)):
+        sources, layout = _laid_out("pack", sources, buffer, layout)
+        dtypes, written = _dtypes(sources), buffer.dtype
+        tables = layout.tables_in(dtypes)
+        if tables is None:
             sources = [
                 source if copy_kind(source.dtype, written, False) is not None else source.astype(written)
                 for source in sources
             ]
-        counts = _counts("pack", sources, buffer)
-        sources = _plain(sources)
-        places = _places_in(buffer, counts)
-        self._copy(_places(sources), places, counts, (_dtypes(sources), [written]), 1, counts_overflow)
+            dtypes = _dtypes(sources)
+            tables = layout.tables_in(dtypes)
+        sources, places = self._readable(sources, dtypes)
+        counter = self._counter_for(written, counts_overflow)
+        self._copy(tables, places, layout.offsets + _address_of(buffer), 1, counter)
 
-    def unpack(self, buffer: Array, targets: Sequence[Array], divide_by: int = 1) -> None:
+    def unpack(
+        self, buffer: Array, targets: Sequence[Array], divide_by: int = 1, layout: PackLayout | None = None
+    ) -> None:
         """Copy a buffer to arrays one after another, with their dtypes, and divide.
 
         Args:
@@ -95,20 +109,20 @@ class DeviceKernels:
             targets: Contiguous arrays of any shapes.
             divide_by: What the numbers are divided by, as NumPy does it: integers in float64. float16 and bfloat16 in
                 float32.
+            layout: As in `pack`.
 
         Raises:
             ValueError: If the sizes do not fit, or a target is not contiguous.
         """
-        targets = [target for target in targets if target.size]
-        counts = _counts("unpack", targets, buffer)
-        _require_plain(targets)
+        targets, layout = _laid_out("unpack", targets, buffer, layout)
         dtypes, divides = _dtypes(targets), divide_by != 1
-        if any(copy_kind(buffer.dtype, written, divides) is None for written in dtypes):
-            for target, (start, stop) in zip(targets, pairwise(np.cumsum([0, *counts]).tolist()), strict=True):
-                piece = buffer[start:stop].reshape(target.shape)
-                target[...] = piece / divide_by if divides else piece
+        places, tables = self._writable(targets, dtypes), layout.tables_out(dtypes, divides)
+        if tables is not None:
+            self._copy(tables, layout.offsets + _address_of(buffer), places, divide_by)
             return
-        self._copy(_places_in(buffer, counts), _places(targets), counts, ([buffer.dtype], dtypes), divide_by)
+        for target, start in zip(targets, (layout.offsets // buffer.itemsize).tolist(), strict=True):
+            piece = buffer[start : start + target.size].reshape(target.shape)
+            target[...] = piece / divide_by if divides else piece
 
     def copy(self, sources: Sequence[Array], targets: Sequence[Array], divide_by: int = 1) -> None:
         """Copy arrays to others of the same sizes and dtypes, and divide.
@@ -122,17 +136,18 @@ class DeviceKernels:
             TypeError: If numbers of such a dtype cannot be divided to the same dtype.
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
-        for source, target in zip(sources, targets, strict=True):
-            if source.size != target.size or source.dtype != target.dtype:
-                raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
-        sources, targets = ([array for array in arrays if array.size] for arrays in (sources, targets))
-        dtypes = _dtypes(targets)
-        for dtype in dtypes:
-            if copy_kind(dtype, dtype, divide_by != 1) is None:
-                raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
-        _require_plain(targets)
-        sources = _plain(sources)
-        self._copy(_places(sources), _places(targets), list(map(_size_of, targets)), (dtypes, dtypes), divide_by)
+        sizes, dtypes = list(map(_size_of, targets)), _dtypes(targets)
+        if sizes != list(map(_size_of, sources)) or dtypes != _dtypes(sources):
+            pairs = zip(sources, targets, strict=True)
+            source, target = next(pair for pair in pairs if _form_of(pair[0]) != _form_of(pair[1]))
+            raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
+        if 0 in sizes:
+            sources, targets = ([array for array in arrays if array.size] for arrays in (sources, targets))
+            sizes, dtypes = [size for size in sizes if size], _dtypes(targets)
+        tables = self._tables_alike(tuple(sizes), dtypes, divide_by != 1)
+        places = self._writable(targets, dtypes)
+        sources, read = self._readable(sources, dtypes)
+        self._copy(tables, read, places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
         """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
@@ -156,7 +171,7 @@ class DeviceKernels:
             raise ValueError(
                 f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes"
             )
-        if not all(map(_is_plain, (*rows, out))):
+        if not all(map(self._is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
         if reduction.fold is not None:
             reduction.fold.combine(reduction.ufunc, rows, (out,))
@@ -181,7 +196,7 @@ class DeviceKernels:
         out[...] = total  # not before all rows have been read, as it may be one of them
 
     def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
-        places, table = _places(rows), _NO_ADDRESSES
+        places, table = _places(rows).tolist(), _NO_ADDRESSES
         steps = {after - before for before, after in pairwise(places)}
         stride = steps.pop() if len(steps) == 1 else 0
         if steps or stride < 0:
@@ -191,7 +206,7 @@ class DeviceKernels:
                 self._combine(whole.reshape(len(rows), out.size), pair, reduction, out)
                 return
             stride, table = -1, np.zeros(1, _ADDRESSES)
-            table["of"][0, : len(places)] = places
+            table.view(np.uint64)[: len(places)] = places
         count, width = out.size, rows[0].itemsize
         are_aligned = int(not any(place % 16 for place in places))
         arguments = (
@@ -208,13 +223,22 @@ class DeviceKernels:
 
     def _counter_for(self, written: np.dtype[Any], counts_overflow: bool) -> int:
         """Return the address of the counter for what a launch writes; 0 if nothing counts."""
-        return int(self._counter.ctypes.data) if counts_overflow and written == np.float16 else 0
+        if not counts_overflow or written != np.float16:
+            return 0
+        counter = self._counter
+        return int(counter.ctypes.data if isinstance(counter, np.ndarray) else _address_of(counter))
 
     @cached_property
-    def _counter(self) -> np.ndarray[Any, Any]:
-        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes."""
+    def _counter(self) -> Array:
+        """A number in pinned memory, which GPU and host reach by one address, and the GPU rarely writes.
+
+        Where there is no pinned memory, it is in device memory, and the host waits for a copy of it.
+        """
         cuda = self._cuda.cupy.cuda
-        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        try:
+            memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+        except (RuntimeError, MemoryError):
+            return self._cuda.cupy.asarray(np.zeros(1, np.int32))
         counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
         counter[0] = 0
         return counter
@@ -224,83 +248,98 @@ class DeviceKernels:
         self.num_launches += 1
 
     def _copy(
-        self,
-        sources: Numbers,
-        targets: Numbers,
-        counts: Sequence[int],
-        dtypes: tuple[list[np.dtype[Any]], list[np.dtype[Any]]],
-        divide_by: int,
-        counts_overflow: bool = False,
+        self, tables: CopyTables | None, sources: Numbers, targets: Numbers, divide_by: int, counter: int = 0
     ) -> None:
-        """Launch copies.
-
-        Args:
-            sources: The address of each array that is read, [n].
-            targets: The address that it is copied to, [n].
-            counts: Its number of elements, [n].
-            dtypes: Those that are read, and those that are written: [n], or [1] for the same of all.
-            divide_by: What the numbers are divided by.
-            counts_overflow: As in `pack`.
-        """
-        if not counts:
-            return
-        read, written = dtypes
-        counter = self._counter_for(written[0], counts_overflow)
-        pairs = list(product(read, written) if 1 in (len(read), len(written)) else zip(read, written, strict=True))
-        kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divide_by != 1)) is not None]
-        widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
-        for table in tables_of(sources, targets, counts, kinds, widths):
+        """Launch copies, from addresses to addresses."""
+        assert tables is not None, "the caller has cast what no kernel can"
+        for table in tables.fill(sources, targets):
             arguments = table.words, table.num_arrays, table.num_rows, divide_by, counter
             self._launch(table.kernel, table.num_blocks, arguments)
 
+    @cached_property
+    def _is_contiguous(self) -> Callable[[Array], bool]:
+        """Says whether an array is contiguous. CuPy makes an object of its `flags`, which takes eight times as long."""
+        has_own = hasattr(self._cuda.cupy.ndarray, "_c_contiguous")
+        return attrgetter("_c_contiguous" if has_own else "flags.c_contiguous")
 
-def _is_plain(array: Array) -> bool:
-    """Whether kernels can use an array: contiguous, and aligned, as a GPU's context does not survive what is not."""
-    return bool(_is_contiguous(array)) and is_aligned(array)
+    def _is_plain(self, array: Array) -> bool:
+        """Whether kernels can use an array: contiguous, and aligned, as no context of a GPU survives what is not."""
+        return bool(self._is_contiguous(array)) and is_aligned(array)
 
+    def _plain_places(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any] | None:
+        """Return the addresses of arrays that kernels can use; `None` if there is another one among them."""
+        if not all(map(self._is_contiguous, arrays)):
+            return None
+        places, widths = _places(arrays), [dtype.itemsize for dtype in dtypes]
+        return None if (places % np.array(widths, np.uint64)).any() else places
 
-def _are_plain(arrays: list[Array]) -> bool:
-    """Whether kernels can use all arrays: `_is_plain`, asked for a list at a time, which takes half as long."""
-    if not all(map(_is_contiguous, arrays)):
-        return False
-    widths = np.array([dtype.itemsize for dtype in _dtypes(arrays)], np.uint64)
-    return not (np.array(_places(arrays), np.uint64) % widths).any()
+    def _readable(self, arrays: Sequence[Array], dtypes: Dtypes) -> tuple[Sequence[Array], np.ndarray[Any, Any]]:
+        """Copy the arrays that kernels cannot read. Return all, which must live until the launch, and their places."""
+        places = self._plain_places(arrays, dtypes)
+        if places is None:
+            arrays = [array if self._is_plain(array) else array.copy() for array in arrays]
+            places = _places(arrays)
+        return arrays, places
 
-
-def _plain(arrays: list[Array]) -> list[Array]:
-    """Copy the arrays that kernels cannot read."""
-    return arrays if _are_plain(arrays) else [array if _is_plain(array) else array.copy() for array in arrays]
-
-
-def _require_plain(arrays: list[Array]) -> None:
-    if not _are_plain(arrays):
-        odd = next(array for array in arrays if not _is_plain(array))
-        raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
-
-
-def _counts(what: str, arrays: list[Array], buffer: Array) -> list[int]:
-    """Return the sizes of arrays, which together must be that of the buffer."""
-    counts = list(map(_size_of, arrays))
-    if buffer.size != sum(counts) or not _is_plain(buffer):
-        raise ValueError(f"{what} needs a contiguous buffer of {sum(counts)} elements, got {_text(buffer)}")
-    return counts
-
-
-def _places(arrays: Sequence[Array]) -> list[int]:
-    return list(map(_address_of, arrays))
+    def _writable(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any]:
+        places = self._plain_places(arrays, dtypes)
+        if places is None:
+            odd = next(array for array in arrays if not self._is_plain(array))
+            raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
+        return places
 
 
-def _places_in(buffer: Array, counts: list[int]) -> np.ndarray[Any, Any]:
-    """Return the addresses of arrays that lie one after another in a buffer."""
-    offsets = np.cumsum([0, *counts[:-1]], dtype=np.int64)
-    places: np.ndarray[Any, Any] = offsets * buffer.itemsize + _address_of(buffer)
-    return places
+def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]]) -> set[str]:
+    """Return the kernels that work may take; what CuPy's operations do takes none.
+
+    Args:
+        copies: Copies of arrays.
+        sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
+    """
+    needed = {kernel_of_copies(kind) for copy in copies if (kind := copy_kind(*copy)) is not None}
+    for dtype, op in sums:
+        is_of_pairs = dtype.kind == "c" and op == "sum"
+        code = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if is_of_pairs else dtype)
+        needed |= {f"combine_{code}_{code}"} & set(KERNELS)
+    return needed
 
 
-def _dtypes(arrays: list[Array]) -> list[np.dtype[Any]]:
+def _laid_out(
+    what: str, arrays: Sequence[Array], buffer: Array, layout: PackLayout | None
+) -> tuple[Sequence[Array], PackLayout]:
+    """Find a layout of arrays that has none, and look whether the buffer fits to it."""
+    if layout is None:
+        arrays = [array for array in arrays if array.size]
+        layout = PackLayout(list(map(_size_of, arrays)), buffer.dtype)
+    if (
+        buffer.size != layout.size
+        or buffer.dtype != layout.dtype
+        or not (buffer.flags.c_contiguous and is_aligned(buffer))
+    ):
+        raise ValueError(f"{what} needs a contiguous buffer of {layout.size} elements, got {_text(buffer)}")
+    return arrays, layout
+
+
+def _tables_of_copies(counts: tuple[int, ...], dtypes: Dtypes, divides: bool) -> CopyTables:
+    """Return the tables of copies that keep the dtype of each array."""
+    kinds = [copy_kind(dtype, dtype, divides) for dtype in dtypes]
+    if None in kinds:
+        raise TypeError(f"cannot divide {dtypes[kinds.index(None)]}: its quotients are no {dtypes[kinds.index(None)]}")
+    return CopyTables(counts, [kind or 0 for kind in kinds], [dtype.itemsize for dtype in dtypes])
+
+
+def _places(arrays: Sequence[Array]) -> np.ndarray[Any, Any]:
+    return np.array(list(map(_address_of, arrays)), np.uint64)
+
+
+def _dtypes(arrays: Sequence[Array]) -> Dtypes:
     """Return the dtype of each array, [n]; [1] if all have the same, as hashing each takes longer."""
-    dtypes = list(map(_dtype_of, arrays))
+    dtypes = tuple(map(_dtype_of, arrays))
     return dtypes[:1] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else dtypes
+
+
+def _form_of(array: Array) -> tuple[int, np.dtype[Any]]:
+    return array.size, array.dtype
 
 
 def _text(array: Array) -> str:

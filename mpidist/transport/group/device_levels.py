@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
@@ -96,7 +96,7 @@ class DeviceLevels:
         self._own: list[NcclCommunicator | GpusOfProcess] = []
         self._gpus_of_process: dict[tuple[int, ...], GpusOfProcess | None] = {}
         self._device: int | None = None
-        self._is_compiled = False
+        self._compiled: set[str] = set()
         self._queue: DeviceQueue | None = None
         self.events = Events(cuda)
 
@@ -148,6 +148,31 @@ class DeviceLevels:
                 mark_shared(error, self._agreement.ranks)  # every rank knows what all have told
                 raise
         return self._levels[everywhere]
+
+    def compile(self, kernels: set[str]) -> None:
+        """Compile kernels before the first launch that needs them, while no deadline runs. Collective.
+
+        Ranks without NVRTC are told so, and ranks whose disk has the kernels wait for those that take seconds.
+
+        Args:
+            kernels: Equal on all ranks. Those that this group has already compiled cost nothing.
+
+        Raises:
+            UnavailableError: If a rank cannot. On every rank.
+        """
+        missing = sorted(kernels - self._compiled) if self._topology.size > 1 else []
+        if missing:
+            work = partial(self._kernels.compile, missing)
+            try:
+                self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", work))
+            except UnavailableError as error:
+                mark_shared(error, self._agreement.ranks)  # as in `levels`
+                raise
+            self._compiled |= kernels
+
+    def has_compiled(self, kernels: set[str]) -> bool:
+        """Whether `compile` has been called with these kernels. Local, and equal on all ranks."""
+        return kernels <= self._compiled
 
     def made(self, everywhere: bool = False) -> Levels | None:
         """Return the levels if a call has made them, which is so on all ranks or on none. Local."""
@@ -226,7 +251,7 @@ class DeviceLevels:
         topology, host = self._topology, self._host
         if topology.size == 1:
             return _solo(self._kernels)
-        self._compile()
+        self.compile({"copy"})
         spans_nodes = topology.num_nodes > 1
         if everywhere and not spans_nodes:
             levels = self.levels()
@@ -310,18 +335,6 @@ class DeviceLevels:
             return "", bytes(self._cuda.nccl.get_unique_id())
         except Exception as error:  # whatever it is, the other ranks must learn of it
             return first_line(error), b""
-
-    def _compile(self) -> None:
-        """Compile the kernel of all calls before the first launch, so that ranks without NVRTC are told. Collective.
-
-        Other kernels are compiled by the call that first needs them, on all ranks alike.
-
-        Raises:
-            UnavailableError: If a rank cannot. On every rank.
-        """
-        if not self._is_compiled:
-            self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", self._kernels.compile))
-            self._is_compiled = True
 
     def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
         """Wait until the work of all ranks is over, or that of one has failed. Collective.

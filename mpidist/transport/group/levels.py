@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,10 +14,11 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, Communicator, SoloCommunicator, Traffic
 from mpidist.transport.costs import CostModel
-from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
-from mpidist.transport.nccl import DeviceQueue
+from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
+from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
 from mpidist.transport.topology import Topology
 
@@ -165,6 +166,25 @@ class Levels:
     def overflowed(self) -> int:
         """How many finite numbers this rank rounded to an infinite float16."""
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
+
+    def kernels_for(
+        self, wire: np.dtype[Any], half: np.dtype[Any] | None, reduction: Reduction, copies: Iterable[DeviceCopy] = ()
+    ) -> set[str]:
+        """Return the kernels that a reduction may need on the GPU of some rank. Local, equal on all ranks.
+
+        Args:
+            wire: The dtype of the buffer.
+            half: As in `compressed`.
+            reduction: The elementwise operation.
+            copies: To the buffer and back.
+        """
+        joined = {wire} if half is None else {wire, half}
+        if isinstance(self.world, NcclCommunicator):
+            joined = {dtype for dtype in joined if not self.world.is_native(dtype, reduction)}
+        elif self.world.size == 1:
+            joined = set()
+        casts = () if half is None else ((wire, half, False), (half, wire, False))
+        return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in joined])
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Return the pack buffer of `within_node`: `Communicator.pack_buffer`."""

@@ -76,12 +76,16 @@ class NcclCommunicator(Communicator):
         super().set_wait_hook(check_peers)
         self._queue.set_wait_hook(check_peers)
 
+    def is_native(self, dtype: np.dtype[Any], reduction: Reduction) -> bool:
+        """Whether NCCL itself reduces; else ranks join each other's parts by `DeviceKernels.combine`. Local."""
+        return self._native(dtype, reduction) is not None
+
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._queue.buffer("pack", count * dtype.itemsize).view(dtype)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
-        native = self._native(buffer, reduction)
+        native = self._native(buffer.dtype, reduction)
         if native is None:
             bounds = shard_bounds(buffer.size, self.size)
             self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
@@ -92,7 +96,7 @@ class NcclCommunicator(Communicator):
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
-        native = self._native(buffer, reduction)
+        native = self._native(buffer.dtype, reduction)
         if native is None:
             bounds = shard_bounds(buffer.size, self.size)
             self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
@@ -108,7 +112,7 @@ class NcclCommunicator(Communicator):
             bounds = shard_bounds(buffer.size, self.size)
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
         self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
-        native = self._native(buffer, reduction)
+        native = self._native(buffer.dtype, reduction)
         if native is None:
             self._join_shard(buffer, bounds, reduction, shard)
             return shard
@@ -178,9 +182,8 @@ class NcclCommunicator(Communicator):
         nccl_handles.destroy([self._handle])
         self._queue.remove(self._handle)
 
-    def _native(self, buffer: Array, reduction: Reduction) -> tuple[int, int] | None:
+    def _native(self, dtype: np.dtype[Any], reduction: Reduction) -> tuple[int, int] | None:
         """Return NCCL's dtype for a reduction, and how many numbers make an element; `None` if NCCL cannot do it."""
-        dtype = buffer.dtype
         if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype):
             return None
         if dtype.kind == "c":  # the sum of pairs is the pair of sums

@@ -24,8 +24,10 @@ from mpidist.collectives import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
 from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, kernel_source
-from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, tables_of
+from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, CopyTables
 from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu.new_arrays import NewArrays
+from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
 
@@ -228,6 +230,26 @@ def test_ten_thousand_small_arrays(kernels: DeviceKernels) -> None:
     kernels.unpack(buffer, [back[at : at + 17] for at in range(0, whole.size, 17)][::-1])
     assert bits(down(back)) == bits(host)
     assert kernels.num_launches == 2 * -(-10_000 // 168)
+
+
+@pytest.mark.parametrize("pair", ["u1 u1", "f2 f2", "f4 f4", "c16 c16", "f4 bf", "bf f4"])
+def test_arrays_begin_at_multiples_of_16_bytes_and_zeros_lie_between(kernels: DeviceKernels, pair: str) -> None:
+    read, wire = (np.dtype(np.uint8) if code == "u1" else DTYPES[code] for code in pair.split())
+    host = [numbers_of(read, size) for size in SIZES if size]
+    layout = PackLayout([its.size for its in host], wire, is_padded=True)
+    around = up(np.full(layout.size + 8, 9, wire))
+    buffer = around[4 : 4 + layout.size] if wire.itemsize == 4 else around[: layout.size]
+    kernels.pack([up(its) for its in host], buffer, layout=layout)
+    expected = np.zeros(layout.size, wire)
+    for its, offset in zip(host, layout.offsets.tolist(), strict=True):
+        assert offset % 16 == 0
+        expected[offset // wire.itemsize :][: its.size] = its.astype(wire)
+    assert same(down(buffer), expected)
+    assert (down(around)[layout.size + 4 * (wire.itemsize == 4) :] == 9).all()
+    targets = [up(np.zeros(its.size, read)) for its in host]
+    kernels.unpack(buffer, targets, layout=layout)
+    assert all(same(down(its), was.astype(wire).astype(read)) for its, was in zip(targets, host, strict=True))
+    assert layout.size <= sum(its.size for its in host) + len(host) * (16 // wire.itemsize - 1)
 
 
 def test_arrays_that_are_not_contiguous_are_packed_and_not_unpacked_to(kernels: DeviceKernels) -> None:
@@ -458,13 +480,44 @@ def test_offsets_go_far_beyond_32_bits() -> None:
     result = np.zeros(held + 3, F32)
     sources = [numbers.ctypes.data - below, numbers[held:].ctypes.data]
     targets = [result.ctypes.data - below, result[held:].ctypes.data]
-    (table,) = tables_of(sources, targets, [2**33 + held, 3], [2], [4])
+    (table,) = CopyTables([2**33 + held, 3], [2], [4]).fill(sources, targets)
     rows_there = 4 + 1
     assert table.num_rows == 2**33 * 4 // ROW + rows_there
     arguments = (table.words, 2, table.num_rows, 1, 0)
     first_block = 2**33 * 4 // ROW * 32 // 256
     standin_kernels.call(kernel_source(), "mpidist_copy", table.num_blocks, 256, arguments, first_block)
     assert (result == numbers).all()
+
+
+# New arrays.
+
+
+def test_new_arrays_lie_apart_and_small_ones_share_allocations(provider: cuda.Cuda) -> None:
+    shapes = [(3,), (), (0, 4), (5, 7), (64, 1024), (16,), (64, 257), (1, 7), (13,), (4, 7)] * 3 + [(100, 100)] * 60
+    dtypes = [[F32, F64, np.dtype(np.uint8), BF16][at // 10 % 4] for at in range(len(shapes))]
+    made = NewArrays(shapes, dtypes)
+    for _ in range(2):
+        arrays = made.take()
+        assert [(its.shape, its.dtype) for its in arrays] == list(zip(shapes, dtypes, strict=True))
+        assert all(its.flags.c_contiguous and its.data.ptr % 64 == 0 for its in arrays if its.size)
+        for at, its in enumerate(arrays):
+            its[...] = at
+        assert all((down(its) == at).all() for at, its in enumerate(arrays))
+
+
+def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(standin: StandIn) -> None:
+    arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
+    assert len(arrays) == 63
+    made = sorted(its.nbytes for its in standin.allocations.values())
+    assert made == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
+
+
+def test_numbers_that_overflow_are_counted_without_pinned_memory(standin: StandIn) -> None:
+    standin.staging.has_no_memory = True
+    kernels, buffer = DeviceKernels(standin.cuda), empty(3, F16)
+    for _ in range(2):
+        kernels.pack([up(np.array([1e6, 1, -1e6], F32))], buffer, counts_overflow=True)
+    assert kernels.overflowed == 4
 
 
 # Calls that come again.

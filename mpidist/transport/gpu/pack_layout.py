@@ -1,0 +1,63 @@
+"""Where each array of a list lies in a buffer: found out once for lists of the same sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+
+from mpidist.transport.gpu.copy_table import CopyTables, copy_kind
+
+__all__ = ["Dtypes", "PackLayout"]
+
+_STEP: Final = 16  # bytes, the most that a thread copies at once
+
+Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
+
+
+@final
+class PackLayout:
+    """Arrays of a list one after another in a buffer, and the tables of the copies to the buffer and back.
+
+    Args:
+        counts: The number of elements of each array; none is 0.
+        dtype: That of the buffer.
+        is_padded: Whether each array begins at a multiple of 16 bytes, so that threads copy 16 bytes at once whatever
+            the sizes of the arrays before it. What lies between arrays is 0.
+
+    Attributes:
+        counts: As above.
+        dtype: As above.
+        offsets: The byte of the buffer at which each array begins, [n].
+        size: Number of elements of the buffer.
+    """
+
+    def __init__(self, counts: Sequence[int], dtype: np.dtype[Any], is_padded: bool = False) -> None:
+        self.counts, self.dtype = counts, dtype
+        step = max(1, _STEP // dtype.itemsize) if is_padded else 1
+        taken = -(-np.array(counts, np.int64) // step) * step
+        ends = np.cumsum(taken)
+        self.offsets = (ends - taken) * dtype.itemsize
+        self.size = int(ends[-1]) if counts else 0
+        self._pads = taken - counts
+        self._tables: dict[tuple[Dtypes, bool, bool], CopyTables | None] = {}
+
+    def tables_in(self, read: Dtypes) -> CopyTables | None:
+        """Return the tables that copy arrays of these dtypes to the buffer; `None` if some dtype has no kernel."""
+        return self._tables_of(read, True, False)
+
+    def tables_out(self, written: Dtypes, divides: bool) -> CopyTables | None:
+        """Return those that copy the buffer to arrays of these dtypes, divided or not; `None` as in `tables_in`."""
+        return self._tables_of(written, False, divides)
+
+    def _tables_of(self, dtypes: Dtypes, is_in: bool, divides: bool) -> CopyTables | None:
+        key = dtypes, is_in, divides
+        if key not in self._tables:
+            pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
+            kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divides)) is not None]
+            widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
+            is_whole = len(kinds) == len(pairs)
+            pads = self._pads if is_in else [0]
+            self._tables[key] = CopyTables(self.counts, kinds, widths, pads) if is_whole else None
+        return self._tables[key]
