@@ -97,9 +97,8 @@ void remove_folder(const std::string& folder) {
     if (std::system(("rm -rf '" + folder + "'").c_str())) problem("the folder of a communicator cannot be removed");
 }
 
-Status come(Communicator* its, const std::string& name) {
-    put(its, of_rank(name, its->rank), "");
-    return SUCCESS;
+void come(Communicator* its, const std::string& name, const std::string& what = "") {
+    put(its, of_rank(name, its->rank), what);
 }
 
 Status wait_for(Communicator* its, const std::string& name, int rank) {
@@ -271,10 +270,21 @@ Status launch(const std::vector<Call>& calls) {
     return SUCCESS;
 }
 
+std::string place_of(Communicator* its) {
+    const char* host = getenv("NCCL_HOSTID");
+    return (host ? host : "this host") + (" " + std::to_string(its->device));
+}
+
 Status meet(Communicator* its) {
-    for (int rank = 0; rank < its->size; rank++)
-        if (wait_for(its, "made", rank)) return REMOTE_ERROR;
-    return SUCCESS;
+    std::set<std::string> places;
+    for (int rank = 0; rank < its->size; rank++) {
+        std::string place;
+        if (!get(its, of_rank("made", rank), place)) return REMOTE_ERROR;
+        places.insert(place);
+    }
+    const char* may_share = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    const bool is_shared = (int)places.size() < its->size && !(may_share && !strcmp(may_share, "1"));
+    return is_shared ? INVALID_USAGE : SUCCESS;  // as NCCL's "Duplicate GPU detected"
 }
 
 Status end_group() {
@@ -318,7 +328,7 @@ struct UniqueId { char internal[128]; };
 extern "C" const char* ncclGetErrorString(int) { return "of the emulated NCCL"; }
 
 NCCL ncclGetVersion(int* version) {
-    *version = 22809;
+    *version = 23003;  // the first that lets ranks share a GPU
     return SUCCESS;
 }
 
@@ -339,7 +349,7 @@ NCCL ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank
     its->rank = rank;
     its->device = host_cuda::current_device();
     *made = its;
-    come(its, "made");
+    come(its, "made", place_of(its));
     if (!group.depth) return meet(its);
     group.made.push_back(its);
     return SUCCESS;

@@ -1,4 +1,5 @@
-// CUDA's runtime on host memory: the functions of libcudart that CuPy calls, but for graphs, textures and managed memory.
+// CUDA's runtime on host memory: the functions of libcudart that CuPy calls, but for textures, managed memory, and graphs of
+// more than one stream.
 //
 // CuPy has libcudart in its extension module. preload.py overwrites the beginning of each cudaXyz there with a jump to
 // host_cudaXyz here. Device memory is the host's, filled with rubbish when it is allocated and when it is freed. What is
@@ -19,6 +20,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "device.h"
 
@@ -43,10 +45,13 @@ struct Engine {  // a thread, and what it has still to do; the first is being do
     bool ends = false;
 };
 
+typedef std::vector<Work> Graph;
+
 struct Stream {
     int device, priority;
     unsigned flags;
     std::shared_ptr<Engine> engine;
+    std::shared_ptr<Graph> captured = nullptr;  // what is put on it is not done, but noted here
 };
 
 struct Mark {  // a place in a stream
@@ -127,6 +132,7 @@ Block* find_block(const void* address, size_t nbytes) {  // with `lock` held
 }
 
 void put(Stream* stream, Work work) {  // with `lock` held
+    if (stream->captured) return stream->captured->push_back(std::move(work));
     stream->engine->queue.push_back(std::move(work));
     changed.notify_all();
 }
@@ -398,8 +404,9 @@ RUNTIME(cudaStreamGetPriority)(cudaStream_t handle, int* priority) {
     return cudaSuccess;
 }
 
-RUNTIME(cudaStreamIsCapturing)(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+RUNTIME(cudaStreamIsCapturing)(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+    WITH_STREAM(handle);
+    *status = stream->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
@@ -410,6 +417,7 @@ RUNTIME(cudaStreamQuery)(cudaStream_t handle) {
 
 RUNTIME(cudaStreamSynchronize)(cudaStream_t handle) {
     WITH_STREAM(handle);
+    if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
     auto mark = std::make_shared<Mark>();
     put(stream, reach(mark));
     changed.wait(hold, [&] { return mark->is_reached; });
@@ -421,6 +429,40 @@ RUNTIME(cudaDeviceSynchronize)() {
     wait_for_all(hold);
     return cudaSuccess;
 }
+
+// ---- Graphs. A handle is a Graph, which is never destroyed, as it may still be under way.
+
+RUNTIME(cudaStreamBeginCapture)(cudaStream_t handle, cudaStreamCaptureMode) {
+    WITH_STREAM(handle);
+    if ((size_t)handle <= 1 || stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
+    stream->captured = std::make_shared<Graph>();
+    return cudaSuccess;
+}
+
+RUNTIME(cudaStreamEndCapture)(cudaStream_t handle, cudaGraph_t* graph) {
+    WITH_STREAM(handle);
+    if (!stream->captured) return failed(cudaErrorIllegalState);
+    *graph = (cudaGraph_t) new Graph(*stream->captured);
+    stream->captured = nullptr;
+    return cudaSuccess;
+}
+
+RUNTIME(cudaGraphInstantiate)(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+    *executable = (cudaGraphExec_t)graph;
+    return cudaSuccess;
+}
+
+RUNTIME(cudaGraphLaunch)(cudaGraphExec_t executable, cudaStream_t handle) {
+    WITH_STREAM(handle);
+    for (auto& work : *(Graph*)executable) put(stream, work);
+    return cudaSuccess;
+}
+
+RUNTIME(cudaGraphUpload)(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+
+RUNTIME(cudaGraphDestroy)(cudaGraph_t) { return cudaSuccess; }
+
+RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t) { return cudaSuccess; }
 
 // ---- Events.
 
@@ -452,6 +494,7 @@ RUNTIME(cudaEventRecord)(cudaEvent_t handle, cudaStream_t its_stream) {
     Stream* stream = find_stream(its_stream);
     if (!stream || stream->device != event->device)
         return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "an event is recorded on another device's stream");
+    if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
     event->mark = std::make_shared<Mark>();
     put(stream, reach(event->mark));
     return cudaSuccess;
