@@ -65,7 +65,7 @@ def run_tests(report: Report, name: str, ranks: str, files: list[str], limit: fl
     question = f"tests that need a GPU, {name}"
     with report.question(question):
         options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
-        options += ["--sample", "20"] if os.environ.get("GPU_CHECK_TINY") == "1" else []
+        options += ["--sample", "50"] if os.environ.get("GPU_CHECK_TINY") == "1" else []
         command, why = [sys.executable, "-m", "pytest", *options, *files], ""
         print(" ".join(command), flush=True)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

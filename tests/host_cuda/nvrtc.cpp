@@ -52,7 +52,7 @@ bool succeeds(const std::string& command, const std::string& log) {
 std::string for_the_host(const std::string& source) {
     std::string text = source.find("__syncthreads") == source.npos ? "" : "#define HOST_CUDA_FIBERS\n";
     text += "#include \"" + folder() + "/kernel.h\"\n#line 1 \"kernel.cu\"\n" + source;
-    for (size_t at; (at = text.find(CLOCK)) != text.npos;) text.replace(at, CLOCK.size(), "host_cuda::read_clock");
+    for (size_t at; (at = text.find(CLOCK)) != text.npos;) text.replace(at, CLOCK.size(), "host_cuda::read_clock(");
     return text;
 }
 

@@ -274,7 +274,7 @@ RUNTIME(cudaDeviceGetAttribute)(int* value, cudaDeviceAttr attribute, int) {
     return cudaSuccess;
 }
 
-RUNTIME(cudaGetDeviceProperties)(cudaDeviceProp* properties, int device) {
+RUNTIME(cudaGetDeviceProperties_v2)(cudaDeviceProp* properties, int device) {
     memset(properties, 0, sizeof *properties);
     strcpy(properties->name, "a GPU emulated on the host");
     for (int at = 0; at < 16; at++) properties->uuid.bytes[at] = (char)(17 * device + at + 1);
