@@ -52,7 +52,7 @@ test-frameworks: $(TENSORS)/.installed
 # The tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine with a GPU, small.
 # Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json
-	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 8 tests
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 16 tests
 	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits,sanitizer-memcheck,sanitizer-initcheck
 
 test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
