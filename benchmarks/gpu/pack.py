@@ -126,6 +126,8 @@ def measure_peers(bench: Bench, report: Report, lists: Lists, packs: Sequence[Ca
     ways: dict[str, Sequence[Call]] = {"ours": packs, "a CuPy copy per tensor": [per_tensor(at) for at in range(SETS)]}
     try:
         ways |= torch_ways(bench, lists)
+    except ModuleNotFoundError:
+        report.add("pack beside torch", "torch is not installed")
     except Exception as error:
         report.add("pack beside torch", NOT_MEASURED, note=f"torch: {type(error).__name__}: {error}"[:200])
     for name, calls in ways.items():

@@ -60,12 +60,13 @@ def notes_of(said: str) -> str:
     return "; ".join(words)[:600]
 
 
-def run_tests(report: Report, name: str, ranks: str, files: list[str], limit: float) -> None:
-    """Run the tests of files that need a GPU."""
+def run_tests(report: Report, name: str, ranks: str, files: list[str], limit: float, is_tiny: bool = False) -> None:
+    """Run the tests of files that need a GPU; a few of the first file's if it is a tiny check."""
     question = f"tests that need a GPU, {name}"
     with report.question(question):
         options = ["-q", "-m", "gpu", "-rsfE", "-p", "no:cacheprovider", "--ranks", ranks]
-        command, why = [sys.executable, "-m", "pytest", *options, *files], ""
+        chosen = ["--sample", "20", files[0]] if is_tiny else files
+        command, why = [sys.executable, "-m", "pytest", *options, *chosen], ""
         print(" ".join(command), flush=True)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
@@ -151,13 +152,11 @@ def main() -> int:
     parser.add_argument("what", choices=["tests", "digits", "sanitizer"])
     parser.add_argument("words", nargs="*")
     given = parser.parse_args()
-    report, limit = (
-        Report(given.out),
-        float(os.environ.get("GPU_CHECK_LIMIT", "120")),
-    )  # of the part, which is ended then
+    report, is_tiny = Report(given.out), os.environ.get("GPU_CHECK_TINY") == "1"
+    limit = float(os.environ.get("GPU_CHECK_LIMIT", "120"))  # of the part, which is ended then
     if given.what == "tests":
         ranks, name, *files = given.words
-        run_tests(report, name, ranks, files or files_with_gpu_tests(), max(1.0, limit - 12))
+        run_tests(report, name, ranks, files or files_with_gpu_tests(), max(1.0, limit - 12), is_tiny)
     elif given.what == "sanitizer":
         check_sanitizer(report, given.words[0], limit - 10)
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from host_cuda import are_emulated
 from standin.gpus import down, gpus, looked_after, standin, up
 from standin.measuring import add_measuring
 
@@ -115,7 +116,7 @@ def wrong_leaves(comm: Intracomm, op: str, shapes: tuple[Any, ...], options: Opt
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_numbers_are_right(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, name: str) -> None:
-    is_small = request.node.callspec.params["gpus"] == "stand-in"
+    is_small = are_emulated() or request.node.callspec.params["gpus"] == "stand-in"
     is_slow = os.environ.get("TEST_HOSTIDS") == "1"
     if is_slow and name not in SLOW:
         pytest.skip("takes long where ranks share a GPU by real NCCL")
@@ -167,6 +168,7 @@ def test_a_rank_that_misses_a_call_is_noticed_and_the_ranks_begin_anew(
 def holdings(cupy: Any) -> dict[str, int]:
     """Count what the process holds now."""
     cupy.cuda.runtime.deviceSynchronize()
+    cupy.cuda.alloc_pinned_memory(1)  # when CuPy lets go of the events of its own copies that are done
     gc.collect()
     pool, objects = cupy.get_default_memory_pool(), [type(its) for its in gc.get_objects()]
     return {
@@ -280,7 +282,7 @@ def test_nothing_grows(gpus: Any, comm: Intracomm, request: pytest.FixtureReques
         for _ in range(50):
             call()
         fits = int(SECONDS * 50 / (time.monotonic() - start))
-        number = 50 if is_standin else comm.bcast(min(CALLS, fits))
+        number = 50 if is_standin or are_emulated() else comm.bcast(min(CALLS, fits))
         assert grown_by(gpus.cupy, call, number) == {}
 
 

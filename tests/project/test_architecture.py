@@ -428,7 +428,7 @@ def test_tests_enter_folders_by_their_init() -> None:
 
 
 def test_folders_of_tests_mirror_those_of_the_package() -> None:
-    own = {"fixtures", "frameworks", "jobs", "mpi_session", "project", "slurm", "standin", "support"}
+    own = {"fixtures", "frameworks", "host_cuda", "jobs", "mpi_session", "project", "slurm", "standin", "support"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     mirrors = {folder for folder in folders if not own & {*folder.parts}}
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()

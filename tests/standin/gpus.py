@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+from host_cuda import problems
 
 from mpidist.transport import cuda
 from mpidist.transport.group import SyncGroup
@@ -44,10 +45,11 @@ def standin(comm: Intracomm) -> Iterator[StandIn]:
 
 
 @pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
-    """CuPy with NCCL: the stand-in, or real ones, which ranks may share."""
+def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Iterator[Any]:
+    """CuPy with NCCL: the stand-in, or the real CuPy, on GPUs that are real or emulated. Ranks may share them."""
     if request.param == "stand-in":
-        return request.getfixturevalue("standin").cuda
+        yield request.getfixturevalue("standin").cuda
+        return
     found = cuda.current()
     reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
     if reasons:
@@ -55,7 +57,8 @@ def gpus(request: pytest.FixtureRequest, comm: Intracomm) -> Any:
     if os.environ.get("TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
         os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
     found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
-    return found
+    yield found
+    assert comm.allgather(problems()) == [""] * comm.size
 
 
 @pytest.fixture(params=["1", "0"], ids=["NCCL", "staged"])

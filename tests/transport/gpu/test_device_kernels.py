@@ -9,12 +9,14 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from host_cuda import problems
 from standin import kernels as standin_kernels
 from standin.gpus import down, standin, up
 from standin.nccl import StandIn
@@ -48,13 +50,15 @@ SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW /
 
 
 @pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def provider(request: pytest.FixtureRequest) -> Any:
+def provider(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "stand-in":
-        return request.getfixturevalue("standin").cuda
+        yield request.getfixturevalue("standin").cuda
+        return
     found = cuda.current()
     if not found.support.num_devices:
         pytest.skip(f"needs a GPU: {found.support.reason}")
-    return found
+    yield found
+    assert problems() == ""
 
 
 @pytest.fixture

@@ -1,0 +1,121 @@
+// CUDA's driver on the host: the functions of libcuda.so.1 that CuPy calls, to load and launch kernels.
+//
+// A module is a shared library of the host, as nvrtc.cpp makes it. It has for each kernel a function launch_KERNEL, that
+// copies the kernel's parameters and returns the work. Its threads run one after another, on the thread of the stream.
+#include <cuda.h>
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "device.h"
+
+using namespace host_cuda;
+
+namespace {
+
+typedef Work* (*Launch)(void** parameters, const unsigned* grid, const unsigned* block);
+
+struct Module {
+    void* library;
+    int device;
+};
+
+struct Function {
+    Launch launch;
+    int device;
+};
+
+size_t size_of(const void* image) {
+    auto head = (const Elf64_Ehdr*)image;
+    return head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;  // the sections' table is the last thing in it
+}
+
+void* load(const void* image) {  // by a name of its own, as what is loaded is known by its name
+    char path[] = "/dev/shm/host-cuda-XXXXXX";
+    const int file = mkstemp(path);
+    const size_t nbytes = size_of(image);
+    const bool is_written = write(file, image, nbytes) == (ssize_t)nbytes;
+    void* library = is_written ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
+    close(file);
+    unlink(path);
+    return library;
+}
+
+}  // namespace
+
+#define DRIVER extern "C" CUresult
+
+DRIVER cuGetErrorName(CUresult, const char** text) {
+    *text = "CUDA_ERROR of the emulated driver";
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuGetErrorString(CUresult, const char** text) {
+    *text = "of the emulated driver";
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuCtxGetCurrent(CUcontext* context) {  // each device has one, the primary one
+    *context = (CUcontext)(size_t)(1 + current_device());
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+
+DRIVER cuCtxGetDevice(CUdevice* device) {
+    *device = current_device();
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuModuleLoadData(CUmodule* module, const void* image) {
+    void* library = load(image);
+    if (!library) {
+        fprintf(stderr, "host CUDA: a module cannot be loaded: %s\n", dlerror());
+        return CUDA_ERROR_INVALID_IMAGE;
+    }
+    *module = (CUmodule) new Module{library, current_device()};
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // a kernel of it may still be queued
+
+DRIVER cuModuleGetFunction(CUfunction* function, CUmodule handle, const char* name) {
+    auto module = (Module*)handle;
+    auto launch = (Launch)dlsym(module->library, (std::string("launch_") + name).c_str());
+    if (!launch) return CUDA_ERROR_NOT_FOUND;
+    *function = (CUfunction) new Function{launch, module->device};
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuLaunchKernel(
+    CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+    unsigned block_z, unsigned, CUstream stream, void** parameters, void**
+) {
+    auto function = (Function*)handle;
+    const unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
+    const unsigned long long num_threads = (unsigned long long)block_x * block_y * block_z;
+    if (!grid_x || !grid_y || !grid_z || !num_threads || num_threads > 1024) return CUDA_ERROR_INVALID_VALUE;
+    if (function->device != current_device() || function->device != device_of_stream(stream)) {
+        problem("a kernel is launched on another device than its own");
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    Work* work = function->launch(parameters, grid, block);
+    const int error = enqueue(stream, std::move(*work));
+    delete work;
+    return (CUresult)error;
+}
+
+DRIVER cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) {
+    *value = 32;
+    return CUDA_SUCCESS;
+}
+
+DRIVER cuOccupancyMaxActiveBlocksPerMultiprocessor(int* number, CUfunction, int, size_t) {
+    *number = 8;
+    return CUDA_SUCCESS;
+}

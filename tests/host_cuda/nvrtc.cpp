@@ -1,0 +1,170 @@
+// NVRTC on the host: the functions of libnvrtc.so.12 that CuPy calls. g++ makes of a program a shared library, which is
+// what driver.cpp takes for a module.
+//
+// The program is preprocessed first, in order to find the kernels also where macros make them. What was compiled is kept,
+// for all processes, in the folder HOST_CUDA, where kernel.h is.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <regex>
+#include <set>
+#include <string>
+#include <vector>
+
+typedef int nvrtcResult;
+
+namespace {
+
+enum { SUCCESS = 0, COMPILATION = 6, NOT_EMULATED = 11 };
+
+// What is undefined ends the process: 16 bytes from an address that is no multiple of 16, say, which a GPU refuses.
+const char* const COMMAND =
+    "g++ -O1 -std=c++17 -w -fpermissive -ffp-contract=off -fPIC -shared "
+    "-fsanitize=alignment -fsanitize-undefined-trap-on-error -x c++ ";
+const std::string CLOCK = "asm volatile(\"mov.u64 %0, %globaltimer;\" : \"=l\"";
+
+struct Program {
+    std::string source, log, image;
+};
+
+std::string folder() {
+    const char* named = getenv("HOST_CUDA");
+    return named ? named : ".";
+}
+
+std::string read(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+bool succeeds(const std::string& command, const std::string& log) {
+    return std::system((command + " > '" + log + "' 2>&1").c_str()) == 0;
+}
+
+std::string for_the_host(const std::string& source) {
+    std::string text = source.find("__syncthreads") == source.npos ? "" : "#define HOST_CUDA_FIBERS\n";
+    text += "#include \"" + folder() + "/kernel.h\"\n#line 1 \"kernel.cu\"\n" + source;
+    for (size_t at; (at = text.find(CLOCK)) != text.npos;) text.replace(at, CLOCK.size(), "host_cuda::read_clock(");
+    return text;
+}
+
+// `__global__ void name(`, with __launch_bounds__(...) before or after `void`
+std::set<std::string> kernels_of(const std::string& preprocessed) {
+    static const std::regex name("^\\s*(?:__launch_bounds__\\([^)]*\\)\\s*|void\\s+)*(\\w+)\\s*\\(");
+    std::set<std::string> names;
+    const std::string mark = "__global__";
+    for (size_t at = 0; (at = preprocessed.find(mark, at)) != preprocessed.npos;) {
+        at += mark.size();
+        const std::string after = preprocessed.substr(at, 300);
+        std::smatch found;
+        if (std::regex_search(after, found, name)) names.insert(found[1]);
+    }
+    return names;
+}
+
+std::string with_launches(const std::string& preprocessed) {
+    std::string text = "#define __global__\n#define __launch_bounds__(...)\n" + preprocessed + "\n";
+    for (auto& name : kernels_of(preprocessed))
+        text += "extern \"C\" std::function<void()>* launch_" + name +
+                "(void** parameters, const unsigned* grid, const unsigned* block) "
+                "{ return host_cuda::launch(" + name + ", parameters, grid, block); }\n";
+    return text;
+}
+
+bool compile(Program& program, const std::string& options, const std::string& path) {
+    const std::string part = path + "." + std::to_string(getpid()), log = part + ".log";
+    write(part + ".cu", for_the_host(program.source));
+    bool is_done = succeeds(COMMAND + options + "-E '" + part + ".cu' -o '" + part + ".ii'", log);
+    if (is_done) {
+        write(part + ".cpp", with_launches(read(part + ".ii")));
+        is_done = succeeds(COMMAND + ("'" + part + ".cpp' -o '" + part + ".so'"), log);
+    }
+    program.log = read(log);
+    if (is_done) rename((part + ".so").c_str(), path.c_str());
+    for (auto end : {".cu", ".ii", ".cpp", ".log"}) unlink((part + end).c_str());
+    return is_done;
+}
+
+}  // namespace
+
+#define NVRTC extern "C" nvrtcResult
+
+extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
+    return code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : code ? "not emulated" : "NVRTC_SUCCESS";
+}
+
+NVRTC nvrtcVersion(int* major, int* minor) {
+    *major = 12;
+    *minor = 9;
+    return SUCCESS;
+}
+
+NVRTC nvrtcCreateProgram(Program** program, const char* source, const char*, int, const char* const*, const char* const*) {
+    *program = new Program{source, "", ""};
+    return SUCCESS;
+}
+
+NVRTC nvrtcDestroyProgram(Program** program) {
+    delete *program;
+    *program = nullptr;
+    return SUCCESS;
+}
+
+NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* options) {
+    std::string used;
+    for (int at = 0; at < number; at++)
+        if (!strncmp(options[at], "-I", 2) || !strncmp(options[at], "-D", 2)) used += "'" + std::string(options[at]) + "' ";
+    used += "-I'" + folder() + "/include' ";
+    const size_t digest = std::hash<std::string>()(used + program->source);
+    const std::string path = folder() + "/kernels/" + std::to_string(digest) + ".so";
+    const int lock = open((path + ".lock").c_str(), O_CREAT | O_RDWR, 0600);  // one process compiles it, and the others wait
+    flock(lock, LOCK_EX);
+    const bool is_there = access(path.c_str(), R_OK) == 0 || compile(*program, used, path);
+    close(lock);
+    if (!is_there) return COMPILATION;
+    program->image = read(path);
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetCUBINSize(Program* program, size_t* nbytes) {
+    *nbytes = program->image.size();
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetCUBIN(Program* program, char* image) {
+    memcpy(image, program->image.data(), program->image.size());
+    return SUCCESS;
+}
+
+// Of an empty program, of which CuPy wants to know the version only.
+const char PTX[] = "// compiled for the host\n";
+
+NVRTC nvrtcGetPTXSize(Program*, size_t* nbytes) {
+    *nbytes = sizeof PTX;
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetPTX(Program*, char* text) {
+    memcpy(text, PTX, sizeof PTX);
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetProgramLogSize(Program* program, size_t* nbytes) {
+    *nbytes = program->log.size() + 1;
+    return SUCCESS;
+}
+
+NVRTC nvrtcGetProgramLog(Program* program, char* text) {
+    memcpy(text, program->log.c_str(), program->log.size() + 1);
+    return SUCCESS;
+}
+
+NVRTC nvrtcAddNameExpression(Program*, const char*) { return NOT_EMULATED; }

@@ -1,0 +1,129 @@
+"""The emulated CUDA: it does what kernels ask for, late, and does not forgive what a GPU would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host_cuda import are_emulated, problems
+from mpidist.transport import cuda
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1)]
+
+MADE_BY_A_MACRO = """
+#define ADDER(NUMBER) \\
+    extern "C" __global__ void __launch_bounds__(64) add_##NUMBER(long long* at) { at[threadIdx.x] += NUMBER; }
+ADDER(3) ADDER(5)
+"""
+REVERSING = """
+extern "C" __global__ void reverse(long long* at) {
+    __shared__ long long held[32];
+    held[threadIdx.x] = at[threadIdx.x];
+    __syncthreads();
+    at[threadIdx.x] = held[blockDim.x - 1 - threadIdx.x];
+}
+"""
+HOLD = """
+extern "C" __global__ void hold(long long nanoseconds, long long* at) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+    *at = 1;
+}
+"""
+
+
+@pytest.fixture
+def cupy() -> Any:
+    if not are_emulated():
+        pytest.skip("needs a GPU that is emulated")
+    return cuda.current().cupy
+
+
+def test_kernels_are_found_that_a_macro_makes(cupy: Any) -> None:
+    module, array = cupy.RawModule(code=MADE_BY_A_MACRO), cupy.zeros(4, np.int64)
+    for name in ("add_3", "add_5"):
+        module.get_function(name)((1,), (4,), (array,))
+    assert array.get().tolist() == [8, 8, 8, 8]
+
+
+def test_threads_of_a_block_wait_for_each_other(cupy: Any) -> None:
+    array = cupy.arange(32)
+    cupy.RawKernel(REVERSING, "reverse")((1,), (32,), (array,))
+    assert array.get().tolist() == [*range(31, -1, -1)]
+
+
+def test_the_host_does_not_wait_for_a_kernel(cupy: Any) -> None:
+    hold, array, event = cupy.RawKernel(HOLD, "hold"), cupy.zeros(1, np.int64), cupy.cuda.Event()
+    hold((1,), (1,), (1, array))  # compiled
+    cupy.cuda.Device().synchronize()
+    hold((1,), (1,), (300_000_000, array))
+    event.record()
+    assert not event.done
+    event.synchronize()
+    assert event.done
+
+
+def test_streams_do_not_wait_for_each_other_without_an_event(cupy: Any) -> None:
+    hold, array = cupy.RawKernel(HOLD, "hold"), cupy.zeros(1, np.int64)
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with first:
+        hold((1,), (1,), (300_000_000, array))
+    with second:
+        before = array.get()
+        second.wait_event(first.record())
+        after = array.get()
+    assert (before.tolist(), after.tolist()) == ([0], [1])
+
+
+def test_copy_of_the_wrong_kind_is_a_problem(cupy: Any) -> None:
+    array, runtime = cupy.zeros(4), cupy.cuda.runtime
+    with pytest.raises(runtime.CUDARuntimeError):
+        runtime.memcpyAsync(array.data.ptr, array.data.ptr, 8, runtime.memcpyHostToDevice, 0)
+    assert "a copy's kind is not that of its memory" in problems()
+    assert problems() == ""
+
+
+def test_kernel_of_another_device_is_a_problem(cupy: Any) -> None:
+    with cupy.cuda.Device(1):
+        stream = cupy.cuda.Stream(non_blocking=True)
+    array = cupy.zeros(4, np.int64)
+    function = cupy.RawModule(code=MADE_BY_A_MACRO).get_function("add_3")
+    with pytest.raises(cupy.cuda.driver.CUDADriverError):
+        function((1,), (4,), (array,), stream=stream)
+    assert "a kernel is launched on another device than its own" in problems()
+
+
+def test_nccl_takes_no_memory_of_another_device(cupy: Any) -> None:
+    nccl = cuda.current().nccl
+    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    with cupy.cuda.Device(1):
+        at = cupy.zeros(4, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    communicator.allReduce(at.data.ptr, at.data.ptr, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
+    stream.synchronize()
+    communicator.destroy()
+    assert "NCCL gets memory or a stream that is not its device's" in problems()
+
+
+@pytest.mark.parametrize("may_share", ["0", "1"])
+def test_communicators_of_one_gpu_are_made_if_nccl_is_told_so(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, may_share: str
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
+    nccl = cuda.current().nccl
+    unique_id = nccl.get_unique_id()
+    nccl.groupStart()
+    made = [nccl.NcclCommunicator(2, unique_id, rank) for rank in range(2)]
+    if may_share == "0":
+        with pytest.raises(nccl.NcclError):
+            nccl.groupEnd()
+    else:
+        nccl.groupEnd()
+    nccl.groupStart()
+    for communicator in made:
+        communicator.destroy()
+    nccl.groupEnd()
