@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from standin.gpus import down, group, standin, up
+from host_cuda.gpus import down, gpus, group, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, contribution
 
 from mpidist.collectives import reductions
@@ -18,7 +18,7 @@ from mpidist.transport.group import SyncGroup, levels
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["group", "standin"]  # fixtures
+__all__ = ["gpus", "group"]  # fixtures
 
 F32 = np.dtype(np.float32)
 DTYPES = [*INTEGERS, *HALVES, F32, np.dtype(np.float64), *COMPLEX[:2]]

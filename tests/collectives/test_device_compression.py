@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from standin.gpus import down, gpus, up
-from standin.late import anywhere, standin
+from host_cuda.gpus import anywhere, down, gpus, up
 from support.everywhere import same_everywhere
 from support.half_precision import HALF, allowed, each_half, normal
 
@@ -22,7 +21,7 @@ from mpidist.transport.group import SyncGroup
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["anywhere", "gpus", "standin"]  # fixtures
+__all__ = ["anywhere", "gpus"]  # fixtures
 
 ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical": HierarchicalCopyAllReduce, "collective": CollectiveAllReduce}
 COUNTS = [0, 1, 33, 5000, 70_000]

@@ -1,4 +1,4 @@
-"""What a program does with device memory, on the stand-in or a GPU: right numbers, a late rank, nothing that grows."""
+"""What a program does with device memory: right numbers, a late rank, nothing that grows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from host_cuda import are_emulated
-from standin.gpus import down, gpus, looked_after, standin, up
-from standin.measuring import add_measuring
+from host_cuda.gpus import down, gpus, up
 
 import mpidist
 from mpidist import CommunicationOptions as Options
 from mpidist.collectives.arguments import Spec
-from mpidist.collectives.arithmetic import Arithmetic
-from mpidist.collectives.plan import make_messages
+from mpidist.collectives.plans import Arithmetic, make_messages
 from mpidist.options import Compression
 from mpidist.transport import bfloat16
 from mpidist.transport.gpu import DeviceKernels
@@ -30,7 +28,7 @@ from mpidist.transport.gpu import DeviceKernels
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "looked_after", "standin"]
+__all__ = ["gpus"]
 
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0, 3), (7,), (129, 33), (100_003,))
@@ -115,8 +113,8 @@ def wrong_leaves(comm: Intracomm, op: str, shapes: tuple[Any, ...], options: Opt
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_numbers_are_right(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, name: str) -> None:
-    is_small = are_emulated() or request.node.callspec.params["gpus"] == "stand-in"
+def test_numbers_are_right(gpus: Any, comm: Intracomm, name: str) -> None:
+    is_small = are_emulated()
     is_slow = os.environ.get("TEST_HOSTIDS") == "1"
     if is_slow and name not in SLOW:
         pytest.skip("takes long where ranks share a GPU by real NCCL")
@@ -262,10 +260,7 @@ def test_packs_of_gpu_arrays_are_padded_and_those_of_host_arrays_are_not(comm: I
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("what", ["all_reduce", "pack and unpack"])
-def test_nothing_grows(gpus: Any, comm: Intracomm, request: pytest.FixtureRequest, what: str) -> None:
-    is_standin = request.node.callspec.params["gpus"] == "stand-in"
-    if is_standin:
-        add_measuring(request.getfixturevalue("standin"))
+def test_nothing_grows(gpus: Any, comm: Intracomm, what: str) -> None:
     arrays = [up(np.ones(size, np.float32)) for size in (3, 1000, 17)]
     with mpidist.MultiWorkerMirroredStrategy(comm=comm) as strategy:
         kernels = DeviceKernels(gpus)
@@ -282,14 +277,13 @@ def test_nothing_grows(gpus: Any, comm: Intracomm, request: pytest.FixtureReques
         for _ in range(50):
             call()
         fits = int(SECONDS * 50 / (time.monotonic() - start))
-        number = 50 if is_standin or are_emulated() else comm.bcast(min(CALLS, fits))
+        number = 50 if are_emulated() else comm.bcast(min(CALLS, fits))
         assert grown_by(gpus.cupy, call, number) == {}
 
 
 @pytest.mark.ranks(max=1)
-def test_what_grows_is_seen(standin: Any, tmp_path: Path) -> None:
-    add_measuring(standin)
+def test_what_grows_is_seen(gpus: Any, tmp_path: Path) -> None:
     kept: list[Any] = []
-    assert grown_by(standin.cuda.cupy, lambda: kept.append((tmp_path / "file").open("w")), 50) == {"open files": 50}
+    assert grown_by(gpus.cupy, lambda: kept.append((tmp_path / "file").open("w")), 50) == {"open files": 50}
     for file in kept:
         file.close()

@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parent
 SITE = Path(sysconfig.get_paths()["purelib"])
 TARGET = Path(sys.prefix) / "host_cuda"
 LIBRARIES = {  # in the order in which they are loaded, as NCCL needs the driver
-    "libcuda.so.1": ["runtime.cpp", "driver.cpp"],
+    "libcuda.so.1": ["runtime.cpp", "driver.cpp", "accesses.cpp", "control.cpp"],
     "libnvrtc.so.12": ["nvrtc.cpp"],
     "libnccl.so.2": ["nccl.cpp", "-L.", "-l:libcuda.so.1"],
 }

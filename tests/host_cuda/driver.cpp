@@ -105,7 +105,13 @@ DRIVER cuLaunchKernel(
         return CUDA_ERROR_INVALID_HANDLE;
     }
     Work* work = function->launch(parameters, grid, block);
-    const int error = enqueue(stream, std::move(*work));
+    met("a kernel");
+    const int error = enqueue(stream, [its = std::move(*work)] {
+        begin_kernel();
+        its();
+        end_kernel();
+        count("kernels", 1);
+    });
     delete work;
     return (CUresult)error;
 }

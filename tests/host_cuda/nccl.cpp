@@ -27,6 +27,7 @@ namespace {
 
 enum Status { SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum Kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV };
+const char* const NAMES[] = {"allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"};
 enum Op { SUM, PROD, MAX, MIN, NUM_OPS };
 enum Dtype { I1, U1, I4, U4, I8, U8, F2, F4, F8, BF, NUM_DTYPES };
 const size_t WIDTHS[NUM_DTYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -35,7 +36,8 @@ struct Communicator {
     std::string folder;
     int size, rank, device;
     std::atomic<bool> is_aborted{false};
-    std::atomic<int> error{SUCCESS}, num_threads{0};
+    std::atomic<int> error{SUCCESS}, num_threads{0}, num_under_way{0};
+    void* stream = nullptr;  // of what is under way
     long num_calls = 0;
     std::map<int, long> num_sent, num_received;  // by peer
     std::set<std::string> connections;
@@ -62,9 +64,11 @@ struct Call {
     }
 };
 
+std::map<std::string, int>& num_here = *new std::map<std::string, int>;  // of the ranks of a communicator, in this process
+
 struct Group {  // what the current thread has begun
     int depth = 0;
-    std::vector<Communicator*> made, destroyed;
+    std::vector<Communicator*> made, aborted, destroyed;
     std::vector<Call> calls;
 };
 thread_local Group group;
@@ -77,10 +81,10 @@ void put(Communicator* its, const std::string& name, const std::string& content)
     rename(part.c_str(), path.c_str());
 }
 
-// Waits for a file. Returns false if the communicator is aborted before it comes.
-bool get(Communicator* its, const std::string& name, std::string& content) {
-    const std::string path = its->folder + "/" + name;
-    for (int naps = 0; access(path.c_str(), R_OK); naps++) {
+// Waits for a file, and for ever if a rank has aborted. Returns false if this rank has, before the file comes.
+bool get(Communicator* its, const std::string& name, std::string& content, const char* aborted = "aborted") {
+    const std::string path = its->folder + "/" + name, end = its->folder + "/" + aborted;
+    for (int naps = 0; access(path.c_str(), R_OK) || !access(end.c_str(), F_OK); naps++) {
         if (its->is_aborted) return false;
         usleep(std::min(20 + naps, 1000));
     }
@@ -221,7 +225,18 @@ std::string begin(const Call& call) {
     return name;
 }
 
+bool is_any_aborted(const std::vector<Call>& calls) {
+    return std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.its->is_aborted.load(); });
+}
+
 void run(const std::vector<Call>& calls) {
+    for (auto& call : calls) {
+        const size_t factor = call.its->size;
+        if (call.sends()) host_cuda::uses(call.from, call.nbytes() * (call.kind == REDUCE_SCATTER ? factor : 1), false);
+        if (call.receives()) host_cuda::uses(call.to, call.nbytes() * (call.kind == ALL_GATHER ? factor : 1), true);
+    }
+    usleep(host_cuda::wished("NCCL's delay"));
+    while (host_cuda::wished("NCCL is held back") && !is_any_aborted(calls)) usleep(200);
     std::vector<std::string> names;
     std::map<Communicator*, std::vector<std::string>> files;
     for (auto& call : calls) {
@@ -254,6 +269,9 @@ Status connect(const std::vector<Call>& calls) {
         wanted.push_back({call, name});
     }
     for (auto& [call, name] : wanted)
+        if (num_here[call.its->folder] < call.its->size && gettid() == getpid())
+            problem("the main thread waits in NCCL, where no deadline holds");
+    for (auto& [call, name] : wanted)
         for (int rank = 0; rank < call.its->size; rank++)
             if ((!call.is_for_two() || rank == call.peer) && wait_for(call.its, name, rank)) return REMOTE_ERROR;
     return SUCCESS;
@@ -264,8 +282,18 @@ Status launch(const std::vector<Call>& calls) {
     std::map<void*, std::vector<Call>> by_stream;
     for (auto& call : calls) by_stream[call.stream].push_back(call);
     for (auto& [stream, its] : by_stream) {
-        const std::vector<Call> held = its;
-        if (host_cuda::enqueue(stream, [held] { run(held); })) return UNHANDLED_CUDA_ERROR;
+        for (auto& call : its) {
+            if (call.its->num_under_way++ && call.its->stream != stream)
+                problem("a communicator has work under way on two streams");
+            call.its->stream = stream;
+        }
+        host_cuda::count("launches of NCCL under way", 1);
+        const auto work = [held = its] {
+            run(held);
+            for (auto& call : held) call.its->num_under_way--;
+            host_cuda::count("launches of NCCL under way", -1);
+        };
+        if (host_cuda::enqueue(stream, work)) return UNHANDLED_CUDA_ERROR;
     }
     return SUCCESS;
 }
@@ -279,12 +307,21 @@ Status meet(Communicator* its) {
     std::set<std::string> places;
     for (int rank = 0; rank < its->size; rank++) {
         std::string place;
-        if (!get(its, of_rank("made", rank), place)) return REMOTE_ERROR;
+        if (!get(its, of_rank("made", rank), place, "never")) return REMOTE_ERROR;
         places.insert(place);
     }
     const char* may_share = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     const bool is_shared = (int)places.size() < its->size && !(may_share && !strcmp(may_share, "1"));
     return is_shared ? INVALID_USAGE : SUCCESS;  // as NCCL's "Duplicate GPU detected"
+}
+
+void end(const char* how, const std::vector<Communicator*>& communicators) {
+    host_cuda::met(how, communicators.size());
+    for (auto its : communicators) {
+        its->is_aborted = !strcmp(how, "abort");
+        if (its->is_aborted) put(its, "aborted", "");
+        leave(its);
+    }
 }
 
 Status end_group() {
@@ -293,7 +330,8 @@ Status end_group() {
     for (auto its : ended.made)
         if (Status status = meet(its)) return status;
     if (Status status = launch(ended.calls)) return status;
-    for (auto its : ended.destroyed) leave(its);
+    if (!ended.aborted.empty()) end("abort", ended.aborted);
+    if (!ended.destroyed.empty()) end("destroy", ended.destroyed);
     return SUCCESS;
 }
 
@@ -309,6 +347,9 @@ bool is_on_device(const Call& call) {
 Status add(const Call& call) {
     if (!call.its || call.dtype < 0 || call.dtype >= NUM_DTYPES || call.op < 0 || call.op >= NUM_OPS) return INVALID_ARGUMENT;
     if (call.peer < 0 || call.peer >= call.its->size) return INVALID_ARGUMENT;
+    const std::string of_rank = std::string(NAMES[call.kind]) + " of rank " + std::to_string(call.its->rank);
+    if (int status = host_cuda::met(NAMES[call.kind], call.nbytes())) return (Status)status;
+    if (int status = host_cuda::wished(of_rank.c_str())) return (Status)status;
     if (call.its->num_threads++) problem("two threads are in one communicator at once");
     if (call.count && !is_on_device(call)) problem("NCCL gets memory or a stream that is not its device's");
     call.its->num_threads--;
@@ -328,11 +369,13 @@ struct UniqueId { char internal[128]; };
 extern "C" const char* ncclGetErrorString(int) { return "of the emulated NCCL"; }
 
 NCCL ncclGetVersion(int* version) {
-    *version = 23003;  // the first that lets ranks share a GPU
+    const long wished = host_cuda::wished("NCCL's version");
+    *version = wished ? (int)wished : 23003;  // the first that lets ranks share a GPU
     return SUCCESS;
 }
 
 NCCL ncclGetUniqueId(UniqueId* id) {
+    if (int status = host_cuda::met("ncclGetUniqueId")) return status;
     static std::set<std::string>& folders = *new std::set<std::string>;
     static const bool is_first = !atexit([] { for (auto& folder : folders) if (!access(folder.c_str(), F_OK)) remove_folder(folder); });
     memset(id, 0, sizeof *id);
@@ -343,11 +386,13 @@ NCCL ncclGetUniqueId(UniqueId* id) {
 }
 
 NCCL ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank, void*) {
+    if (int status = host_cuda::met("ncclCommInitRank")) return status;
     auto its = new Communicator;
     its->folder = id.internal;
     its->size = size;
     its->rank = rank;
     its->device = host_cuda::current_device();
+    num_here[its->folder]++;
     *made = its;
     come(its, "made", place_of(its));
     if (!group.depth) return meet(its);
@@ -361,21 +406,22 @@ NCCL ncclCommSplit(Communicator*, int, int, Communicator**, void*) { return INVA
 
 NCCL ncclCommGetAsyncError(Communicator* its, int* error) {
     if (!its) return INVALID_ARGUMENT;
-    *error = its->error;
+    const int wished = host_cuda::wished("an error of NCCL");
+    *error = wished ? wished : its->error.load();
     return SUCCESS;
 }
 
 NCCL ncclCommAbort(Communicator* its) {
     if (!its) return SUCCESS;
-    its->is_aborted = true;
-    leave(its);
+    if (group.depth) group.aborted.push_back(its);
+    else end("abort", {its});
     return SUCCESS;
 }
 
 NCCL ncclCommDestroy(Communicator* its) {
     if (!its) return INVALID_ARGUMENT;
     if (group.depth) group.destroyed.push_back(its);
-    else leave(its);
+    else end("destroyed alone", {its});
     return SUCCESS;
 }
 
@@ -401,6 +447,7 @@ NCCL ncclGroupStart() {
 
 NCCL ncclGroupEnd() {
     if (!group.depth) return INVALID_USAGE;
+    if (int status = host_cuda::met("ncclGroupEnd")) return group = {}, status;
     if (group.depth == 1) return end_group();
     group.depth--;
     return SUCCESS;

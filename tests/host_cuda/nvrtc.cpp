@@ -24,9 +24,11 @@ namespace {
 enum { SUCCESS = 0, COMPILATION = 6, NOT_EMULATED = 11 };
 
 // What is undefined ends the process: 16 bytes from an address that is no multiple of 16, say, which a GPU refuses.
+// Before each access to memory there is a call, which accesses.cpp has.
 const char* const COMMAND =
     "g++ -O1 -std=c++17 -w -fpermissive -ffp-contract=off -fPIC -shared "
-    "-fsanitize=alignment -fsanitize-undefined-trap-on-error -x c++ ";
+    "-fsanitize=alignment -fsanitize-undefined-trap-on-error -fsanitize=kernel-address "
+    "--param asan-instrumentation-with-call-threshold=0 --param asan-stack=0 --param asan-globals=0 -x c++ ";
 const std::string CLOCK = "asm volatile(\"mov.u64 %0, %globaltimer;\" : \"=l\"";
 
 struct Program {

@@ -2,12 +2,15 @@
 // more than one stream.
 //
 // CuPy has libcudart in its extension module. preload.py overwrites the beginning of each cudaXyz there with a jump to
-// host_cudaXyz here. Device memory is the host's, filled with rubbish when it is allocated and when it is freed. What is
-// put on a stream is done later, by a thread of the stream: its own, or for streams that wait for the legacy one, the
-// thread of that. So work that should have waited for an event, and did not, goes wrong here, too, now and then.
+// host_cudaXyz here. Device memory is the host's, filled with rubbish when it is allocated, in places that never come
+// again. What is put on a stream is done later, by a thread of the stream: its own, or for streams that wait for the legacy
+// one, the thread of that. Which memory a piece of work reads and writes is noted, and what it comes after by events and the host's
+// waits: so work that should have waited for an event, and did not, is found, even where it goes well.
 #include <cuda_runtime_api.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -22,6 +25,7 @@
 #include <thread>
 #include <vector>
 
+#include "accesses.h"
 #include "device.h"
 
 using namespace host_cuda;
@@ -31,6 +35,7 @@ namespace {
 constexpr size_t TOTAL_MEMORY = 8ull << 30;  // bytes of a device
 constexpr int PINNED = -1;                   // instead of a device
 constexpr unsigned char NEW = 0xA5, FREED = 0xDD;
+constexpr size_t ALL_PLACES = 1ull << 40, PAGE = 4096;  // bytes
 
 int setting(const char* name, int otherwise) {
     const char* text = getenv(name);
@@ -40,8 +45,16 @@ int setting(const char* name, int otherwise) {
 const int num_devices = setting("TEST_GPUS", 0);
 const int most_delay = setting("TEST_GPU_DELAY", 30);  // microseconds before each piece of work
 
+struct Piece {
+    Work work;
+    Clock before;  // what it comes after, and itself
+};
+
 struct Engine {  // a thread, and what it has still to do; the first is being done
-    std::deque<Work> queue;
+    const int number, device;
+    std::deque<Piece> queue = {};
+    Clock before = {};  // what the last piece that was put here comes after, and itself
+    long num_pieces = 0;
     bool ends = false;
 };
 
@@ -55,6 +68,7 @@ struct Stream {
 };
 
 struct Mark {  // a place in a stream
+    Clock before;
     bool is_reached = false;
     std::chrono::steady_clock::time_point when;
 };
@@ -68,6 +82,7 @@ struct Event {
 struct Block {
     size_t nbytes;
     int device;
+    std::vector<Access> accesses = {};
 };
 
 // Never destroyed, because threads work with them to the end of the process. All are guarded by `lock`.
@@ -77,8 +92,12 @@ auto& streams = *new std::set<Stream*>;
 auto& events = *new std::set<Event*>;
 auto& legacy_streams = *new std::map<int, Stream*>;  // by device
 auto& blocks = *new std::map<size_t, Block>;         // by address
-auto& problems = *new std::string;
+auto& seen_by_host = *new Clock;
+const auto places = (size_t)mmap(nullptr, ALL_PLACES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+size_t next_place = places;
 
+thread_local const Engine* its_engine = nullptr;  // of a thread that does the work of one,
+thread_local const Piece* its_piece = nullptr;    // and what it does
 thread_local int its_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -91,31 +110,38 @@ cudaError_t refused(cudaError_t error, const char* why) {
     return failed(error);
 }
 
+void be_late() {
+    thread_local std::minstd_rand random((unsigned)(size_t)its_engine);
+    if (most_delay) std::this_thread::sleep_for(std::chrono::microseconds(random() % most_delay));
+}
+
 void work_off(std::shared_ptr<Engine> engine) {
-    std::minstd_rand random((unsigned)(size_t)engine.get());
+    its_engine = engine.get();
     Hold hold(lock);
     for (;;) {
         changed.wait(hold, [&] { return !engine->queue.empty() || engine->ends; });
         if (engine->queue.empty()) return;
-        Work work = std::move(engine->queue.front());
+        Piece piece = std::move(engine->queue.front());
+        its_piece = &piece;
         hold.unlock();
-        if (most_delay) std::this_thread::sleep_for(std::chrono::microseconds(random() % most_delay));
-        work();
+        be_late();
+        piece.work();
         hold.lock();
         engine->queue.pop_front();
         changed.notify_all();
     }
 }
 
-std::shared_ptr<Engine> new_engine() {
-    auto engine = std::make_shared<Engine>();
+std::shared_ptr<Engine> new_engine(int device) {
+    static std::atomic<int> number{0};
+    auto engine = std::make_shared<Engine>(Engine{number++, device});
     std::thread(work_off, engine).detach();
     return engine;
 }
 
 Stream* legacy_stream(int device) {
     Stream*& its = legacy_streams[device];
-    if (!its) streams.insert(its = new Stream{device, 0, 0, new_engine()});
+    if (!its) streams.insert(its = new Stream{device, 0, 0, new_engine(device)});
     return its;
 }
 
@@ -133,14 +159,22 @@ Block* find_block(const void* address, size_t nbytes) {  // with `lock` held
 
 void put(Stream* stream, Work work) {  // with `lock` held
     if (stream->captured) return stream->captured->push_back(std::move(work));
-    stream->engine->queue.push_back(std::move(work));
+    Engine& engine = *stream->engine;
+    learn(engine.before, seen_by_host);
+    engine.before[engine.number] = ++engine.num_pieces;
+    engine.queue.push_back({std::move(work), engine.before});
     changed.notify_all();
 }
 
+bool is_all_done() {  // with `lock` held
+    return std::all_of(streams.begin(), streams.end(), [](Stream* its) { return its->engine->queue.empty(); });
+}
+
+// The host then knows of all work that it is done: what was noted is of no use any more.
 void wait_for_all(Hold& hold) {
-    changed.wait(hold, [] {
-        return std::all_of(streams.begin(), streams.end(), [](Stream* its) { return its->engine->queue.empty(); });
-    });
+    changed.wait(hold, is_all_done);
+    for (auto stream : streams) learn(seen_by_host, stream->engine->before);
+    for (auto& [address, block] : blocks) block.accesses.clear();
 }
 
 Work wait_for(std::shared_ptr<Mark> mark) {
@@ -150,20 +184,31 @@ Work wait_for(std::shared_ptr<Mark> mark) {
     };
 }
 
-Work reach(std::shared_ptr<Mark> mark) {
-    return [mark] {
+std::shared_ptr<Mark> mark_on(Stream* stream) {  // with `lock` held
+    auto mark = std::make_shared<Mark>();
+    put(stream, [mark] {
         Hold hold(lock);
         mark->is_reached = true;
         mark->when = std::chrono::steady_clock::now();
         changed.notify_all();
-    };
+    });
+    mark->before = stream->engine->before;
+    return mark;
 }
 
-cudaError_t allocate(void** address, size_t nbytes, size_t alignment, int device) {
-    if (posix_memalign(address, alignment, std::max<size_t>(nbytes, 1))) return failed(cudaErrorMemoryAllocation);
-    memset(*address, NEW, nbytes);
+void see(Hold& hold, std::shared_ptr<Mark> mark) {
+    changed.wait(hold, [&] { return mark->is_reached; });
+    learn(seen_by_host, mark->before);
+}
+
+cudaError_t allocate(void** address, size_t nbytes, int device) {
     Hold hold(lock);
-    blocks[(size_t)*address] = {nbytes, device};
+    const size_t place = next_place, whole = (nbytes + PAGE) / PAGE * PAGE;
+    if (mprotect((void*)place, whole, PROT_READ | PROT_WRITE)) return failed(cudaErrorMemoryAllocation);
+    next_place += whole + PAGE;  // so that nothing lies beside it
+    blocks[place] = {nbytes, device};
+    memset((void*)place, NEW, nbytes);
+    *address = (void*)place;
     return cudaSuccess;
 }
 
@@ -173,18 +218,19 @@ cudaError_t release(void* address, bool is_pinned) {
     wait_for_all(hold);  // as CUDA's do
     auto at = blocks.find((size_t)address);
     if (at == blocks.end() || (at->second.device == PINNED) != is_pinned)
-        return hold.unlock(), refused(cudaErrorInvalidValue, "memory is freed that is not there");
-    memset(address, FREED, at->second.nbytes);
+        return refused(cudaErrorInvalidValue, "memory is freed that is not there");
+    madvise(address, at->second.nbytes, MADV_DONTNEED);
     blocks.erase(at);
-    free(address);
     return cudaSuccess;
 }
 
 cudaError_t make_stream(cudaStream_t* handle, unsigned flags, int priority) {
     Hold hold(lock);
-    auto engine = flags & cudaStreamNonBlocking ? new_engine() : legacy_stream(its_device)->engine;
+    auto engine = flags & cudaStreamNonBlocking ? new_engine(its_device) : legacy_stream(its_device)->engine;
     auto stream = new Stream{its_device, priority, flags, engine};
+    if (flags & cudaStreamNonBlocking) met("a stream of its own", priority);
     streams.insert(stream);
+    count("streams", 1);
     *handle = (cudaStream_t)stream;
     return cudaSuccess;
 }
@@ -193,19 +239,15 @@ cudaError_t make_stream(cudaStream_t* handle, unsigned flags, int priority) {
 
 // ---- For the driver, NCCL and the tests.
 
-void host_cuda::problem(const std::string& what) {
-    Hold hold(lock);
-    problems += what + "\n";
-    fprintf(stderr, "host CUDA: %s\n", what.c_str());
-}
-
 int host_cuda::enqueue(void* handle, Work work) {
     Hold hold(lock);
     Stream* stream = find_stream(handle);
-    if (!stream) return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
     put(stream, std::move(work));
     return cudaSuccess;
 }
+
+int host_cuda::device_of_work() { return its_engine->device; }
 
 int host_cuda::current_device() { return its_device; }
 
@@ -221,13 +263,37 @@ int host_cuda::device_of_memory(const void* address, size_t nbytes) {
     return block ? block->device : -1;
 }
 
-// What was noted since the last call, a line each.
-extern "C" const char* host_cuda_problems() {
-    static std::string told;
+// Waits at most so long until all work is done.
+extern "C" void host_cuda_settle(double seconds) {
     Hold hold(lock);
-    told.swap(problems);
-    problems.clear();
-    return told.c_str();
+    if (changed.wait_for(hold, std::chrono::duration<double>(seconds), is_all_done)) wait_for_all(hold);
+}
+
+bool host_cuda::is_emulated_memory(size_t address) { return address - places < ALL_PLACES; }
+
+void host_cuda::uses(const void* address, size_t nbytes, bool is_write) {
+    if (!nbytes || !is_emulated_memory((size_t)address)) return;
+    Hold hold(lock);
+    Block* block = find_block(address, nbytes);
+    if (!block) return problem("memory is used that is not there");
+    const Clock& before = its_piece->before;
+    const int engine = its_engine->number;
+    const Access its{(size_t)address, (size_t)address + nbytes, is_write, engine, before.at(engine)};
+    if (add(block->accesses, its, before, seen_by_host))
+        problem("a race: two streams use the same memory, without an event between");
+}
+
+// CuPy has freed memory, which it gives to whoever asks for some on the stream: from now on, only work that comes after
+// this place of the stream may use it.
+extern "C" void host_cuda_freed(void* address, size_t nbytes, void* handle) {
+    Hold hold(lock);
+    Block* block = find_block(address, nbytes);
+    Stream* stream = (size_t)handle > 1 || !block ? find_stream(handle) : legacy_stream(block->device);
+    if (!block || !stream || stream->captured) return;
+    put(stream, [=] {
+        uses(address, nbytes, true);
+        memset(address, FREED, nbytes);
+    });
 }
 
 // ---- The runtime. The first declaration lets the compiler compare the types with CUDA's.
@@ -303,9 +369,12 @@ RUNTIME(cudaDeviceEnablePeerAccess)(int, unsigned) { return cudaSuccess; }
 
 // ---- Memory.
 
-RUNTIME(cudaMalloc)(void** address, size_t nbytes) { return allocate(address, nbytes, 512, its_device); }
+RUNTIME(cudaMalloc)(void** address, size_t nbytes) { return allocate(address, nbytes, its_device); }
 
-RUNTIME(cudaHostAlloc)(void** address, size_t nbytes, unsigned) { return allocate(address, nbytes, 4096, PINNED); }
+RUNTIME(cudaHostAlloc)(void** address, size_t nbytes, unsigned) {
+    if (int status = met("cudaHostAlloc", nbytes)) return failed((cudaError_t)status);
+    return allocate(address, nbytes, PINNED);
+}
 
 RUNTIME(cudaFree)(void* address) { return release(address, false); }
 
@@ -334,6 +403,17 @@ RUNTIME(cudaPointerGetAttributes)(cudaPointerAttributes* attributes, const void*
 
 RUNTIME(cudaStreamSynchronize)(cudaStream_t stream);
 
+// Between the host and a device it takes its time, and until then there is rubbish.
+static void copy(void* to, const void* from, size_t nbytes) {
+    uses(from, nbytes, false);
+    uses(to, nbytes, true);
+    if (device_of_memory(to, nbytes) < 0 || device_of_memory(from, nbytes) < 0) {
+        memset(to, NEW, nbytes);
+        be_late();
+    }
+    memmove(to, from, nbytes);
+}
+
 RUNTIME(cudaMemcpyAsync)(void* to, const void* from, size_t nbytes, cudaMemcpyKind kind, cudaStream_t stream) {
     if (!nbytes) return cudaSuccess;
     Hold hold(lock);
@@ -344,11 +424,13 @@ RUNTIME(cudaMemcpyAsync)(void* to, const void* from, size_t nbytes, cudaMemcpyKi
                            kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice};
     if (kind != cudaMemcpyDefault && (to_device != should[0] || from_device != should[1]))
         return refused(cudaErrorInvalidValue, "a copy's kind is not that of its memory");
+    const char* const kinds[] = {"", "copy up", "copy down", "copy"};
+    if (int status = met(kinds[to_device + 2 * from_device], nbytes)) return failed((cudaError_t)status);
     if (!source) {  // pageable memory, which may be changed when this returns
         std::string held((const char*)from, nbytes);
-        return (cudaError_t)enqueue(stream, [=] { memcpy(to, held.data(), nbytes); });
+        return (cudaError_t)enqueue(stream, [=] { copy(to, held.data(), nbytes); });
     }
-    auto error = (cudaError_t)enqueue(stream, [=] { memmove(to, from, nbytes); });
+    auto error = (cudaError_t)enqueue(stream, [=] { copy(to, from, nbytes); });
     return error || target ? error : host_cudaStreamSynchronize(stream);
 }
 
@@ -358,11 +440,14 @@ RUNTIME(cudaMemcpy)(void* to, const void* from, size_t nbytes, cudaMemcpyKind ki
 }
 
 RUNTIME(cudaMemcpyPeerAsync)(void* to, int, const void* from, int, size_t nbytes, cudaStream_t stream) {
-    return (cudaError_t)enqueue(stream, [=] { memmove(to, from, nbytes); });
+    return (cudaError_t)enqueue(stream, [=] { copy(to, from, nbytes); });
 }
 
 RUNTIME(cudaMemsetAsync)(void* to, int value, size_t nbytes, cudaStream_t stream) {
-    return (cudaError_t)enqueue(stream, [=] { memset(to, value, nbytes); });
+    return (cudaError_t)enqueue(stream, [=] {
+        uses(to, nbytes, true);
+        memset(to, value, nbytes);
+    });
 }
 
 RUNTIME(cudaMemset)(void* to, int value, size_t nbytes) { return host_cudaMemsetAsync(to, value, nbytes, nullptr); }
@@ -380,7 +465,8 @@ RUNTIME(cudaStreamCreateWithPriority)(cudaStream_t* stream, unsigned flags, int 
 RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is still done
     Hold hold(lock);
     auto stream = (Stream*)handle;
-    if (!streams.erase(stream)) return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "no such stream");
+    if (!streams.erase(stream)) return refused(cudaErrorInvalidResourceHandle, "no such stream");
+    count("streams", -1);
     if (stream->flags & cudaStreamNonBlocking) stream->engine->ends = true;
     changed.notify_all();
     delete stream;
@@ -390,7 +476,7 @@ RUNTIME(cudaStreamDestroy)(cudaStream_t handle) {  // what is on the stream is s
 #define WITH_STREAM(handle) \
     Hold hold(lock); \
     Stream* stream = find_stream(handle); \
-    if (!stream) return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there")
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there")
 
 RUNTIME(cudaStreamGetFlags)(cudaStream_t handle, unsigned* flags) {
     WITH_STREAM(handle);
@@ -412,15 +498,15 @@ RUNTIME(cudaStreamIsCapturing)(cudaStream_t handle, cudaStreamCaptureStatus* sta
 
 RUNTIME(cudaStreamQuery)(cudaStream_t handle) {
     WITH_STREAM(handle);
-    return stream->engine->queue.empty() ? cudaSuccess : cudaErrorNotReady;
+    if (!stream->engine->queue.empty()) return cudaErrorNotReady;
+    learn(seen_by_host, stream->engine->before);
+    return cudaSuccess;
 }
 
 RUNTIME(cudaStreamSynchronize)(cudaStream_t handle) {
     WITH_STREAM(handle);
     if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
-    auto mark = std::make_shared<Mark>();
-    put(stream, reach(mark));
-    changed.wait(hold, [&] { return mark->is_reached; });
+    see(hold, mark_on(stream));
     return cudaSuccess;
 }
 
@@ -470,12 +556,13 @@ RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t) { return cudaSuccess; }
     Hold hold(lock); \
     auto event = (Event*)handle; \
     if (!events.count(event)) \
-        return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "an event is used that is not there")
+        return refused(cudaErrorInvalidResourceHandle, "an event is used that is not there")
 
 RUNTIME(cudaEventCreateWithFlags)(cudaEvent_t* handle, unsigned flags) {
     Hold hold(lock);
     auto event = new Event{its_device, flags, nullptr};
     events.insert(event);
+    count("events", 1);
     *handle = (cudaEvent_t)event;
     return cudaSuccess;
 }
@@ -485,6 +572,7 @@ RUNTIME(cudaEventCreate)(cudaEvent_t* handle) { return host_cudaEventCreateWithF
 RUNTIME(cudaEventDestroy)(cudaEvent_t handle) {
     WITH_EVENT(handle);
     events.erase(event);
+    count("events", -1);
     delete event;
     return cudaSuccess;
 }
@@ -493,22 +581,22 @@ RUNTIME(cudaEventRecord)(cudaEvent_t handle, cudaStream_t its_stream) {
     WITH_EVENT(handle);
     Stream* stream = find_stream(its_stream);
     if (!stream || stream->device != event->device)
-        return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "an event is recorded on another device's stream");
+        return refused(cudaErrorInvalidResourceHandle, "an event is recorded on another device's stream");
     if (stream->captured) return failed(cudaErrorStreamCaptureUnsupported);
-    event->mark = std::make_shared<Mark>();
-    put(stream, reach(event->mark));
+    event->mark = mark_on(stream);
     return cudaSuccess;
 }
 
 RUNTIME(cudaEventQuery)(cudaEvent_t handle) {
     WITH_EVENT(handle);
-    return !event->mark || event->mark->is_reached ? cudaSuccess : cudaErrorNotReady;
+    if (event->mark && !event->mark->is_reached) return cudaErrorNotReady;
+    if (event->mark) learn(seen_by_host, event->mark->before);
+    return cudaSuccess;
 }
 
 RUNTIME(cudaEventSynchronize)(cudaEvent_t handle) {
     WITH_EVENT(handle);
-    auto mark = event->mark;
-    changed.wait(hold, [&] { return !mark || mark->is_reached; });
+    if (event->mark) see(hold, event->mark);
     return cudaSuccess;
 }
 
@@ -525,8 +613,10 @@ RUNTIME(cudaEventElapsedTime)(float* milliseconds, cudaEvent_t from, cudaEvent_t
 RUNTIME(cudaStreamWaitEvent)(cudaStream_t its_stream, cudaEvent_t handle, unsigned) {
     WITH_EVENT(handle);
     Stream* stream = find_stream(its_stream);
-    if (!stream) return hold.unlock(), refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
-    if (event->mark && !event->mark->is_reached) put(stream, wait_for(event->mark));
+    if (!stream) return refused(cudaErrorInvalidResourceHandle, "a stream is used that is not there");
+    if (!event->mark) return cudaSuccess;
+    learn(stream->engine->before, event->mark->before);
+    if (!event->mark->is_reached) put(stream, wait_for(event->mark));
     return cudaSuccess;
 }
 
@@ -537,6 +627,7 @@ extern "C" const char* host_cudaGetErrorName(cudaError_t error) {
         case cudaErrorNoDevice: return "cudaErrorNoDevice";
         case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
         case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+        case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
         default: return "cudaError of the emulated runtime";
     }
 }

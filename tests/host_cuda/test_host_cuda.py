@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from host_cuda import are_emulated, problems
+from host_cuda import are_emulated
+from host_cuda.emulated import memory_is_given_back_late, problems
 from mpidist.transport import cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1)]
@@ -95,6 +97,46 @@ def test_kernel_of_another_device_is_a_problem(cupy: Any) -> None:
     with pytest.raises(cupy.cuda.driver.CUDADriverError):
         function((1,), (4,), (array,), stream=stream)
     assert "a kernel is launched on another device than its own" in problems()
+
+
+def test_streams_that_use_the_same_memory_at_once_are_a_problem(cupy: Any) -> None:
+    """Also where it goes well, as the host waits between; reading is no problem."""
+    array, streams = cupy.zeros(1000), [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for is_ordered in (True, False):
+        with streams[0]:
+            array += 1
+            event = streams[0].record(cupy.cuda.Event())
+        time.sleep(0.1)
+        if is_ordered:
+            streams[1].wait_event(event)
+        with streams[1]:
+            array.copy()
+            event = streams[1].record(cupy.cuda.Event())
+        streams[0].wait_event(event)
+        assert ("a race" in problems()) == (not is_ordered)
+
+
+def test_memory_that_is_freed_too_early_is_a_problem(cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for waits in (True, False):
+        with memory_is_given_back_late():
+            array = cupy.zeros(1000)
+            stream.wait_event(cupy.cuda.get_current_stream().record(cupy.cuda.Event()))
+            with stream:
+                array += 1
+            if waits:
+                stream.synchronize()
+            del array
+        assert ("a race" in problems()) == (not waits)
+
+
+def test_kernel_with_memory_of_another_device_is_a_problem(cupy: Any) -> None:
+    with cupy.cuda.Device(1):
+        array = cupy.zeros(4, np.int64)
+        cupy.cuda.Device().synchronize()
+    cupy.RawModule(code=MADE_BY_A_MACRO).get_function("add_3")((1,), (4,), (array,))
+    assert "a kernel uses memory of another device" in problems()
 
 
 def test_nccl_takes_no_memory_of_another_device(cupy: Any) -> None:

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from standin.gpus import down, gpus, standin, up
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import down, emulated, gpus, up
 
 from mpidist import MirroredStrategy, get_replica_context
 from mpidist.errors import UnavailableError
-from mpidist.transport import shard_bounds
+from mpidist.transport import cuda, shard_bounds
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.values import PerReplica
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "standin"]
+__all__ = ["emulated", "gpus"]
 
 DTYPES = [np.dtype(code) for code in ("f4", "f8", "f2", "i4", "u1", "c8")] + [np.dtype(ml_dtypes.bfloat16)]
 SIZES = (0, 1, 2, 5, 31, 4099)
-MOVES = ("send", "bcast")
 
 
 def context() -> Any:
@@ -38,10 +38,10 @@ def numbers(own: int, count: int, dtype: np.dtype[Any]) -> Any:
     return (made * 10 if dtype.kind in "iu" else made).astype(np.int64 if dtype.kind in "iu" else "f8").astype(dtype)
 
 
-def devices(comm: Intracomm, count: int, gpus: Any = None) -> list[str]:
+def devices(comm: Intracomm, count: int) -> list[str]:
     """`count` GPUs for each rank."""
     total = count * comm.size
-    if gpus is not None and gpus.support.num_devices < total:
+    if cuda.current().support.num_devices < total:
         pytest.skip(f"needs a GPU: {total} of them")
     return [f"GPU:{at}" for at in range(total)]
 
@@ -54,7 +54,7 @@ def bytes_of(results: Sequence[Any]) -> list[bytes]:
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
 def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: int, op: str) -> None:
     """On the GPU of every replica, also where ranks have several rows, into `out=` as well."""
-    count = min(count, 8 // comm.size)  # the stand-in has 8 GPUs
+    count = min(count, 8 // comm.size)  # at most 8 GPUs
     kinds = [dtype for dtype in DTYPES if dtype.kind != "c" or op not in ("max", "prod")]
 
     def step(place: Any) -> Any:
@@ -67,7 +67,7 @@ def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: in
             assert {its.device.id for its in (*results, *outs, *started)} == {own}
         return [bytes_of(its) for its in (results, outs, started)]
 
-    with MirroredStrategy(devices(comm, count, gpus), comm=comm) as strategy:
+    with MirroredStrategy(devices(comm, count), comm=comm) as strategy:
         on_gpus = strategy.run(step, args=(up,))
     with MirroredStrategy(replicas=count * comm.size, comm=comm) as strategy:
         on_host = strategy.run(step, args=(np.asarray,))
@@ -79,7 +79,7 @@ def test_results_have_the_bits_of_the_host(gpus: Any, comm: Intracomm, count: in
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_calls_and_bytes_of_nccl(standin: Any, comm: Intracomm, count: int, size: int) -> None:
+def test_calls_and_bytes_of_nccl(emulated: Emulated, comm: Intracomm, count: int, size: int) -> None:
     """Two groups for a sum, one for the broadcast of the results, whatever the number of arrays."""
     with MirroredStrategy(devices(comm, count), comm=comm) as strategy:
 
@@ -88,21 +88,22 @@ def test_calls_and_bytes_of_nccl(standin: Any, comm: Intracomm, count: int, size
             context().all_reduce("sum", [up(numbers(own, size, np.dtype("f4"))) for _ in range(3)])
 
         strategy.run(step)
-        standin.moved.clear()
+        emulated.forget()
         strategy.run(step)
     nbytes = 3 * size * 4
     lengths = np.diff(shard_bounds(3 * size, count))
-    counted = Counter(name for name, _ in standin.moved)
+    moved = emulated.calls("send", "broadcast")
+    counted = Counter(name for name, _ in moved)
     assert counted == {"send": sum((count - 1) * (its > 0) + (at > 0 and its > 0) for at, its in enumerate(lengths)),
-                       "bcast": 3 * count}  # fmt: skip
-    sent = sum(its for name, its in standin.moved if name == "send")
+                       "broadcast": 3 * count}  # fmt: skip
+    sent = sum(its for name, its in moved if name == "send")
     assert sent == (count - 1) * nbytes + nbytes - 4 * lengths[0]
-    assert sum(its for name, its in standin.moved if name == "bcast") == count * nbytes
+    assert sum(its for name, its in moved if name == "broadcast") == count * nbytes
 
 
 @pytest.mark.parametrize("way", ["no NCCL", "a shared GPU"])
 def test_without_nccl_arrays_are_copied_to_the_first_gpu(
-    standin: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str, caplog: pytest.LogCaptureFixture
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = devices(comm, 2)
     if way == "no NCCL":
@@ -122,7 +123,7 @@ def test_without_nccl_arrays_are_copied_to_the_first_gpu(
         results: list[Any] = []
         strategy.run(lambda: results.append(step()))
         assert results == [[[total] * 3, [total] * 2]] * len(ids)
-    assert not standin.moved or comm.size > 1  # by NCCL between ranks, perhaps
+    assert not emulated.calls("send", "broadcast") or comm.size > 1  # by NCCL between ranks, perhaps
     warned = [its.message for its in caplog.records if "are added on the first one of them" in its.message]
     assert len(warned) == (way == "no NCCL")
 
@@ -131,14 +132,14 @@ def test_without_nccl_arrays_are_copied_to_the_first_gpu(
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 1)], ids=["a GPU each", "a shared GPU"])
 @pytest.mark.parametrize("call", ["reduce", "gather"])
 def test_values_of_several_gpus_are_combined_across_replicas(
-    standin: Any, comm: Intracomm, places: tuple[int, ...], call: str
+    emulated: Emulated, comm: Intracomm, places: tuple[int, ...], call: str
 ) -> None:
     """Outside of `run`, though no stream was waited for."""
     indices = [2 * at + place for at in range(comm.size) for place in places]
     with MirroredStrategy([f"GPU:{index}" for index in indices], comm=comm) as strategy:
 
         def make(ctx: Any) -> Any:
-            standin.module.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
+            cuda.current().cupy.cuda.Device(indices[ctx.replica_id_in_sync_group]).use()
             return up(np.full(2, float(ctx.replica_id_in_sync_group)))
 
         value = strategy.experimental_distribute_values_from_function(make)
@@ -152,7 +153,7 @@ def test_values_of_several_gpus_are_combined_across_replicas(
 
 
 @pytest.mark.ranks(1, 2)
-def test_replica_that_raises_leaves_nothing_behind(standin: Any, comm: Intracomm) -> None:
+def test_replica_that_raises_leaves_nothing_behind(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
 
         def step(fails: bool) -> Any:
@@ -163,13 +164,13 @@ def test_replica_that_raises_leaves_nothing_behind(standin: Any, comm: Intracomm
 
         with pytest.raises(Exception, match="of replica 1"):
             strategy.run(step, args=(True,))
-        assert standin.device == strategy.extended.device.index
+        assert cuda.current().cupy.cuda.runtime.getDevice() == strategy.extended.device.index
         results = strategy.run(step, args=(False,))
         assert [its.values for its in results] == [(2.0 * comm.size,) * 2] * 3
 
 
 @pytest.mark.ranks(1)
-def test_error_of_nccl_is_raised_and_reset_starts_it_again(standin: Any, comm: Intracomm) -> None:
+def test_error_of_nccl_is_raised_and_reset_starts_it_again(emulated: Emulated, comm: Intracomm) -> None:
     with MirroredStrategy(devices(comm, 3), comm=comm) as strategy:
 
         def step() -> Any:
@@ -185,20 +186,20 @@ def test_error_of_nccl_is_raised_and_reset_starts_it_again(standin: Any, comm: I
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("fault", ["constructor", "unique_id"])
-def test_nccl_that_cannot_start_is_an_error(standin: Any, comm: Intracomm, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["ncclCommInitRank", "ncclGetUniqueId"])
+def test_nccl_that_cannot_start_is_an_error(emulated: Emulated, comm: Intracomm, fault: str) -> None:
     with MirroredStrategy(devices(comm, 2), comm=comm) as strategy:
-        standin.fails.add(fault)
+        emulated.wish(fault, 2)
         with pytest.raises(UnavailableError, match="NCCL could not be started on GPUs 0, 1 of one process: NCCL_ERROR"):
             strategy.run(lambda: context().all_reduce("sum", up(np.ones(3))))
-        standin.fails.clear()
+        emulated.be_normal()
         results: list[Any] = []
         strategy.run(lambda: results.append(down(context().all_reduce("sum", up(np.ones(3)))).tolist()))
         assert results == [[2.0] * 3] * 2
 
 
 @pytest.mark.ranks(1)
-def test_two_strategies_have_communicators_of_their_own_and_free_them(standin: Any, comm: Intracomm) -> None:
+def test_two_strategies_have_communicators_of_their_own_and_free_them(emulated: Emulated, comm: Intracomm) -> None:
     def step() -> Any:
         return down(context().all_reduce("sum", up(np.ones(3)))).tolist()
 
@@ -211,4 +212,4 @@ def test_two_strategies_have_communicators_of_their_own_and_free_them(standin: A
         assert nccl_handles.num_open() == 2
         assert [its.values for its in one.run(step)] == [(2.0,) * 2] * 3
     assert nccl_handles.num_open() == 0
-    assert standin.log == [("destroy", 4), ("destroy", 2)]
+    assert emulated.ended() == [("destroy", 4), ("destroy", 2)]

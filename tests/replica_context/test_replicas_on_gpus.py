@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from standin.gpus import down, gpus, standin, up
+from host_cuda.gpus import down, gpus, up
 
-from mpidist import MirroredStrategy, get_replica_context
+from mpidist import CommunicationOptions, MirroredStrategy, get_replica_context
+from mpidist.transport import cuda
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "standin"]
+__all__ = ["gpus"]
 
 
 def context() -> Any:
@@ -57,3 +60,48 @@ def test_sums_have_the_bits_of_the_host(strategy: Any, gpus: Any) -> None:
     assert [value.values for value in on_gpus] == [value.values for value in on_host]
     assert all(len(set(value.values)) == 1 and len(value.values) == 2 for value in on_gpus)
     assert len(on_gpus[-1].values[0]) == 4 * 5 * total
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("rows", ["a row", "two rows"])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
+) -> None:
+    """It is seconds, on the ranks of a node that has never done it. CuPy has no kernels of this operation yet."""
+    found = cuda.current()
+    reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
+    if reasons:
+        pytest.skip(f"needs a GPU: {reasons[0]}")
+    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
+    compiler, slow = importlib.import_module("cupy.cuda.compiler"), 0.0 if comm.rank else 1.5
+    compile_module = compiler._compile_module_with_cache
+    taken = []
+
+    def compile_slowly(*arguments: Any, **more: Any) -> Any:
+        taken.append(slow)
+        time.sleep(slow)
+        return compile_module(*arguments, **more)
+
+    replicas = 2 * comm.size + (rows != "a row")
+    dtype = np.dtype(["u2", "i2"][is_started] if rows == "a row" else ["u8", "i8"][is_started])
+    options = CommunicationOptions(timeout_seconds=1.0)
+    with MirroredStrategy(replicas=replicas) as strategy:
+        values = [up(np.full(size, 2, dtype)) for size in (5, 30_000)]
+        strategy.run(lambda: context().all_reduce("sum", values))
+        results = []
+
+        def step() -> Any:
+            call = context().start_all_reduce if is_started else context().all_reduce
+            result = call("prod", values, options)
+            return [down(array) for array in (result.wait() if is_started else result)]
+
+        monkeypatch.setattr(compiler, "_compile_module_with_cache", compile_slowly)
+        for _ in range(2):  # a rank that still compiles would be late for the second call
+            results.append(strategy.run(step))
+    assert taken or comm.rank
+    expected = np.full(1, 2, dtype) ** np.array(replicas, dtype)
+    for own in results:
+        for arrays in own:
+            assert all((array == expected).all() for array in arrays.values)

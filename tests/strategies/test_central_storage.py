@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from standin.gpus import down, standin, up
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import down, emulated, gpus, up
 from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
@@ -20,7 +21,7 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["standin"]  # a fixture, which pytest finds by its name here
+__all__ = ["emulated", "gpus"]  # a fixture, which pytest finds by its name here
 
 CPU = "/cpu:0"
 NUM_DEVICES = {"default": lambda size: None, "P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda size: 8}
@@ -183,7 +184,7 @@ def test_what_one_rank_cannot_assign_is_everyones_error(comm: Intracomm) -> None
 
 
 @every_number
-def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, standin: Any, number: str) -> None:
+def test_variables_of_gpus_live_in_host_memory(comm: Intracomm, emulated: Emulated, number: str) -> None:
     """Unless there is one replica alone. What GPUs assign comes there."""
     count = NUM_DEVICES[number](comm.size)
     with CentralStorageStrategy(["GPU:0"] * count if count else "GPU:0", comm=comm) as strategy:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from standin.gpus import down, standin, up
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import down, emulated, gpus, up
 from support.everywhere import raises_everywhere, same_everywhere
 
 import mpidist
@@ -19,7 +20,7 @@ from mpidist.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["standin"]  # a fixture, which pytest finds by its name here
+__all__ = ["emulated", "gpus"]  # a fixture, which pytest finds by its name here
 
 TOTALS: dict[str, Callable[[int], int]] = {"P": lambda size: size, "2P": lambda size: 2 * size, "8": lambda _: 8}
 COMBINED: dict[str, Callable[[int], float]] = {
@@ -555,7 +556,7 @@ def test_replicas_that_write_the_same_take_the_memory_of_one_copy(comm: Intracom
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
-def test_variables_in_device_memory(comm: Intracomm, standin: Any, factor: int) -> None:
+def test_variables_in_device_memory(comm: Intracomm, emulated: Emulated, factor: int) -> None:
     """Several replicas of a rank share one GPU, and one copy there."""
 
     def step() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from standin.gpus import down, gpus, standin, up
+from host_cuda.gpus import down, gpus, up
 from support.everywhere import raises_everywhere
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
@@ -20,7 +20,7 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "standin"]
+__all__ = ["gpus"]
 
 NAMED: dict[str, Callable[[Any], Any]] = {
     "one device": lambda comm: OneDeviceStrategy("GPU:0"),

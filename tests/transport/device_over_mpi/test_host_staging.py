@@ -1,4 +1,4 @@
-"""Device memory through the host: on a stand-in everywhere, and on real GPUs where there are some."""
+"""Device memory through the host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import gc
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
-from standin.device_checks import check_gathers, check_reductions, check_uneven_shards
-from standin.gpus import down, gpus, standin, up
-from standin.nccl import StandIn
+from host_cuda import are_emulated
+from host_cuda.device_checks import check_gathers, check_reductions, check_uneven_shards
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import down, emulated, gpus, up
 from support.contributions import DTYPES, HALVES, contribution, in_rank_order, reduction_of
 from support.everywhere import raises_everywhere
 
@@ -23,9 +25,8 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
-from mpidist.transport.device_over_mpi.buffers import cut_evenly, cut_shards
-from mpidist.transport.device_over_mpi.cuda_aware import DeviceMpiCommunicator
-from mpidist.transport.device_over_mpi.host_staged import HostStagedCommunicator
+from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
+from mpidist.transport.device_over_mpi.pieces import cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.group import SyncGroup
@@ -38,7 +39,7 @@ from mpidist.transport.shared_memory.window import LINE_BYTES
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "standin"]  # fixtures
+__all__ = ["emulated", "gpus"]  # fixtures
 
 CHUNK = 192  # bytes; the parts of 1 to 4 ranks are whole numbers
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
@@ -47,6 +48,7 @@ OPS = ["sum", "prod", "min", "max"]
 KINDS = ["GPUs add", "MPI adds", "shared memory adds"]
 DIRECT = "MPI takes device memory"
 NO_JOIN = 1 << 60
+OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # CUDA's
 
 
 class Rig:
@@ -59,10 +61,9 @@ class Rig:
             slots = Slots(comm, LINE_BYTES)
             self.host = SharedMemoryCommunicator(self.mpi, FusedReducer(slots, comm.size, 64, self.mpi.traffic))
         join = 1 if kind == "GPUs add" else NO_JOIN
-        self.staging = Staging(provider, StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes)
-        self.its: Any = HostStagedCommunicator(self.host, self.staging)
-        if kind == DIRECT:
-            self.its = DeviceMpiCommunicator(self.mpi, self.staging)
+        sizes = StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes
+        self.staging = Staging(provider, sizes, is_direct=kind == DIRECT)
+        self.its: Any = MessagedCommunicator(self.host, self.staging)
 
     def free(self) -> None:
         self.staging.free()
@@ -71,7 +72,7 @@ class Rig:
 
 @pytest.fixture(params=[*KINDS, DIRECT])
 def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Iterator[Rig]:
-    if request.param == DIRECT and "standin" not in request.fixturenames and not hint().works:
+    if request.param == DIRECT and not are_emulated() and not hint().works:  # every MPI takes the host's memory
         pytest.skip("needs a GPU, and MPI that takes its memory")
     made = Rig(gpus, comm, request.param)
     yield made
@@ -79,8 +80,25 @@ def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Ite
 
 
 @pytest.fixture
-def log(standin: StandIn) -> Any:
-    return standin.staging
+def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Note the pinned memory of staging: CuPy's pool has its own."""
+    real = gpus.cupy.cuda.PinnedMemory
+
+    class Noted(real):  # type: ignore[misc, valid-type]
+        made: ClassVar[int] = 0
+        there: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            Noted.made += 1
+            Noted.there.add(self)
+
+    monkeypatch.setattr(gpus.cupy.cuda, "PinnedMemory", Noted)
+    return Noted
+
+
+def copied(emulated: Emulated, way: str) -> int:
+    return sum(nbytes for _, nbytes in emulated.calls(way))
 
 
 def can(op: str, dtype: Any) -> bool:
@@ -214,7 +232,7 @@ def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm
 
 
 def test_as_many_bytes_are_sent_as_are_counted(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
     transfer = MpiCommunicator.transfer
@@ -224,7 +242,7 @@ def test_as_many_bytes_are_sent_as_are_counted(
         transfer(its, sends, receives)
 
     monkeypatch.setattr(MpiCommunicator, "transfer", count)
-    rig = Rig(standin.cuda, comm, "GPUs add")
+    rig = Rig(cuda.current(), comm, "GPUs add")
     size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
     chunks = nbytes // CHUNK
     buffer = up(np.ones(nbytes // 4, np.float32))
@@ -240,7 +258,7 @@ def test_as_many_bytes_are_sent_as_are_counted(
     rig.free()
 
 
-def test_copies_down_and_up_move_what_they_must(standin: StandIn, log: Any, comm: Intracomm) -> None:
+def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intracomm) -> None:
     """And no more: a rank's own part of a sum stays where it is until it is whole."""
     size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
     others, own = nbytes * (size - 1) // size, nbytes // size
@@ -248,39 +266,34 @@ def test_copies_down_and_up_move_what_they_must(standin: StandIn, log: Any, comm
         ("GPUs add", others + own, (size - 1) * own + others),
         ("shared memory adds", nbytes, nbytes),
     ):
-        rig = Rig(standin.cuda, comm, kind)
+        rig = Rig(cuda.current(), comm, kind)
         buffer = up(np.ones(nbytes // 4, np.float32))
-        log.order.clear()
+        emulated.forget()
         rig.its.all_reduce(buffer, Reduction())
-        assert sum(its for way, its in log.order if way == "down") == lowered
-        assert sum(its for way, its in log.order if way == "up") == raised
+        assert copied(emulated, "copy down") == lowered
+        assert copied(emulated, "copy up") == raised
         rig.free()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_chunk_is_on_its_way_while_one_is_moved(
-    standin: StandIn, log: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Copies of the chunks to come are begun before a chunk is moved, and none waits for the last one to be up."""
-    rig = Rig(standin.cuda, comm, kind)
+    rig = Rig(cuda.current(), comm, kind)
     depth, chunks = rig.staging.sizes.depth, 8
-    moves = itertools.count()
+    down_before: list[int] = []
     name = "transfer" if kind == "GPUs add" else "all_reduce"
     do = getattr(type(rig.host), name)
 
     def note(*arguments: Any) -> None:
-        log.order.append(("move", next(moves)))
+        down_before.append(copied(emulated, "copy down"))
         do(*arguments)
 
     monkeypatch.setattr(type(rig.host), name, note)
     buffer = up(np.ones(chunks * CHUNK // 4, np.float32))
-    log.order.clear()
+    emulated.forget()
     rig.its.all_reduce(buffer, Reduction())
-    down_before, lowered = [], 0
-    for way, number in log.order:
-        lowered += number if way == "down" else 0
-        if way == "move":
-            down_before.append(lowered)
     if kind == "GPUs add":  # first and second phases in turn: 0, 1, 0, 2, 1, ...
         first_phase = CHUNK * (comm.size - 1) // comm.size
         assert down_before[0] == depth * first_phase
@@ -291,50 +304,51 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
     rig.free()
 
 
-def test_slots_are_few_and_made_once(standin: StandIn, log: Any, comm: Intracomm) -> None:
-    rig = Rig(standin.cuda, comm, "GPUs add")
+def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intracomm) -> None:
+    rig = Rig(cuda.current(), comm, "GPUs add")
     buffer = up(np.ones(10 * CHUNK, np.float32))
     for _ in range(3):
         rig.its.all_reduce(buffer, Reduction())
         rig.its.reduce_scatter(buffer, Reduction())
         rig.its.broadcast(buffer, 0)
-    assert log.num_pinned == 1
-    assert sum(log.pinned_bytes) <= rig.staging.sizes.depth * 2 * 1024
+    assert pinned.made == 1
+    assert sum(its.size for its in pinned.there) <= rig.staging.sizes.depth * 2 * 1024
     gc.collect()
-    before = len(standin.allocations), len(standin.events), len(standin.streams)
+    before = emulated.held()
     for _ in range(10):
         rig.its.all_reduce(buffer, Reduction())
     gc.collect()
-    assert (len(standin.allocations), len(standin.events), len(standin.streams)) == before
+    assert emulated.held() == before
     rig.free()
     gc.collect()
-    assert log.pinned_bytes == []
+    assert not pinned.there
 
 
-def test_memory_grows_when_it_must(standin: StandIn, log: Any, comm: Intracomm) -> None:
-    rig = Rig(standin.cuda, comm, "GPUs add", StagingSizes(join_bytes=1))
+def test_memory_grows_when_it_must(emulated: Emulated, pinned: Any, comm: Intracomm) -> None:
+    rig = Rig(cuda.current(), comm, "GPUs add", StagingSizes(join_bytes=1))
     for count in (10, 1000, 100, 70_000, 60_000, 2_000_000, 300):
         buffer = up(np.ones(count, np.float32))
         rig.its.all_reduce(buffer, Reduction())
         assert (down(buffer) == comm.size).all()
     gc.collect()
-    assert log.num_pinned <= 5
-    assert len(log.pinned_bytes) == 1
+    assert pinned.made <= 5
+    assert len(pinned.there) == 1
     rig.free()
 
 
+@pytest.mark.filterwarnings("ignore:Using synchronous transfer")  # CuPy's own copies
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_without_pinned_memory_does_with_pageable(
-    standin: StandIn, log: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
+    emulated: Emulated, pinned: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    log.has_no_memory = comm.rank == 0
-    rig = Rig(standin.cuda, comm, kind)
+    emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
+    rig = Rig(cuda.current(), comm, kind)
     for count in (50, 5000):
         buffer = up(contribution("sum", comm.rank, count, A_FEW[1]))
         rig.its.all_reduce(buffer, Reduction())
         assert (down(buffer) == reduction_of("sum", comm.size, count, A_FEW[1])).all()
-    assert caplog.text.count("of pinned memory (cudaErrorMemoryAllocation: out of memory)") == (comm.rank == 0)
-    assert log.num_pinned == 0 or comm.rank
+    assert caplog.text.count("of pinned memory (cudaErrorMemoryAllocation: ") == (comm.rank == 0)
+    assert pinned.made == 0 or comm.rank
     rig.free()
 
 
@@ -393,15 +407,14 @@ def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytes
 
 
 @pytest.mark.ranks(min=2)
-def test_the_size_that_was_set_is_used(
-    standin: StandIn, log: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_NCCL", "0")
     group = SyncGroup.from_mpi(comm)
-    result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8)))
+    value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
+    result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
     assert (down(result) == comm.size).all()
-    assert [its for its in log.order if its[0] == "down"] == [("down", LEAST_CHUNK_BYTES)] * 4
+    assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
     group.close()
 
 
@@ -425,9 +438,9 @@ def test_large_arrays_on_every_placement(
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
-    standin: StandIn, log: Any, comm: Intracomm, kind: str
+    emulated: Emulated, pinned: Any, comm: Intracomm, kind: str
 ) -> None:
-    rig = Rig(standin.cuda, comm, kind)
+    rig = Rig(cuda.current(), comm, kind)
     buffer = up(np.ones(20 * CHUNK, np.float32))
     rig.its.all_reduce(buffer, Reduction())
     start = time.monotonic()
@@ -447,15 +460,15 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
         rig.staging.free()
         del rig.its, rig.staging, buffer
         gc.collect()
-        assert len(log.pinned_bytes) == 1, "MPI may still write it"
+        assert len(pinned.there) == 1, "MPI may still write it"
     comm.Barrier()
 
 
 @pytest.mark.ranks(min=2)
-def test_a_failed_copy_breaks_the_staging_alone(standin: StandIn, log: Any, comm: Intracomm) -> None:
-    rig = Rig(standin.cuda, comm, "GPUs add")
+def test_a_failed_copy_breaks_the_staging_alone(emulated: Emulated, comm: Intracomm) -> None:
+    rig = Rig(cuda.current(), comm, "GPUs add")
     buffer = up(np.ones(20 * CHUNK, np.float32))
-    log.fails_at = log.num_copies  # before any message
+    emulated.wish("copy down", ILLEGAL_ADDRESS)  # before any message
     with raises_everywhere(comm, RuntimeError, "cudaErrorIllegalAddress"):
         rig.its.reduce_scatter(buffer, Reduction())
     with raises_everywhere(comm, RuntimeError, "an earlier call failed .*IllegalAddress.*reset"):
@@ -464,10 +477,10 @@ def test_a_failed_copy_breaks_the_staging_alone(standin: StandIn, log: Any, comm
 
 
 def test_an_error_of_cuda_is_told_from_work_that_is_not_done(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(standin.cuda, comm, "GPUs add")
-    monkeypatch.setattr(standin.module.cuda.runtime, "eventQuery", lambda ptr: 700)
+    rig = Rig(cuda.current(), comm, "GPUs add")
+    monkeypatch.setattr(cuda.current().cupy.cuda.runtime, "eventQuery", lambda ptr: 700)
     with raises_everywhere(
         comm, RuntimeError, "all_reduce of device memory through the host failed: CUDA's status 700"
     ):
@@ -477,7 +490,7 @@ def test_an_error_of_cuda_is_told_from_work_that_is_not_done(
 
 @pytest.mark.ranks(min=2)
 def test_an_interrupt_in_the_middle_and_a_reset(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the middle of a call: the others are told, and after a reset there are new slots."""
     monkeypatch.setenv("MPIDIST_NCCL", "0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import GAVE_UP
 from mpidist.transport.failures.status_board import StatusBoard
 from mpidist.transport.mpi import MpiCommunicator
-from mpidist.transport.shared_memory import NodeBarrier
+from mpidist.transport.shared_memory import TwoShot
 from mpidist.transport.text import name_ranks
 
 __all__ = ["clock"]
@@ -137,14 +137,21 @@ def slow_messages(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_memory(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this rank fall asleep before a barrier of shared memory."""
-    really = NodeBarrier.post
+    """Let this rank fall asleep before it adds in shared memory."""
+    really = TwoShot.steps
 
-    def post(barrier: NodeBarrier) -> None:
+    def steps(transfer: TwoShot, has_passed_barrier: bool) -> Iterator[int]:
         await_others(comm)
-        really(barrier)
+        yield from really(transfer, has_passed_barrier)
 
-    monkeypatch.setattr(NodeBarrier, "post", post)
+    finish = TwoShot.finish_again
+
+    def finish_again(*arguments: Any) -> None:
+        await_others(comm)
+        finish(*arguments)
+
+    monkeypatch.setattr(TwoShot, "steps", steps)
+    monkeypatch.setattr(TwoShot, "finish_again", finish_again)
 
 
 Slow = Callable[["Intracomm", pytest.MonkeyPatch], None]

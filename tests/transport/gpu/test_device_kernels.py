@@ -1,4 +1,4 @@
-"""Kernels that pack, unpack and join arrays of device memory: compiled for the host everywhere, and on real GPUs."""
+"""Kernels that pack, unpack and join arrays of device memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda import problems
-from standin import kernels as standin_kernels
-from standin.gpus import down, standin, up
-from standin.nccl import StandIn
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import Compiler, allocations, compiler, down, emulated, gpus, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order, in_tree_order, unlike_numbers
 
 from mpidist.collectives import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
-from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, kernel_source
+from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, compile_kernel, kernel_source
 from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, CopyTables
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays
@@ -36,7 +33,7 @@ from mpidist.transport.tree import Fold
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["standin"]  # a fixture
+__all__ = ["compiler", "emulated", "gpus"]  # a fixture
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -49,21 +46,9 @@ ROW = 8192  # bytes
 SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW // 4 + 1, ROW // 2, ROW, ROW + 1, 20_000]
 
 
-@pytest.fixture(params=["stand-in", pytest.param("GPU", marks=pytest.mark.gpu)])
-def provider(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "stand-in":
-        yield request.getfixturevalue("standin").cuda
-        return
-    found = cuda.current()
-    if not found.support.num_devices:
-        pytest.skip(f"needs a GPU: {found.support.reason}")
-    yield found
-    assert problems() == ""
-
-
 @pytest.fixture
-def kernels(provider: cuda.Cuda) -> DeviceKernels:
-    return DeviceKernels(provider)
+def kernels(gpus: cuda.Cuda) -> DeviceKernels:
+    return DeviceKernels(gpus)
 
 
 def empty(size: int, dtype: Any) -> Any:
@@ -477,26 +462,28 @@ def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> N
 # 64-bit arithmetic, without the memory that needs it.
 
 
-def test_offsets_go_far_beyond_32_bits() -> None:
+def test_offsets_go_far_beyond_32_bits(gpus: cuda.Cuda, emulated: Emulated) -> None:
     """Of a huge array and a small one: the end of the huge one is really there, and pretends to begin far below."""
     held, below = 3 * ROW // 4 + 5, 4 * 2**33
-    numbers = np.arange(held + 3, dtype=F32)
-    result = np.zeros(held + 3, F32)
-    sources = [numbers.ctypes.data - below, numbers[held:].ctypes.data]
-    targets = [result.ctypes.data - below, result[held:].ctypes.data]
+    numbers, result = up(np.arange(held + 3, dtype=F32)), up(np.zeros(held + 3, F32))
+    sources = [numbers.data.ptr - below, numbers[held:].data.ptr]
+    targets = [result.data.ptr - below, result[held:].data.ptr]
     (table,) = CopyTables([2**33 + held, 3], [2], [4]).fill(sources, targets)
     rows_there = 4 + 1
     assert table.num_rows == 2**33 * 4 // ROW + rows_there
     arguments = (table.words, 2, table.num_rows, 1, 0)
-    first_block = 2**33 * 4 // ROW * 32 // 256
-    standin_kernels.call(kernel_source(), "mpidist_copy", table.num_blocks, 256, arguments, first_block)
-    assert (result == numbers).all()
+    gpus.cupy.cuda.Device().synchronize()
+    emulated.wish("the first block of kernels", 2**33 * 4 // ROW * 32 // 256)
+    compile_kernel(gpus, "copy")((table.num_blocks,), (256,), arguments)
+    gpus.cupy.cuda.Device().synchronize()
+    emulated.be_normal()
+    assert (down(result) == down(numbers)).all()
 
 
 # New arrays.
 
 
-def test_new_arrays_lie_apart_and_small_ones_share_allocations(provider: cuda.Cuda) -> None:
+def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) -> None:
     shapes = [(3,), (), (0, 4), (5, 7), (64, 1024), (16,), (64, 257), (1, 7), (13,), (4, 7)] * 3 + [(100, 100)] * 60
     dtypes = [[F32, F64, np.dtype(np.uint8), BF16][at // 10 % 4] for at in range(len(shapes))]
     made = NewArrays(shapes, dtypes)
@@ -509,26 +496,26 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(provider: cuda.Cu
         assert all((down(its) == at).all() for at, its in enumerate(arrays))
 
 
-def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(standin: StandIn) -> None:
-    arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
+def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda) -> None:
+    with allocations() as made:
+        arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
     assert len(arrays) == 63
-    made = sorted(its.nbytes for its in standin.allocations.values())
-    assert made == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
+    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
 
 
-def test_numbers_that_overflow_are_counted_without_pinned_memory(standin: StandIn) -> None:
-    standin.staging.has_no_memory = True
-    kernels, buffer = DeviceKernels(standin.cuda), empty(3, F16)
+def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emulated) -> None:
+    kernels, buffer, array = DeviceKernels(cuda.current()), empty(3, F16), up(np.array([1e6, 1, -1e6], F32))
+    emulated.wish("cudaHostAlloc", 2)  # CUDA's "out of memory"
     for _ in range(2):
-        kernels.pack([up(np.array([1e6, 1, -1e6], F32))], buffer, counts_overflow=True)
+        kernels.pack([array], buffer, counts_overflow=True)
     assert kernels.overflowed == 4
 
 
 # Calls that come again.
 
 
-def test_a_call_that_comes_again_allocates_nothing(standin: StandIn) -> None:
-    kernels = DeviceKernels(standin.cuda)
+def test_a_call_that_comes_again_allocates_nothing(emulated: Emulated) -> None:
+    kernels = DeviceKernels(cuda.current())
     host = [numbers_of(F32, size) for size in SIZES]
     arrays, buffer = [up(its) for its in host], empty(sum(SIZES), BF16)
     parts, out = [up(numbers_of(F32, 40, at)) for at in (2, 0, 1)], empty(40, F32)
@@ -539,28 +526,31 @@ def test_a_call_that_comes_again_allocates_nothing(standin: StandIn) -> None:
         kernels.combine(parts, Reduction(), out)
 
     step()
-    before = len(standin.allocations), len(standin.events), standin.num_kernels
-    for _ in range(20):
-        step()
-    after = len(standin.allocations), len(standin.events), standin.num_kernels
-    assert after == (*before[:2], before[2] + 3 * 20)
-    assert standin.staging.order == []
+    before = emulated.held()
+    emulated.forget()
+    with allocations() as made:
+        for _ in range(20):
+            step()
+    assert made == []
+    assert emulated.held() == before
+    assert len(emulated.calls("a kernel")) == 3 * 20
+    assert emulated.calls("copy up", "copy down", "copy") == []
 
 
-def test_a_kernel_is_compiled_when_it_is_needed(standin: StandIn) -> None:
+def test_a_kernel_is_compiled_when_it_is_needed(gpus: cuda.Cuda, compiler: Compiler) -> None:
     """All of them take NVRTC seconds. The mean of float32 takes the two that are compiled soonest."""
-    kernels = DeviceKernels(standin.cuda)
+    kernels = DeviceKernels(cuda.current())
     arrays, buffer = [up(np.ones(5, np.float32)) for _ in range(3)], empty(15, F32)
-    assert standin.compiled == set()
+    assert compiler.compiled == set()
     kernels.pack(arrays, buffer)
-    assert standin.compiled == {"copy"}
+    assert compiler.compiled == {"copy"}
     kernels.unpack(buffer, arrays, 2)
-    assert standin.compiled == {"copy", "divide_f4"}
+    assert compiler.compiled == {"copy", "divide_f4"}
 
 
-def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(standin: StandIn) -> None:
+def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(gpus: cuda.Cuda) -> None:
     """Even where it has the same id and address."""
-    kernels = DeviceKernels(standin.cuda)
+    kernels = DeviceKernels(cuda.current())
     memory = up(np.arange(100, dtype=F32))
     for size in (10, 20, 30, 10) * 5:
         arrays = [memory[:size], memory[50 : 50 + size]]

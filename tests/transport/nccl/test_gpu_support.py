@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.errors import TopologyError, UnavailableError
+from mpidist.errors import TopologyError
 from mpidist.transport import cuda
 from mpidist.transport.cuda import Cuda, nccl_version_text
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
@@ -96,7 +96,7 @@ def test_versions_are_written_as_people_do(number: int, text: str) -> None:
     assert nccl_version_text(number) == text
 
 
-GOOD = GpuFacts("", ("n1", "0000:01:00.0"), 22809)
+GOOD = GpuFacts(("n1", "0000:01:00.0"), 22809)
 OTHER = replace(GOOD, gpu=("n1", "0000:02:00.0"))
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -106,11 +106,10 @@ HOSTS = ["n1", "n1", "n2", "n2"]
     [
         ([GOOD, OTHER], ""),
         ([GOOD, GOOD], "ranks 0-1 share GPU 0000:01:00.0 of n1"),
-        ([GOOD, replace(GOOD, host="x")], ""),  # NCCL_HOSTID makes two hosts of one
+        ([GOOD, replace(GOOD, gpu=("x", GOOD.gpu[1]))], ""),  # NCCL_HOSTID makes two hosts of one
         ([replace(GOOD, shares_gpus=True)] * 2, ""),
         ([replace(GOOD, shares_gpus=True), GOOD], "share GPU"),
         ([GOOD, replace(OTHER, reason="it has none")], "rank 1 .n1.: it has none"),
-        ([replace(GOOD, is_non_blocking=True), replace(OTHER, reason="it has none")], "rank 1 .n1.: it has none"),
     ],
 )
 def test_ranks_need_a_gpu_each(facts: list[GpuFacts], reason: str) -> None:
@@ -128,15 +127,13 @@ def test_versions_must_agree_where_ranks_meet() -> None:
         reason_against_nccl(facts, [range(4)], HOSTS)
 
 
-def test_communicators_that_do_not_block_are_refused() -> None:
-    with pytest.raises(UnavailableError, match=r"NCCL_COMM_BLOCKING=0 is set on rank 1.*unset it"):
-        reason_against_nccl([GOOD, replace(OTHER, is_non_blocking=True)], [range(2)], HOSTS)
-
-
 def test_facts_are_read_from_the_process() -> None:
     load = modules()
     load("cupy").cuda.Device = lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0")
     load("cupy").cuda.runtime.getDevice = lambda: 1
-    environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_COMM_BLOCKING": "0"}
-    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1", "5c2e")
-    assert facts == GpuFacts("h", ("n1 5c2e", "0000:01:00.0"), 22809, False, True)  # 2.28 shares none
+    environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1")
+    assert facts == GpuFacts(("h", "0000:01:00.0"), 22809, False)  # 2.28 shares none
+    assert GpuFacts.here(Cuda(load, lambda name: True), {}, "n1").gpu[0].startswith("n1 ")
+    facts = GpuFacts.here(Cuda(load, lambda name: True), {"NCCL_COMM_BLOCKING": "0"}, "n1")
+    assert "NCCL_COMM_BLOCKING=0 is set, " in facts.reason

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from standin.gpus import down, gpus, standin, up
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import down, emulated, gpus, up
 
 from mpidist.errors import DeadlineExceededError, UnavailableError
+from mpidist.transport import cuda
 from mpidist.transport.nccl import gpus_of_process
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.tree import Fold
 from mpidist.transport.waiting import Patience
 
-__all__ = ["gpus", "standin"]
+__all__ = ["emulated", "gpus"]
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -38,9 +39,8 @@ FOLDS = [
 def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
     """Makes the GPUs of a process, so many, and frees them."""
     made: list[GpusOfProcess] = []
-    is_real = isinstance(gpus.cupy, ModuleType)
     shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpus.support.nccl_version >= SHARES_GPUS
-    if request.param == "one GPU" and is_real and not shares:
+    if request.param == "one GPU" and not shares:
         pytest.skip("needs a GPU with NCCL 2.30.3 or later, and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
     def several(count: int) -> tuple[GpusOfProcess, list[int]]:
@@ -99,38 +99,36 @@ def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
             assert np.array_equal(down(got), want)
 
 
-def test_error_of_nccl_ends_the_communicators(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    its = GpusOfProcess(standin.cuda, [0, 1, 2], Patience())
+def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulated) -> None:
+    before = gpus.cupy.cuda.get_current_stream()
+    its = GpusOfProcess(cuda.current(), [0, 1, 2], Patience())
     fold = FOLDS[1]
 
-    def fail(*_: Any) -> None:
-        raise standin.nccl.NcclError(1)
-
     def add() -> None:
-        parts = [[put(standin.cuda, index, np.ones(9))] for index in range(3)]
-        its.add(fold, np.add, parts, [put(standin.cuda, 0, np.zeros(9))])
+        parts = [[put(cuda.current(), index, np.ones(9))] for index in range(3)]
+        its.add(fold, np.add, parts, [put(cuda.current(), 0, np.zeros(9))])
 
     add()
-    with monkeypatch.context() as patch:
-        patch.setattr(next(comm for comm in standin.communicators if comm.rank == 2), "send", fail)
-        with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
-            add()
-    assert standin.device == 0
-    assert standin.current is standin.current_streams[0]
+    emulated.wish("send of rank 2", 1)
+    with pytest.raises(UnavailableError, match="a sum over GPUs 0, 1, 2 of one process failed: NCCL_ERROR"):
+        add()
+    emulated.wish("send of rank 2", 0)
+    assert gpus.cupy.cuda.runtime.getDevice() == 0
+    assert gpus.cupy.cuda.get_current_stream() == before
     with pytest.raises(RuntimeError, match="cannot be used any more, because an earlier call failed"):
         add()
     nccl_handles.wait_for_endings()
-    assert standin.log == [("abort", 3)]
+    assert emulated.ended() == [("abort", 3)]
 
 
 @pytest.mark.parametrize(("stall", "timeout"), [(0.0, 0.2), (0.1, 0.0), (0.1, 0.4)])
 def test_gpus_that_do_not_end_are_told_and_given_up(
-    standin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
+    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
 ) -> None:
-    its = GpusOfProcess(standin.cuda, [0, 1], Patience(stall, timeout))
+    its = GpusOfProcess(cuda.current(), [0, 1], Patience(stall, timeout))
 
     def broadcast() -> None:
-        its.broadcast([put(standin.cuda, 0, np.ones(9))], [[put(standin.cuda, 1, np.zeros(9))]])
+        its.broadcast([put(cuda.current(), 0, np.ones(9))], [[put(cuda.current(), 1, np.zeros(9))]])
 
     broadcast()
     real, until = gpus_of_process.is_complete, time.monotonic() + 20
@@ -146,7 +144,8 @@ def test_gpus_that_do_not_end_are_told_and_given_up(
         with pytest.raises(DeadlineExceededError, match=r"a broadcast over GPUs 0, 1 .* did not end within 0\.[24] s"):
             broadcast()
         nccl_handles.wait_for_endings()
-        assert ({what for what, _ in standin.log}, sum(number for _, number in standin.log)) == ({"abort"}, 2)
+        ended = emulated.ended()
+        assert ({what for what, _ in ended}, sum(number for _, number in ended)) == ({"abort"}, 2)
     else:
         broadcast()
         its.free()

@@ -1,20 +1,22 @@
-"""The NCCL transport: on a stand-in everywhere, and on real GPUs where there are some."""
+"""The NCCL transport."""
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
-from standin.device_checks import check_gathers, check_reductions, check_uneven_shards
-from standin.gpus import down, gpus, standin, up
-from standin.nccl import StandIn
+from host_cuda.device_checks import check_gathers, check_reductions, check_uneven_shards
+from host_cuda.emulated import HANGS, Emulated
+from host_cuda.gpus import down, emulated, gpus, up, use_own_settings
 from support.contributions import (
     COMPLEX,
     DTYPES,
@@ -55,7 +57,7 @@ from mpidist.transport.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus", "standin"]  # fixtures
+__all__ = ["emulated", "gpus"]  # fixtures
 
 _HAS_RAISED: Final = 21  # a tag
 
@@ -63,6 +65,7 @@ HOSTNAME = socket.gethostname()
 ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
 A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
 OPS = ["sum", "prod", "min", "max"]
+CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
 
 
 def can_meet(found: cuda.Cuda, comm: Intracomm) -> bool:
@@ -177,11 +180,11 @@ def test_neighbours_of_a_slice_are_untouched(communicator: NcclCommunicator) -> 
         assert (down(around)[-5:] == 99).all()
 
 
-def test_work_follows_the_current_stream_and_is_done_on_return(standin: StandIn, comm: Intracomm) -> None:
-    """The stand-in notes races: here nothing of the caller's waits for a stream but by events."""
-    its = connect(standin.cuda, comm)
+def test_work_follows_the_current_stream_and_is_done_on_return(emulated: Emulated, comm: Intracomm) -> None:
+    """Emulated GPUs notice races: here nothing of the caller's waits for a stream but by events."""
+    its = connect(cuda.current(), comm)
     for _ in range(3):
-        buffer = standin.empty(10, np.float32)
+        buffer = cuda.current().cupy.empty(10, np.float32)
         buffer[...] = 1
         its.all_reduce(buffer, Reduction())
         assert (down(buffer) == comm.size).all()
@@ -189,8 +192,8 @@ def test_work_follows_the_current_stream_and_is_done_on_return(standin: StandIn,
     its.free()
 
 
-def test_many_calls_leave_nothing_behind(standin: StandIn, comm: Intracomm) -> None:
-    its = connect(standin.cuda, comm)
+def test_many_calls_leave_nothing_behind(emulated: Emulated, comm: Intracomm) -> None:
+    its = connect(cuda.current(), comm)
     buffers = [up(contribution("sum", comm.rank, 9, dtype)) for dtype in (A_FEW[0], A_FEW[1])]
 
     def call() -> None:
@@ -200,18 +203,18 @@ def test_many_calls_leave_nothing_behind(standin: StandIn, comm: Intracomm) -> N
     for _ in range(5):
         call()
     gc.collect()
-    before = len(standin.allocations), len(standin.events), len(standin.streams)
-    for _ in range(500):
+    before = emulated.held()
+    for _ in range(100):
         call()
     gc.collect()
-    assert (len(standin.allocations), len(standin.events), len(standin.streams)) == before
+    assert emulated.held() == before
     its.free()
 
 
 @pytest.mark.ranks(min=2)
-def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm: Intracomm) -> None:
+def test_a_missing_rank_ends_in_a_deadline_and_one_abort(emulated: Emulated, comm: Intracomm) -> None:
     """All communicators of the process go together, and the error comes in time."""
-    first, second = connect(standin.cuda, comm), connect(standin.cuda, comm, "second")
+    first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
     start = time.monotonic()
 
     def check_peers() -> None:
@@ -223,7 +226,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
         with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
             first.all_reduce(up(np.ones(5)), Reduction())
         assert time.monotonic() - start < 10
-        assert standin.log == [("abort", 2)]
+        assert emulated.ended() == [("abort", 2)]
         for its in (first, second):
             with pytest.raises(
                 (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
@@ -234,16 +237,16 @@ def test_a_missing_rank_ends_in_a_deadline_and_one_abort(standin: StandIn, comm:
     nccl_handles.wait_for_endings()
     first.free()  # what is gone need not be destroyed
     second.free()
-    assert standin.log == [("abort", 2)]
+    assert emulated.ended() == [("abort", 2)]
 
 
 @pytest.mark.ranks(2)
 def test_an_abort_that_hangs_holds_nobody_up(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
-    its = connect(standin.cuda, comm)
-    standin.hangs.add("abort")
+    its = connect(cuda.current(), comm)
+    emulated.wish("abort", HANGS)
     start = time.monotonic()
     nccl_handles.abort_all("of a test")
     assert time.monotonic() - start < 3.9
@@ -252,33 +255,30 @@ def test_an_abort_that_hangs_holds_nobody_up(
     assert "did not end within" in caplog.text
     its.free()
     assert time.monotonic() - start < 20
+    emulated.be_normal()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(2, PeerFailedError), (6, PeerFailedError), (3, UnavailableError)])
 @pytest.mark.ranks(min=2)
-def test_errors_of_nccl_become_ours(standin: StandIn, comm: Intracomm, status: int, kind: Any) -> None:
-    its = connect(standin.cuda, comm)
+def test_errors_of_nccl_become_ours(emulated: Emulated, comm: Intracomm, status: int, kind: Any) -> None:
+    its = connect(cuda.current(), comm)
     if comm.rank == 0:
-        standin.inject(status)
+        emulated.wish("an error of NCCL", status)
         with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
             its.all_reduce(up(np.ones(5)), Reduction())
     nccl_handles.abort_all("of a test")
     nccl_handles.wait_for_endings()
-    assert standin.log == [("abort", 1)]
+    assert emulated.ended() == [("abort", 1)]
 
 
-def test_statuses_that_cupy_has_no_word_for(standin: StandIn, comm: Intracomm) -> None:
+def test_statuses_that_cupy_has_no_word_for(emulated: Emulated, comm: Intracomm) -> None:
     for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
-        its = connect(standin.cuda, comm)
+        its = connect(cuda.current(), comm)
         its.set_wait_hook(lambda: None)
-        standin.nccl.groupEnd, kept = (
-            lambda status=status: (_ for _ in ()).throw(KeyError(status)),
-            standin.nccl.groupEnd,
-        )
+        emulated.wish("ncclGroupEnd", status)
         with pytest.raises(kind, match=f"NCCL's status {status}; unset NCCL_COMM_BLOCKING"):
             its.all_reduce(up(np.ones(5)), Reduction())
-        standin.nccl.groupEnd = kept
-        standin.local.depth = 0
+        emulated.wish("ncclGroupEnd", 0)
         comm.Barrier()
     nccl_handles.wait_for_endings()
 
@@ -364,87 +364,91 @@ def test_reduce_and_broadcast_reach_their_destinations(group: SyncGroup, comm: I
 
 @pytest.mark.ranks(min=2)
 def test_host_staging_moves_no_byte_by_nccl(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MPIDIST_NCCL", "0")
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
     for _ in range(2):
         assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    assert standin.num_issued == 0
+    assert emulated.calls(*CALLS_OF_NCCL) == []
     assert caplog.text.count("goes from rank to rank through the host") == (comm.rank == 0)
     assert "MPIDIST_NCCL=0" in caplog.text or comm.rank
     group.close()
 
 
 @pytest.mark.ranks(min=2)
-def test_more_ranks_than_gpus_are_staged(comm: Intracomm, caplog: pytest.LogCaptureFixture) -> None:
-    world = StandIn(comm, device=0)
-    with cuda.provided_by(world.cuda):
-        group = SyncGroup.from_mpi(comm)
-        assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-        assert "share GPU 0000:00:00.0 of" in caplog.text or comm.rank
-        with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
-            NcclAllReduce().bound_to(group).all_reduce(
-                "SUM", up(np.ones(5)), CommunicationOptions(implementation="NCCL")
-            )
-        group.close()
-    world.close()
+def test_more_ranks_than_gpus_are_staged(
+    gpus: cuda.Cuda,
+    comm: Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    use_own_settings(monkeypatch)
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    gpus.cupy.cuda.Device(0).use()
+    group = SyncGroup.from_mpi(comm)
+    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    assert re.search(r"share GPU \w+:\w\w:00.0 of", caplog.text) or comm.rank
+    with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
+        NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)), CommunicationOptions(implementation="NCCL"))
+    group.close()
 
 
 @pytest.mark.ranks(min=2)
-def test_other_versions_are_refused_with_a_table(comm: Intracomm) -> None:
-    world = StandIn(comm, nccl_version=22809 if comm.rank else 23004)
-    with cuda.provided_by(world.cuda):
+def test_other_versions_are_refused_with_a_table(emulated: Emulated, comm: Intracomm) -> None:
+    emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
+    with cuda.provided_by(cuda.Cuda()):
         group = SyncGroup.from_mpi(comm)
         with raises_everywhere(comm, TopologyError, r"one version of NCCL.*\n  2.30.4: rank 0 .*\n  2.28.9: rank"):
             NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))
         assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
         group.close()
-    world.close()
 
 
-def test_non_blocking_communicators_are_refused(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.ranks(min=2)
+def test_communicators_that_do_not_block_are_done_without(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if comm.size == 1:
-        return
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    group = SyncGroup.from_mpi(comm)
-    with raises_everywhere(comm, UnavailableError, "NCCL_COMM_BLOCKING=0 is set on ranks 0.*unset it"):
-        NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))
+    group, value = SyncGroup.from_mpi(comm), up(np.ones(5))
+    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", value)) == comm.size).all()
+    assert group.levels_of(True).nccl is NcclReach.NOWHERE
+    with raises_everywhere(comm, UnavailableError, "cannot be had: .*NCCL_COMM_BLOCKING=0 is set.*unset it"):
+        NcclAllReduce().bound_to(group).all_reduce("SUM", value, CommunicationOptions(implementation="NCCL"))
     group.close()
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("what", ["unique_id", "constructor"])
+@pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
 def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
-    standin: StandIn, comm: Intracomm, what: str
+    emulated: Emulated, comm: Intracomm, what: str
 ) -> None:
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
-    failing = 0 if what == "unique_id" else comm.size - 1
+    failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
     if comm.rank == failing:
-        standin.fails.add(what)
+        emulated.wish(what, 2)
     start = time.monotonic()
     with raises_everywhere(
         comm, UnavailableError, rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
     ):
         ops.all_reduce("SUM", up(np.ones(5)))
     assert time.monotonic() - start < 20
-    standin.fails.clear()
+    emulated.be_normal()
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
     group.close()
 
 
 @pytest.mark.ranks(min=2)
-def test_after_a_failure_reset_makes_new_ones(standin: StandIn, comm: Intracomm) -> None:
+def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, comm: Intracomm) -> None:
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
     for _ in range(2):
         assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
         if comm.rank == 0:
-            standin.inject(6)
+            emulated.wish("an error of NCCL", 6)
 
         def call_on() -> None:
             while True:  # a rank may be done before the error
@@ -452,15 +456,15 @@ def test_after_a_failure_reset_makes_new_ones(standin: StandIn, comm: Intracomm)
 
         with pytest.raises((PeerFailedError, RuntimeError)):
             call_on()
-        standin.inject(0)
+        emulated.wish("an error of NCCL", 0)
         group.reset()
     assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
     group.close()
-    assert standin.log == [("abort", 1), ("abort", 1), ("destroy", 1)]
+    assert emulated.ended() == [("abort", 1), ("abort", 1), ("destroy", 1)]
 
 
 @pytest.mark.ranks(min=2)
-def test_a_missing_rank_is_named_and_reset_goes_on(standin: StandIn, comm: Intracomm) -> None:
+def test_a_missing_rank_is_named_and_reset_goes_on(emulated: Emulated, comm: Intracomm) -> None:
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
@@ -478,7 +482,7 @@ def test_a_missing_rank_is_named_and_reset_goes_on(standin: StandIn, comm: Intra
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
 def test_a_rank_that_stops_within_a_call_is_noticed(
-    standin: StandIn, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
 
@@ -502,28 +506,28 @@ def test_a_rank_that_stops_within_a_call_is_noticed(
         nccl_handles.wait_for_endings()
         if comm.rank != 1:
             comm.send(comm.rank, 1, _HAS_RAISED)
-    assert standin.log == [("abort", 1)]
+    assert emulated.ended() == [("abort", 1)]
     group.reset()
     assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
     group.close()
 
 
 @pytest.mark.ranks(min=2)
-def test_kernels_and_copies_go_before_the_users(standin: StandIn, comm: Intracomm) -> None:
+def test_kernels_and_copies_go_before_the_users(emulated: Emulated, comm: Intracomm) -> None:
     """Which fill the GPU in a backward pass; only streams of a higher priority get on meanwhile."""
     group = SyncGroup.from_mpi(comm)
     for ops in (NcclAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
         ops.all_reduce("SUM", [up(np.ones(count)) for count in (5, 7000)])
-    made = [stream for stream in standin.streams.values() if stream.non_blocking]
+    made = [priority for _, priority in emulated.calls("a stream of its own")]
     assert made
-    assert all(stream.priority < 0 for stream in made)
+    assert all(priority < 0 for priority in made)
     group.close()
 
 
-def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(standin: StandIn, comm: Intracomm) -> None:
+def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
     """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
-    handle, order = make_handle(standin.cuda, comm), []
-    look = handle.comm.check_async_error
+    handle, order = make_handle(cuda.current(), comm), []
+    real, look = handle.comm, handle.comm.check_async_error
 
     def slow_look() -> None:
         other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
@@ -534,19 +538,19 @@ def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(standin
         look()
 
     threads: list[threading.Thread] = []
-    handle.comm.check_async_error = slow_look
+    handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
     handle.check()
     threads[0].join()
     handle.check()
     nccl_handles.wait_for_endings()
     assert order == ["looked", "aborted"]
-    assert standin.log == [("abort", 1)]
+    assert emulated.ended() == [("abort", 1)]
 
 
 @pytest.mark.ranks(min=2)
-def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
+def test_an_interrupt_aborts(emulated: Emulated, comm: Intracomm) -> None:
     """Ctrl-C, while this rank waits for others in NCCL."""
-    its = connect(standin.cuda, comm)
+    its = connect(cuda.current(), comm)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -558,25 +562,25 @@ def test_an_interrupt_aborts(standin: StandIn, comm: Intracomm) -> None:
     else:
         nccl_handles.abort_all("of a test")
     nccl_handles.wait_for_endings()
-    assert standin.log == [("abort", 1)]
+    assert emulated.ended() == [("abort", 1)]
 
 
 @pytest.mark.ranks(min=2)
-def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(standin: StandIn, comm: Intracomm) -> None:
-    unique_id = comm.bcast(standin.nccl.get_unique_id() if comm.rank == 0 else None)
+def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
+    unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
     if comm.rank == 0:
-        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, 0, 0)
+        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {0: 0})
         time.sleep(0.1)
         assert making.outcome() == (False, "")
         making.cancel()
     comm.Barrier()
     if comm.rank:
-        making = nccl_handles.start_init(standin.cuda, comm.size, unique_id, comm.rank, 0)
+        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {comm.rank: 0})
         while not making.outcome()[0]:
             time.sleep(0.01)
         making.cancel()
     until = time.monotonic() + 5
-    while not standin.log and time.monotonic() < until:
+    while not emulated.ended() and time.monotonic() < until:
         time.sleep(0.01)
     nccl_handles.wait_for_endings()
-    assert standin.log == [("abort", 1)]
+    assert emulated.ended() == [("abort", 1)]

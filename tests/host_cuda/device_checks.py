@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from support.contributions import contribution, reduction_of
 
+from host_cuda.gpus import down, up
 from mpidist.transport import Communicator, Reduction, shard_bounds
-from standin.gpus import down, up
 
 __all__ = ["check_gathers", "check_reductions", "check_uneven_shards"]
 

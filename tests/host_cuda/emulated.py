@@ -1,0 +1,115 @@
+"""What tests see of the emulated CUDA, and what they let go wrong there."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, final
+
+from host_cuda import are_emulated
+from mpidist.transport import cuda
+
+__all__ = ["HANGS", "Emulated", "memory_is_given_back_late", "problems"]
+
+HANGS: Final = -1
+_SETTLE_SECONDS: Final = 5.0
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")  # the one that is loaded
+    library.host_cuda_problems.restype = library.host_cuda_calls.restype = ctypes.c_char_p
+    library.host_cuda_count.restype = ctypes.c_long
+    library.host_cuda_wish.argtypes = [ctypes.c_char_p, ctypes.c_long]
+    library.host_cuda_settle.argtypes = [ctypes.c_double]
+    library.host_cuda_freed.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return library
+
+
+def problems() -> str:
+    """Say what real GPUs would not have forgiven since the last call, a line each, when they have done their work."""
+    if not are_emulated():
+        return ""
+    _library().host_cuda_settle(_SETTLE_SECONDS)
+    return str(_library().host_cuda_problems().decode())
+
+
+@final
+class Emulated:
+    """The emulated GPUs of this process, and its NCCL.
+
+    A wish has the name of what it changes: a call, which then fails with this status, or with `HANGS` does not return;
+    or "NCCL is held back", "NCCL's delay" in microseconds, "NCCL's version", "an error of NCCL" that is found later.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, int]] = []
+        self.forget()
+        self.wish("calls are noted")
+
+    def wish(self, name: str, number: int = 1) -> None:
+        """Let something be so from now on; with 0, no longer."""
+        _library().host_cuda_wish(name.encode(), number)
+
+    def hold(self, is_held: bool = True) -> None:
+        """Keep the calls of NCCL that are launched from being done."""
+        self.wish("NCCL is held back", is_held)
+
+    def calls(self, *names: str) -> list[tuple[str, int]]:
+        """Return the calls of these names since the last `forget`, with the number of their bytes or communicators.
+
+        Copies are called "copy up", "copy down" and "copy". "abort" and "destroy" end communicators, of a group
+        together. "a stream of its own" has its priority.
+        """
+        for line in _library().host_cuda_calls().decode().splitlines():
+            name, _, number = line.rpartition(" ")
+            self._calls.append((name, int(number)))
+        return [its for its in self._calls if its[0] in names]
+
+    def forget(self) -> None:
+        """Forget the calls so far."""
+        self.calls()
+        self._calls.clear()
+
+    def ended(self) -> list[tuple[str, int]]:
+        """Return how communicators were ended: `("abort", 2)` for two together."""
+        return self.calls("abort", "destroy")
+
+    def count(self, what: str) -> int:
+        """Count the "streams", "events", "kernels" that were run, or "launches of NCCL under way"."""
+        return int(_library().host_cuda_count(what.encode()))
+
+    def held(self) -> tuple[int, int, int]:
+        """Count the bytes that arrays hold on the current device, and events and streams."""
+        pool = cuda.current().cupy.get_default_memory_pool()
+        return pool.used_bytes(), self.count("events"), self.count("streams")
+
+    def be_normal(self) -> None:
+        """Take all wishes back, and let go on what hangs."""
+        _library().host_cuda_wish_nothing()
+        self.wish("calls are noted")
+
+
+@contextmanager
+def memory_is_given_back_late() -> Iterator[None]:
+    """Let memory that CuPy frees be rubbish when its stream comes there, as if somebody else had it at once."""
+    if not are_emulated():
+        yield
+        return
+    memory_hook, streams = cuda.current().cupy.cuda.memory_hook, {}
+    current = cuda.current().cupy.cuda.get_current_stream
+
+    class Rubbish(memory_hook.MemoryHook):  # type: ignore[misc]
+        name = "rubbish"
+
+        def malloc_postprocess(self, *, pmem_id: int, **_: Any) -> None:
+            streams[pmem_id] = current().ptr
+
+        def free_preprocess(self, *, mem_ptr: int, mem_size: int, pmem_id: int, **_: Any) -> None:
+            if pmem_id in streams:
+                _library().host_cuda_freed(mem_ptr, mem_size, streams.pop(pmem_id))
+
+    with Rubbish():
+        yield

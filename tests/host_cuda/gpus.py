@@ -1,0 +1,183 @@
+"""What tests of device memory share: CuPy and NCCL, on GPUs that are real or emulated, and arrays that go there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, final
+
+import pytest
+
+from host_cuda import are_emulated
+from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
+from mpidist.transport import cuda
+from mpidist.transport.group import SyncGroup
+from mpidist.transport.nccl import handles as nccl_handles
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = [
+    "Compiler",
+    "allocations",
+    "anywhere",
+    "capturing",
+    "compiler",
+    "down",
+    "emulated",
+    "gpus",
+    "group",
+    "keep_busy",
+    "opened",
+    "up",
+    "use_own_settings",
+]
+
+KEEP_BUSY = """
+extern "C" __global__ void keep_busy(long long nanoseconds) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
+}
+"""
+
+
+@pytest.fixture(params=[pytest.param("GPU", marks=pytest.mark.gpu)])  # the mark is that of all tests that use it
+def gpus(comm: Intracomm) -> Iterator[cuda.Cuda]:
+    """CuPy with NCCL. Ranks may share GPUs."""
+    found = cuda.current()
+    reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
+    if reasons:
+        pytest.skip(f"needs a GPU: {reasons[0]}")
+    if os.environ.get("TEST_HOSTIDS") == "1":  # before NCCL's first call: it reads it once
+        os.environ["NCCL_HOSTID"] = f"rank{comm.rank}"
+    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
+    with memory_is_given_back_late():
+        yield found
+    assert comm.allgather(problems()) == [""] * comm.size
+
+
+def use_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/parts.py)."""
+    for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def emulated(gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """GPUs that show what they are asked for, and let it fail."""
+    use_own_settings(monkeypatch)
+    if not are_emulated():
+        pytest.skip("needs a GPU that is emulated")
+    its = Emulated()
+    yield its
+    its.be_normal()
+    gc.collect()
+    assert comm.allgather(nccl_handles.num_open()) == [0] * comm.size
+    assert its.calls("destroyed alone") == [], "by garbage collection"
+
+
+@final
+class Compiler:
+    """Stands in the place of `cupy.RawModule`.
+
+    Attributes:
+        seconds: How much longer each kernel takes.
+        error: What compiling raises.
+        compiled: Kernels by the ends of their names.
+    """
+
+    def __init__(self, raw_module: Callable[..., Any]) -> None:
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.compiled: set[str] = set()
+        self._raw_module = raw_module
+
+    def __call__(self, code: str, options: tuple[str, ...]) -> Any:
+        """Return a module whose kernels are compiled when they are asked for."""
+        module = self._raw_module(code=code, options=options)
+
+        def get_function(name: str) -> Any:
+            self.compiled.add(name.removeprefix("mpidist_").removeprefix("combine_"))
+            time.sleep(self.seconds)
+            if self.error is not None:
+                raise self.error
+            return module.get_function(name)
+
+        return SimpleNamespace(get_function=get_function)
+
+
+@pytest.fixture
+def compiler(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """What compiles mpidist's kernels."""
+    its = Compiler(gpus.cupy.RawModule)
+    monkeypatch.setattr(gpus.cupy, "RawModule", its)
+    return its
+
+
+@pytest.fixture(params=["1", "0"], ids=["NCCL", "staged"])
+def group(
+    request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SyncGroup]:
+    """Ranks whose device memory goes by NCCL, or through the host."""
+    use_own_settings(monkeypatch)
+    monkeypatch.setenv("MPIDIST_NCCL", request.param)
+    yield from opened(comm)
+
+
+@pytest.fixture
+def anywhere(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
+    """Ranks on every placement."""
+    yield from opened(comm)
+
+
+def opened(comm: Intracomm) -> Iterator[SyncGroup]:
+    """Make a group, and close it."""
+    made = SyncGroup.from_mpi(comm)
+    yield made
+    made.close()
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Note the bytes of each array that is made meanwhile."""
+    noted: list[int] = []
+
+    class Noting(cuda.current().cupy.cuda.memory_hook.MemoryHook):  # type: ignore[misc]
+        name = "noting"
+
+        def malloc_postprocess(self, *, size: int, **_: Any) -> None:
+            noted.append(size)
+
+    with Noting():
+        yield noted
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let what is launched meanwhile go into a CUDA graph."""
+    with cuda.current().cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        yield
+        stream.end_capture()
+
+
+def keep_busy(seconds: float) -> Any:
+    """Let the current stream be busy for so long. Returns an event of its end."""
+    cupy = cuda.current().cupy
+    cupy.RawKernel(KEEP_BUSY, "keep_busy")((1,), (1,), (int(seconds * 1e9),))
+    return cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+
+
+def up(numbers: Any) -> Any:
+    """Copy numbers to the device."""
+    return cuda.current().cupy.asarray(numbers)
+
+
+def down(array: Any) -> Any:
+    """Copy an array to the host."""
+    return cuda.current().cupy.asnumpy(array)
