@@ -1,6 +1,10 @@
 """Whether MPI takes device memory: by what MPI says, and by the proof of a child process.
 
-An MPI that cannot take device memory reads it as host memory, and crashes: so this process never tries.
+An MPI that cannot take device memory reads it as host memory, and crashes: so this process never tries. The child does:
+
+    python -m mpidist.cli.cuda_aware_mpi DEVICE
+
+It sends arrays of device memory to itself, and prints "right" or "wrong".
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
-from mpidist.cli.cuda_aware_child import RIGHT
-from mpidist.transport import LAUNCHER_PREFIXES, load_mpi
+import numpy as np
 
-__all__ = ["Answer", "child_command", "child_environment", "hint", "prove"]
+from mpidist.transport import LAUNCHER_PREFIXES, cuda, load_mpi
 
+__all__ = ["Answer", "child_command", "child_environment", "hint", "prove", "takes_device_memory"]
+
+_RIGHT: Final = "right"
+_SIZES: Final = (8, 100_000, 4 << 20)  # bytes: libraries send them in different ways
 PROOF_SECONDS: Final = 60.0
 _TAIL: Final = 2000  # characters of what a child wrote
 _OF_RANKS: Final = "_MPIDIST_"  # what a rank marks its environment with
@@ -57,7 +64,7 @@ def hint() -> Answer:
 
 def child_command(device: int) -> list[str]:
     """Return the command that proves that MPI takes the memory of a device."""
-    return [sys.executable, "-m", "mpidist.cli.cuda_aware_child", str(device)]
+    return [sys.executable, "-m", "mpidist.cli.cuda_aware_mpi", str(device)]
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -70,7 +77,7 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
     """Let a child process pass device memory to MPI, and wait for the child. How the child ends is the answer.
 
     Args:
-        command: Prints `RIGHT` and exits with 0 if MPI can.
+        command: Prints "right" and exits with 0 if MPI can.
         seconds: How long the child may take.
     """
     with tempfile.TemporaryFile() as output:  # not a pipe: it stays open while any process holds it
@@ -99,7 +106,7 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
         return Answer(False, f"a child process was ended by {_signal_name(-child.returncode)}")
     if child.returncode:
         return Answer(False, f"a child process failed with exit status {child.returncode}: {last}")
-    if last != RIGHT:
+    if last != _RIGHT:
         return Answer(False, f"a child process got wrong numbers; it said {last}")
     return Answer(True, "a child process sent device memory and got the right numbers")
 
@@ -108,3 +115,25 @@ def _signal_name(number: int) -> str:
     with suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
+
+
+def takes_device_memory(cupy: Any) -> bool:
+    """Let MPI send arrays of the current device to this rank itself, and compare. MPI that cannot may crash. Local."""
+    mpi = load_mpi()
+    comm, view = mpi.COMM_SELF, mpi.buffer.fromaddress
+    for nbytes in _SIZES:
+        numbers = np.arange(nbytes).astype(np.uint8)
+        sent, received = cupy.asarray(numbers), cupy.asarray(np.zeros_like(numbers))
+        cupy.cuda.get_current_stream().synchronize()
+        into = comm.Irecv([view(int(received.data.ptr), nbytes), mpi.BYTE], 0)
+        comm.Isend([view(int(sent.data.ptr), nbytes), mpi.BYTE], 0).Wait()
+        into.Wait()
+        if not np.array_equal(cupy.asnumpy(received), numbers):
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    cupy = cuda.current().cupy
+    cupy.cuda.Device(int(sys.argv[1])).use()
+    print(_RIGHT if takes_device_memory(cupy) else "wrong", flush=True)

@@ -26,8 +26,8 @@ from mpidist.transport import (
     first_line,
     launcher_text,
     load_mpi,
+    native,
     nccl_version_text,
-    read_boot_id,
     size_text,
     tuning_path,
 )
@@ -65,10 +65,11 @@ class RankFacts:
     def here(cls, group: SyncGroup) -> RankFacts:
         """Look around. Local; one rank of a node starts a child process, where MPI says it takes device memory."""
         topology, provider = group.topology, cuda.current()
-        gpu = GpuFacts.here(provider, os.environ, topology.hostnames[topology.rank], read_boot_id())
+        gpu = GpuFacts.here(provider, os.environ, topology.hostnames[topology.rank])
         cores, shared_bytes = frozenset(os.sched_getaffinity(0)), _shared_bytes()
         texts = {
-            "mpidist": f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}",
+            "mpidist": f"{mpidist.__version__}, Python {sys.version.split()[0]}, NumPy {numpy.__version__}, "
+            f"sums {'by NumPy' if native is None else 'compiled'}",
             "MPI": " ".join(load_mpi().Get_library_version().rstrip("\0").splitlines()[0].split()),
             "launcher": launcher_text(os.environ),
             "cores": f"{len(cores)} of {os.cpu_count()}",

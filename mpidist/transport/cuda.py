@@ -156,7 +156,7 @@ def current() -> Cuda:
 
 @contextmanager
 def provided_by(cuda: Cuda) -> Iterator[Cuda]:
-    """Let another object serve this process for a while: a stand-in that needs no GPU."""
+    """Let another object serve this process for a while, for tests."""
     _providers.append(cuda)
     try:
         yield cuda

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import emulated, gpus
 from mpi_session import clean_environment
-from standin.nccl import StandIn
 
 import mpidist
 from mpidist.__main__ import run_command
@@ -26,6 +27,8 @@ from mpidist.transport import cuda, load_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+__all__ = ["emulated", "gpus"]  # fixtures
 
 
 def said(capfd: pytest.CaptureFixture[str], comm: Intracomm, *arguments: str, status: int = 0) -> str:
@@ -79,28 +82,24 @@ def test_it_says_what_is_missing_and_what_to_do(
     assert "NCCL" not in text.replace("cupy-cuda13x[ctk]", "")
 
 
-def test_it_shows_gpus_and_nccl(comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
-    world = StandIn(comm)
-    with cuda.provided_by(world.cuda):
-        text = said(capfd, comm)
-    world.close()
-    assert row(text, "CuPy") == "14.2.0"
-    assert row(text, "GPUs") == "8 (unknown), driver for CUDA 13.0"
-    assert row(text, "NCCL") == "2.28.9"
+def test_it_shows_gpus_and_nccl(emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
+    text = said(capfd, comm)
+    assert row(text, "CuPy") == cuda.current().support.cupy_version
+    assert row(text, "GPUs") == f"{os.environ['TEST_GPUS']} (a GPU emulated on the host), driver for CUDA 13.0"
+    assert row(text, "NCCL") == "2.30.3"
     assert comm.size == 1 or "  ok" in text
     assert comm.size == 1 or "NCCL can join the GPUs of each node" in text
 
 
 @pytest.mark.ranks(min=2)
 def test_it_tells_ranks_apart_and_nodes(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = StandIn(comm, nccl_version=22809 if comm.rank else 23004)
-    with cuda.provided_by(world.cuda):
+    emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
+    with cuda.provided_by(cuda.Cuda()):
         one_node = said(capfd, comm, status=1)
         monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
         each_alone = said(capfd, comm)
-    world.close()
     assert row(one_node, "NCCL") == "rank 0: 2.30.4"
     others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
     assert f"{others}: 2.28.9\n" in one_node
@@ -112,7 +111,11 @@ def test_it_tells_ranks_apart_and_nodes(
 
 @pytest.mark.parametrize("works", [True, False])
 def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
-    comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, works: bool
+    emulated: Emulated,
+    comm: Intracomm,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    works: bool,
 ) -> None:
     tries: list[int] = []
 
@@ -122,11 +125,8 @@ def test_it_proves_whether_mpi_takes_device_memory_where_mpi_says_so(
 
     monkeypatch.setattr(rank_facts, "hint", lambda: Answer(True, "MPIX_Query_cuda_support says yes"))
     monkeypatch.setattr(rank_facts, "child_command", command)
-    world = StandIn(comm)
-    with cuda.provided_by(world.cuda):
-        text = said(capfd, comm)
-        assert len(tries) == (comm.rank == 0), "once on a node"
-    world.close()
+    text = said(capfd, comm)
+    assert len(tries) == (comm.rank == 0), "once on a node"
     if works:
         assert "MPI on GPU memory  yes: a child process sent device memory and got the right numbers; MPIDIST_D" in text
     else:

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.mpi import Intracomm, load_mpi
-from mpidist.transport.shared_memory import NodeBarrier
+from mpidist.transport.shared_memory import Barrier
 
 __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 
@@ -81,7 +81,7 @@ class NodeRounds(Rounds):
 
     is_node_barrier = True
 
-    def __init__(self, barrier: NodeBarrier) -> None:
+    def __init__(self, barrier: Barrier) -> None:
         self._barrier = barrier
         self.start, self.is_complete, self.compare = barrier.post_words, barrier.has_passed, barrier.has_equal_words
 

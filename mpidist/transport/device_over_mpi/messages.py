@@ -1,68 +1,94 @@
-"""Communicators of device memory whose primitives are messages of MPI, which carries bytes; GPUs add."""
+"""Device memory between ranks by MPI, which carries bytes; GPUs add."""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, final
 
 import numpy as np
 
 from mpidist.transport import arrays
-from mpidist.transport.communicator import Array, Communicator, Traffic, shard_bounds
-from mpidist.transport.device_over_mpi.buffers import Buffers, Piece, Pieces, cut_evenly, cut_shards, room_of
+from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 
 __all__ = ["MessagedCommunicator"]
 
 
-class MessagedCommunicator(Communicator, ABC):
+@final
+class MessagedCommunicator(Communicator):
     """Ranks whose device memory MPI carries as bytes, in chunks, and whose GPUs add, in rank order.
 
     A reduction takes two phases a chunk. Every rank sends each other rank its part of the chunk, S (P - 1) / P bytes,
     and the GPU joins the parts in rank order, halves with a float32 accumulator. Then all ranks get the joined parts:
     as many bytes. While the GPU joins a chunk, the next one is on the network.
 
+    Each chunk passes through slots of pinned host memory, while the next one is copied down and the one before up. The
+    host communicator reduces messages below `StagingSizes.join_bytes`, those of very many ranks, and all within a node
+    with shared memory. With `Staging.is_direct` MPI has the addresses of device memory, and GPUs alone add: MPI's own
+    reductions of device memory go through the host, or crash.
+
+    Work comes after what the caller's current stream holds, and a call returns when its work is done. So NCCL and MPI
+    are never both under way, which could end in a deadlock.
+
     Args:
-        name: For logs and errors.
-        mpi: Carries the bytes. Its owner frees it.
-        staging: Streams and memory. Its owner frees it.
-        buffers: How pieces come to MPI.
-        traffic: Where the calls of this communicator are counted.
+        host: The communicator of host memory, whose owner frees it. It counts traffic: one call for each call that
+            messages serve, and one for each chunk that it reduces itself.
+        staging: Streams and memory, which communicators that are used in turn can share. Their owner frees them.
     """
 
-    def __init__(self, name: str, mpi: MpiCommunicator, staging: Staging, buffers: Buffers, traffic: Traffic) -> None:
-        super().__init__(name, mpi.rank, mpi.size)
-        self.traffic = traffic
-        self._mpi = mpi
+    def __init__(self, host: MpiCommunicator | SharedMemoryCommunicator, staging: Staging) -> None:
+        way = "from device memory" if staging.is_direct else "through the host"
+        super().__init__(f"{host.name} {way}", host.rank, host.size)
+        self.traffic = host.traffic
+        self._host = host
+        self._mpi = host if isinstance(host, MpiCommunicator) else host.mpi
         self._staging = staging
-        self._buffers = buffers
-        self._others = mpi.others
+        self._others = self._mpi.others
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         return arrays.empty((count,), dtype, device=True)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
+        if self._is_added_by_host(buffer):
+            phase = self._on_host(buffer, lambda staged, _: self._host.all_reduce(staged, reduction), Pieces.all_copies)
+            self._run("all_reduce", buffer, self._chunks(buffer, 1), phase)
+            return
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
-        self._join("all_reduce", buffer, self._chunks(buffer, self.size), reduction, buffer, self._spread)
+        self._join("all_reduce", buffer, self._chunks(buffer, self.size), reduction, (buffer, 0), self._spread)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
+        if self._is_added_by_host(buffer):
+            raised: Callable[[Pieces], Sequence[Copy]] = Pieces.all_copies if self.rank == root else lambda pieces: ()
+            phase = self._on_host(buffer, lambda staged, _: self._host.reduce(staged, reduction, root), raised)
+            self._run("reduce", buffer, self._chunks(buffer, 1), phase)
+            return
         self.traffic.add("reduce", buffer.nbytes)
         chunks = self._chunks(buffer, self.size)
-        self._join("reduce", buffer, chunks, reduction, buffer, lambda pieces: self._collect(pieces, root))
+        self._join("reduce", buffer, chunks, reduction, (buffer, 0), lambda pieces: self._collect(pieces, root))
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
-        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        shard: Array = own if into is None else into
-        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        shard: Array = buffer[start:stop] if into is None else into
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
-        is_in_place = shard.size == 0 or shard.data.ptr == own.data.ptr
-        self._join("reduce_scatter", buffer, chunks, reduction, buffer if is_in_place else shard, None, bounds)
+        if not self._is_added_by_host(buffer):
+            self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+            self._join("reduce_scatter", buffer, chunks, reduction, (shard, start))
+            return shard
+        away = int(shard.data.ptr) - int(buffer[start:stop].data.ptr)
+
+        def raised(pieces: Pieces) -> list[Copy]:
+            return [(host, device + away, nbytes) for host, device, nbytes in pieces.copies_of(self.rank)]
+
+        phase = self._on_host(buffer, lambda staged, at: self._host.reduce_scatter(staged, reduction, at), raised)
+        self._run("reduce_scatter", buffer, chunks, phase, shard)
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -114,11 +140,11 @@ class MessagedCommunicator(Communicator, ABC):
         sent, received = self._chunks(outgoing, 1), self._chunks(incoming, 1)
         count = max(len(sent), len(received))
         room = room_of(sent, outgoing.itemsize)
-        self._buffers.reserve(count, room + room_of(received, incoming.itemsize))
+        self._staging.reserve(count, room + room_of(received, incoming.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            out = self._buffers.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
-            into = self._buffers.open(slot, room, incoming, received[chunk] if chunk < len(received) else [])
+            out = self._staging.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
+            into = self._staging.open(slot, room, incoming, received[chunk] if chunk < len(received) else [])
 
             def move() -> None:
                 self._mpi.transfer([(part, to) for part in out.parts], [(part, source) for part in into.parts])
@@ -134,16 +160,49 @@ class MessagedCommunicator(Communicator, ABC):
         """Cut an array into the chunks of a message, and each chunk into pieces."""
         return cut_evenly(array.size, num_pieces, self._staging.sizes.num_chunks(array.nbytes))
 
+    def _is_added_by_host(self, buffer: Array) -> bool:
+        """Whether the host communicator adds; else GPUs do, and MPI only carries."""
+        if self._staging.is_direct:
+            return False
+        sizes = self._staging.sizes
+        return self._host is not self._mpi or buffer.nbytes < sizes.join_bytes or self.size > sizes.join_ranks
+
+    def _on_host(
+        self,
+        buffer: Array,
+        work: Callable[[Array, list[int]], object],
+        raised: Callable[[Pieces], Sequence[Copy]],
+    ) -> Callable[[Pieces], Phase]:
+        """Let the host communicator work on a chunk.
+
+        Args:
+            buffer: The array.
+            work: The work, on a chunk in host memory, and the bounds of the pieces in it.
+            raised: The copies to the device after it.
+        """
+
+        def phase(pieces: Pieces) -> Phase:
+            staged = pieces.whole.view(buffer.dtype)
+            bounds = list(accumulate((part.size // buffer.itemsize for part in pieces.parts), initial=0))
+            return Phase(lambda: work(staged, bounds), pieces.all_copies(), raised(pieces))
+
+        return phase
+
     def _run(
-        self, what: str, array: Array, chunks: Sequence[Sequence[Piece]], phase: Callable[[Pieces], Phase]
+        self,
+        what: str,
+        array: Array,
+        chunks: Sequence[Sequence[Piece]],
+        phase: Callable[[Pieces], Phase],
+        keeps: Any = None,
     ) -> None:
         """Pass chunks of one array through one phase."""
-        self._buffers.reserve(len(chunks), room_of(chunks, array.itemsize))
+        self._staging.reserve(len(chunks), room_of(chunks, array.itemsize))
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
-            return [phase(self._buffers.open(slot, 0, array, chunks[chunk]))]
+            return [phase(self._staging.open(slot, 0, array, chunks[chunk]))]
 
-        self._staging.run(what, len(chunks), phases_of, self._check_peers, array)
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, (array, keeps))
 
     def _join(
         self,
@@ -151,28 +210,35 @@ class MessagedCommunicator(Communicator, ABC):
         buffer: Array,
         chunks: Sequence[Sequence[Piece]],
         reduction: Reduction,
-        into: Array,
-        after: Callable[[Pieces], Phase] | None,
-        bounds: Sequence[int] | None = None,
+        into: tuple[Array, int],
+        after: Callable[[Pieces], Phase] | None = None,
     ) -> None:
-        """Join every chunk, this rank's piece here; then let the pieces go on."""
-        rank, width = self.rank, buffer.itemsize
-        shift = 0 if into is buffer or bounds is None else bounds[rank]
+        """Join every chunk, this rank's piece here; then let the pieces go on.
+
+        Args:
+            what: The primitive, for errors.
+            buffer: This rank's contribution.
+            chunks: The pieces of each chunk.
+            reduction: How.
+            into: What takes this rank's pieces, and the element of `buffer` that comes first there.
+            after: The second phase of a chunk.
+        """
+        rank, width, (target, first) = self.rank, buffer.itemsize, into
         room = room_of(chunks, width)
         most = max((pieces[rank][1] - pieces[rank][0] for pieces in chunks), default=0) * width
         rows_nbytes = (self.size - 1) * most
-        self._buffers.reserve(len(chunks), room + rows_nbytes)
+        self._staging.reserve(len(chunks), room + rows_nbytes)
         scratch = self._staging.scratch(len(chunks), rows_nbytes)
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             pieces = chunks[chunk]
             start, stop = pieces[rank]
-            whole = self._buffers.open(slot, 0, buffer, pieces)
-            target = into[start - shift : stop - shift]
-            joining = self._joining(whole, (slot, room), scratch[slot], buffer[start:stop], target, reduction)
+            whole = self._staging.open(slot, 0, buffer, pieces)
+            own, joined = buffer[start:stop], target[start - first : stop - first]
+            joining = self._joining(whole, (slot, room), scratch[slot], own, joined, reduction)
             return [joining] if after is None else [joining, after(whole)]
 
-        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, into))
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, target))
 
     def _joining(
         self, whole: Pieces, place: tuple[int, int], scratch: Array, own: Array, target: Array, reduction: Reduction
@@ -182,7 +248,7 @@ class MessagedCommunicator(Communicator, ABC):
         if not count:
             return Phase(lambda: self._mpi.transfer(sends, []), down)
         flat = scratch[: (self.size - 1) * count * own.itemsize].view(own.dtype)
-        rows = self._buffers.open(*place, flat, [(at * count, (at + 1) * count) for at in range(self.size - 1)])
+        rows = self._staging.open(*place, flat, [(at * count, (at + 1) * count) for at in range(self.size - 1)])
         peers = [peer for peer in range(self.size) if peer != self.rank]
         receives = list(zip(rows.parts, peers, strict=True))
 
@@ -198,7 +264,7 @@ class MessagedCommunicator(Communicator, ABC):
         own = pieces.parts[self.rank]
         sends = [(own, peer) for peer in self._others]
         receives = [(pieces.parts[peer], peer) for peer in self._others]
-        down = [copy for copies in pieces.copies[self.rank : self.rank + 1] for copy in copies if copy[2]]
+        down = pieces.copies_of(self.rank)
         return Phase(lambda: self._mpi.transfer(sends, receives), down, pieces.all_copies(without=self.rank))
 
     def _collect(self, pieces: Pieces, root: int) -> Phase:
@@ -206,8 +272,7 @@ class MessagedCommunicator(Communicator, ABC):
         if self.rank == root:
             parts = [pieces.parts[peer] for peer in self._others]
             return Phase(self._receiving(parts, self._others), (), pieces.all_copies(without=root))
-        down = [copy for copy in pieces.copies[self.rank] if copy[2]]
-        return Phase(self._sending([pieces.parts[self.rank]], [root]), down)
+        return Phase(self._sending([pieces.parts[self.rank]], [root]), pieces.copies_of(self.rank))
 
     def _sending(self, parts: Sequence[Any], peers: Sequence[int]) -> Callable[[], None]:
         return lambda: self._mpi.transfer(list(zip(parts, peers, strict=True)), [])

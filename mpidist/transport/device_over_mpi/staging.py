@@ -1,4 +1,4 @@
-"""Chunks of device memory by way of pinned host memory: copies down, the host's work and copies up, at once."""
+"""Chunks of device memory on their way to MPI and back: copies down, the host's work and copies up, at once."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeAlias, final
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
+from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, aligned
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.gpu import DeviceKernels, is_complete, new_stream, on_stream
+from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["Copy", "Phase", "Staging", "aligned"]
+__all__ = ["Phase", "Staging"]
 
 logger = logging.getLogger("mpidist.transport")
-
-_LINE: Final = 512  # bytes; what is handed to GPU and network begins at multiples of it
-
-Copy: TypeAlias = tuple[int, int, int]  # address on the host, address on the device, bytes
 
 
 @final
@@ -51,10 +50,10 @@ PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases
 class Staging:
     """A process's streams, pinned slots and scratch memory for staging. One call at a time.
 
-    Three streams: `down` for the first copies of chunks, `up` for those that come back, `join` for what the GPU adds
-    and the copies that follow from that. A slot is written again only when all that read it is done, by events; the
-    host polls events, and calls `check_peers` meanwhile. Memory is allocated at first use, grows in powers
-    of two when nothing is under way, and is given back by `free`.
+    Two streams: `down` for copies from the device, `up` for those that come back and what the GPU adds then. A slot is
+    written again only when all that read it is done, by events; the host polls events, and calls `check_peers`
+    meanwhile. Memory is allocated at first use, grows in powers of two when nothing is under way, and is given back by
+    `free`.
 
     After an error in the middle of a call nothing is reused or freed, since MPI and the GPU may still work on it: the
     object cannot be used again, and `strategy.reset()` makes another one.
@@ -65,10 +64,12 @@ class Staging:
         kernels: What joins parts on the GPU; by default new ones.
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
+        is_direct: Whether MPI takes device memory, as the user says: then nothing is copied, and no slot is needed.
 
     Attributes:
         sizes: As above.
         kernels: As above.
+        is_direct: As above.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Staging:
         sizes: StagingSizes,
         kernels: DeviceKernels | None = None,
         wait_for_launches: Callable[[str], None] = lambda what: None,
+        is_direct: bool = False,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.is_direct = sizes, is_direct
         self._wait_for_launches = wait_for_launches
         self.kernels = DeviceKernels(cuda) if kernels is None else kernels
         self._cuda = cuda
@@ -88,23 +90,31 @@ class Staging:
         self._is_pinned = True
         self._ended = ""
 
-    @property
-    def cupy(self) -> Any:
-        """The module."""
-        return self._cuda.cupy
-
     def reserve(self, count: int, nbytes: int) -> None:
         """Have a slot of `nbytes` bytes of pinned memory for each of `count` chunks that are under way at once."""
         count, nbytes = min(count, self.sizes.depth), aligned(nbytes)
-        if self._memory.size < count * nbytes:
+        if self._memory.size < count * nbytes and not self.is_direct:
             self._require_usable("staging")
             self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
             self._memory = self._pinned(_power_of_two(count * nbytes))
         self._slot_nbytes = nbytes
 
-    def slot(self, number: int) -> Array:
-        """Lend a slot, for one call of `run`, which `reserve` comes before."""
-        return self._memory[number * self._slot_nbytes : (number + 1) * self._slot_nbytes]
+    def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
+        """Lay pieces of an array one after the other into a slot, from byte `at` on, for one call of `run`."""
+        width, base = array.itemsize, int(array.data.ptr)
+        sizes = [(stop - start) * width for start, stop in pieces]
+        places = [base + start * width for start, _ in pieces]
+        if self.is_direct:
+            view = load_mpi().buffer.fromaddress
+            return Pieces(list(map(view, places, sizes)), [()] * len(sizes))
+        room = self._memory[slot * self._slot_nbytes : (slot + 1) * self._slot_nbytes]
+        host: int = room.__array_interface__["data"][0]
+        offsets = list(accumulate(sizes, initial=at))
+        return Pieces(
+            [room[start:stop] for start, stop in pairwise(offsets)],
+            [[(host + offset, *of_piece)] for offset, *of_piece in zip(offsets, places, sizes, strict=False)],
+            room[at : offsets[-1]],
+        )
 
     def scratch(self, count: int, nbytes: int) -> list[Array]:
         """Lend device memory for as many chunks: arrays of bytes."""
@@ -112,7 +122,7 @@ class Staging:
         if self._scratch is None or self._scratch.size < count * nbytes:
             self._require_usable("staging")
             self._scratch = None
-            self._scratch = self.cupy.empty(_power_of_two(count * nbytes), np.uint8)
+            self._scratch = self._cuda.cupy.empty(_power_of_two(count * nbytes), np.uint8)
         return [self._scratch[at * nbytes : (at + 1) * nbytes] for at in range(count)]
 
     def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any) -> None:
@@ -146,21 +156,18 @@ class Staging:
 
     def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
         """Poll until an event is complete."""
-        cupy = self.cupy
+        cupy = self._cuda.cupy
         way = "of device memory through the host"
         poll(lambda: is_complete(cupy, event, what, way), check_peers, is_message=False)
 
     @cached_property
     def _streams(self) -> _Streams:
-        cuda = self.cupy.cuda
-        down, up, join = (new_stream(cuda) for _ in range(3))
-        events = [[cuda.Event(disable_timing=True) for _ in range(3)] for _ in range(self.sizes.depth)]
-        return _Streams(
-            down, up, join, cuda.Event(disable_timing=True), tuple(_SlotEvents(*of_slot) for of_slot in events)
-        )
+        cuda = self._cuda.cupy.cuda
+        ready, *of_slots = (cuda.Event(disable_timing=True) for _ in range(1 + 2 * self.sizes.depth))
+        return _Streams(new_stream(cuda), new_stream(cuda), ready, of_slots[::2], of_slots[1::2])
 
     def _pinned(self, nbytes: int) -> Array:
-        cuda = self.cupy.cuda
+        cuda = self._cuda.cupy.cuda
         if self._is_pinned:
             try:
                 memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
@@ -185,28 +192,22 @@ class Staging:
 
 @final
 @dataclass(frozen=True)
-class _SlotEvents:
-    """The events of one slot.
+class _Streams:
+    """What orders the work on the GPU.
 
     Attributes:
-        downloaded: Event after the copies from the device: the host may work on the slot.
-        uploaded: Event after the copies to the device.
-        released: Event after the last work that reads or writes the slot.
+        down: The stream of copies from the device.
+        up: The stream of copies to the device, and of what the GPU adds then.
+        ready: The event of what the caller's stream holds.
+        downloaded: For each slot, the event after the copies from the device: the host may work on the slot.
+        returned: For each slot, the event after the copies to the device, and what the GPU adds then.
     """
 
-    downloaded: Any
-    uploaded: Any
-    released: Any
-
-
-@final
-@dataclass(frozen=True)
-class _Streams:
     down: Any
     up: Any
-    join: Any
-    ready: Any  # the event of what the caller's stream holds
-    events: tuple[_SlotEvents, ...]
+    ready: Any
+    downloaded: Sequence[Any]
+    returned: Sequence[Any]
 
 
 @final
@@ -221,15 +222,16 @@ class _Pass:
         self._phases_of = phases_of
         self._depth = min(count, staging.sizes.depth)
         self._phases: list[Sequence[Phase]] = [()] * self._depth
-        runtime = staging.cupy.cuda.runtime
+        self._cupy = staging._cuda.cupy
+        runtime = self._cupy.cuda.runtime
         self._copy = runtime.memcpyAsync
         self._to_host, self._to_device = int(runtime.memcpyDeviceToHost), int(runtime.memcpyHostToDevice)
 
     def run(self) -> None:
         streams = self._streams
-        streams.ready.record(self._staging.cupy.cuda.get_current_stream())
-        for stream in (streams.down, streams.up, streams.join):
-            stream.wait_event(streams.ready)
+        streams.ready.record(self._cupy.cuda.get_current_stream())
+        streams.down.wait_event(streams.ready)
+        streams.up.wait_event(streams.ready)
         for chunk in range(self._depth):
             self._start(chunk)
         for turn in range(self._count + 1):
@@ -237,48 +239,39 @@ class _Pass:
                 self._advance(turn, 0)
             if turn:
                 self._advance(turn - 1, 1)
-        for events in streams.events[: self._depth]:
-            self._staging.wait(events.released, self._what, self._check_peers)
+        for returned in streams.returned[: self._depth]:
+            self._staging.wait(returned, self._what, self._check_peers)
 
     def _start(self, chunk: int) -> None:
         slot = chunk % self._depth
         self._phases[slot] = self._phases_of(chunk, slot)
-        self._lower(self._phases[slot][0], self._streams.down, slot)
+        self._lower(self._phases[slot][0], slot)
 
     def _advance(self, chunk: int, number: int) -> None:
         streams, slot = self._streams, chunk % self._depth
-        phases, events = self._phases[slot], streams.events[slot]
+        phases, returned = self._phases[slot], streams.returned[slot]
         if number >= len(phases):
             return
         phase = phases[number]
-        self._staging.wait(events.downloaded, self._what, self._check_peers)
+        self._staging.wait(streams.downloaded[slot], self._what, self._check_peers)
         phase.move()
         for host, device, nbytes in phase.up:
             self._copy(device, host, nbytes, self._to_device, streams.up.ptr)
-        goes_on = number + 1 < len(phases)
-        if goes_on or phase.join is not None:
-            events.uploaded.record(streams.up)
-            streams.join.wait_event(events.uploaded)
         if phase.join is not None:
-            with on_stream(self._staging.cupy, streams.join):
+            with on_stream(self._cupy, streams.up):
                 phase.join()
-        if goes_on:
-            self._lower(phases[number + 1], streams.join, slot)
-            return
-        events.released.record(streams.up if phase.join is None else streams.join)
-        if chunk + self._depth < self._count:
-            streams.down.wait_event(events.released)
+        returned.record(streams.up)
+        if number + 1 < len(phases):
+            streams.down.wait_event(returned)
+            self._lower(phases[number + 1], slot)
+        elif chunk + self._depth < self._count:
+            streams.down.wait_event(returned)
             self._start(chunk + self._depth)
 
-    def _lower(self, phase: Phase, stream: Any, slot: int) -> None:
+    def _lower(self, phase: Phase, slot: int) -> None:
         for host, device, nbytes in phase.down:
-            self._copy(host, device, nbytes, self._to_host, stream.ptr)
-        self._streams.events[slot].downloaded.record(stream)
-
-
-def aligned(nbytes: int) -> int:
-    """Round a size up to a multiple of 512 bytes."""
-    return -(-nbytes // _LINE) * _LINE
+            self._copy(host, device, nbytes, self._to_host, self._streams.down.ptr)
+        self._streams.downloaded[slot].record(self._streams.down)
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar, final
 
 from mpidist.transport.cuda import Cuda
@@ -31,17 +32,15 @@ class Background(Generic[_T]):
         self._cuda: Any = cuda.cupy.cuda
         self._work, self._discard = work, discard
         self._device = int(self._cuda.runtime.getDevice())
-        self._lock = threading.Lock()
-        self._is_over = self._is_cancelled = False
-        self._results: list[_T] = []
-        self._problem: Exception | None = None
+        self._outcome: Future[_T] = Future()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def outcome(self) -> tuple[bool, str]:
         """Say whether the work is over, and what went wrong. Local."""
-        with self._lock:
-            problem = self._problem
-            return self._is_over, "" if problem is None else first_line(problem) or type(problem).__name__
+        if not self._outcome.done():
+            return False, ""
+        problem = self._outcome.exception()
+        return True, "" if problem is None else first_line(problem) or type(problem).__name__
 
     def take(self) -> _T:
         """Return what the work has made, once it is over.
@@ -49,29 +48,21 @@ class Background(Generic[_T]):
         Raises:
             Exception: What the work raised.
         """
-        if self._problem is not None:
-            raise self._problem
-        return self._results[0]
+        return self._outcome.result()
 
     def cancel(self) -> None:
         """Discard what the work has made, or will ever make. Returns soon."""
-        with self._lock:
-            self._is_cancelled = True
-            results = self._results
-        for result in results:
-            self._discard(result)
+        self._outcome.add_done_callback(self._discard_result)
+
+    def _discard_result(self, outcome: Future[_T]) -> None:
+        if outcome.exception() is None:
+            self._discard(outcome.result())
 
     def _run(self) -> None:
-        results: list[_T] = []
-        problem: Exception | None = None
         try:
             self._cuda.Device(self._device).use()  # a thread begins with the first one
-            results.append(self._work())
+            result = self._work()
         except Exception as error:
-            problem = error
-        with self._lock:
-            self._results, self._problem, self._is_over = results, problem, True
-            is_cancelled = self._is_cancelled
-        if is_cancelled:
-            for result in results:
-                self._discard(result)
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(result)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.resources import files
-from typing import Any, Final, final
+from typing import Any, Final
 
 from mpidist.transport.cuda import Cuda
 
-__all__ = ["COMBINED", "KERNELS", "KERNEL_OPTIONS", "CompiledKernels", "kernel_source"]
+__all__ = ["COMBINED", "KERNELS", "KERNEL_OPTIONS", "compile_kernel", "kernel_source"]
 
 # Not fused: a product and a sum that are rounded once would not be NumPy's numbers.
 KERNEL_OPTIONS: Final = ("--fmad=false",)
@@ -27,25 +27,10 @@ _LINES: Final = {
 KERNELS: Final = tuple(_LINES)
 
 
-@final
-class CompiledKernels:
-    """The kernels of the current device. Nothing is compiled before it is asked for; CuPy keeps what is on disk.
-
-    Args:
-        cuda: What this process has of CuPy.
-    """
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._functions: dict[str, Any] = {}
-
-    def __getitem__(self, kernel: str) -> Any:
-        """Return a kernel, one of `KERNELS`. The first time takes some tenths of a second, unless CuPy has it."""
-        function = self._functions.get(kernel)
-        if function is None:
-            module = self._cuda.cupy.RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
-            function = self._functions[kernel] = module.get_function(f"mpidist_{kernel}")
-        return function
+def compile_kernel(cuda: Cuda, kernel: str) -> Any:
+    """Compile a kernel, one of `KERNELS`, for the current device: in tenths of a second, unless CuPy has it on disk."""
+    module = cuda.cupy.RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
+    return module.get_function(f"mpidist_{kernel}")
 
 
 def kernel_source(kernels: Iterable[str] = KERNELS) -> str:

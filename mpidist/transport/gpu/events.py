@@ -77,7 +77,10 @@ class Events:
     def record(self, stream: Any = None) -> Any:
         """Mark what a stream, by default the current stream, holds now."""
         cuda = self._cuda.cupy.cuda
-        event = self._free.pop() if self._free else cuda.Event(disable_timing=True)
+        try:
+            event = self._free.pop()
+        except IndexError:  # not asked before: another thread may take the last one
+            event = cuda.Event(disable_timing=True)
         event.record(cuda.get_current_stream() if stream is None else stream)
         return event
 

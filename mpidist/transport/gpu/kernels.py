@@ -7,7 +7,7 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu.compiled import COMBINED, KERNELS, CompiledKernels
+from mpidist.transport.gpu.compiled import COMBINED, KERNELS, compile_kernel
 from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_kind, dtype_code, kernel_of_copies
 from mpidist.transport.gpu.pack_layout import Dtypes, PackLayout
 from mpidist.transport.reduction import Reduction
@@ -61,14 +61,14 @@ class DeviceKernels:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._kernels = CompiledKernels(cuda)
+        self._kernel = cache(partial(compile_kernel, cuda))
         self._tables_alike = lru_cache(_MAX_ALIKE)(_tables_of_copies)
         self.num_launches = 0
 
     def compile(self, kernels: Iterable[str]) -> None:
         """Compile kernels, as the first use of each would: for the current device."""
         for kernel in kernels:
-            self._kernels[kernel]
+            self._kernel(kernel)
 
     def pack(
         self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
@@ -244,7 +244,7 @@ class DeviceKernels:
         return counter
 
     def _launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
-        self._kernels[kernel]((num_blocks,), (BLOCK,), arguments)
+        self._kernel(kernel)((num_blocks,), (BLOCK,), arguments)
         self.num_launches += 1
 
     def _copy(

@@ -6,7 +6,7 @@ from mpidist.transport.group.levels import Levels, NcclReach
 from mpidist.transport.group.raise_together import ErrorReport, raise_reported, raise_together
 from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.service_group import Service, ServiceGroup, meet_ranks
-from mpidist.transport.group.started_calls import Pending, Steps
+from mpidist.transport.group.started_calls import Pending, Steps, Workplace
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.group.thread_guard import forbid_calls_here
 from mpidist.transport.group.traced import traced
@@ -21,6 +21,7 @@ __all__ = [
     "ServiceGroup",
     "Steps",
     "SyncGroup",
+    "Workplace",
     "all_reduce_rows",
     "forbid_calls_here",
     "meet_ranks",

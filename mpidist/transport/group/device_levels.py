@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Final, final
 
@@ -15,27 +16,22 @@ from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import INSTALL_CUPY, Cuda
-from mpidist.transport.device_over_mpi import (
-    DeviceMpiCommunicator,
-    HostStagedCommunicator,
-    Staging,
-    StagingSizes,
-    takes_device_memory,
-)
+from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes
 from mpidist.transport.devices import Device
-from mpidist.transport.gpu import Background, DeviceKernels, Events
+from mpidist.transport.gpu import Background, DeviceKernels, Events, new_stream, on_stream
 from mpidist.transport.group.levels import Levels, NcclReach
+from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.nccl import (
     DeviceQueue,
     GpuFacts,
     GpusOfProcess,
     NcclCommunicator,
-    read_boot_id,
     reason_against_nccl,
 )
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.shared_memory import SharedMemoryCommunicator
 from mpidist.transport.text import first_line, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import Patience
@@ -48,10 +44,6 @@ _FIRST_NAP: Final = 0.001  # between two looks at whether all ranks have made a 
 _LAST_NAP: Final = 0.05
 _NCCL: Final = (
     "NCCL could not be started ({}); NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
-)
-_DEVICE_MPI: Final = (
-    "MPI cannot take device memory, which MPIDIST_DEVICE_MPI=1 says that MPI can; unset it, and device memory goes "
-    "through the host"
 )
 _KERNELS: Final = f"the GPU's kernels could not be compiled; CuPy needs NVRTC for that: {INSTALL_CUPY}"
 _START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
@@ -91,7 +83,8 @@ class DeviceLevels:
         speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
         sizes = StagingSizes(settings.staging_bytes, speed)
-        self._staging = Staging(cuda, sizes, self._kernels, self._wait_for_stream)
+        self._staging_by = partial(Staging, cuda, sizes, self._kernels, self._wait_for_stream)
+        self._staging = self._staging_by()
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator | GpusOfProcess] = []
         self._gpus_of_process: dict[tuple[int, ...], GpusOfProcess | None] = {}
@@ -109,6 +102,21 @@ class DeviceLevels:
         device.use()
         if device.is_gpu:
             self._device = device.index
+
+    def use(self) -> None:
+        """Make the GPU of all calls the current device of this thread. Local."""
+        if self._device is not None:
+            self._cuda.cupy.cuda.Device(self._device).use()
+
+    @contextmanager
+    def private_stream(self) -> Iterator[None]:
+        """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
+        with on_stream(self._cuda.cupy, self._stream):
+            yield
+
+    @cached_property
+    def _stream(self) -> Any:
+        return new_stream(self._cuda.cupy.cuda)
 
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, or with another GPU than the strategy's. Local.
@@ -162,13 +170,12 @@ class DeviceLevels:
         """
         missing = sorted(kernels - self._compiled) if self._topology.size > 1 else []
         if missing:
-            work = partial(self._kernels.compile, missing)
-            try:
-                self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", work))
-            except UnavailableError as error:
-                mark_shared(error, self._agreement.ranks)  # as in `levels`
-                raise
+            self.compile_by(partial(self._kernels.compile, missing))
             self._compiled |= kernels
+
+    def compile_by(self, work: Callable[[], None]) -> None:
+        """Let each rank do work that compiles kernels, while no deadline runs. Collective; raises as `compile` does."""
+        self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", work))
 
     def has_compiled(self, kernels: set[str]) -> bool:
         """Whether `compile` has been called with these kernels. Local, and equal on all ranks."""
@@ -203,9 +210,8 @@ class DeviceLevels:
     def staged(self) -> Levels:
         """The levels through the host. Local."""
         host = self._host
-        world, within, across = (
-            self._over(level, HostStagedCommunicator) for level in (host.world, host.within_node, host.across_nodes)
-        )
+        levels = host.world, host.within_node, host.across_nodes
+        world, within, across = (self._over(level, self._staging) for level in levels)
         return Levels(world, within, across, host.is_even, own_kernels=self._kernels)
 
     @property
@@ -268,34 +274,32 @@ class DeviceLevels:
             return self.staged
         if self._queue is None:
             self._queue = DeviceQueue(self._cuda, self.events)
+        reach, across = NcclReach.WORLD, None
         if everywhere:
             within = self.levels().within_node
-            world = self._connect("world", [range(topology.size)])
-            counterparts = [_ranks_at(topology, place) for place in range(max(topology.node_sizes))]
-            across = self._connect("across_nodes", counterparts)
-            return Levels(world, within, across, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
-        within = self._connect("within_node", topology.nodes)
-        if not spans_nodes:
-            alone = SoloCommunicator("across_nodes", device=True)
-            return Levels(within, within, alone, host.is_even, None, NcclReach.WORLD, self._queue, self._kernels)
-        world, across = self._between_nodes()
-        return Levels(world, within, across, host.is_even, None, NcclReach.NODE, self._queue, self._kernels)
+            world = self._connect("world", groups)
+            across = self._connect("across_nodes", [_ranks_at(topology, at) for at in range(max(topology.node_sizes))])
+        else:
+            world = within = self._connect("within_node", groups)
+            if spans_nodes:
+                reach, (world, across) = NcclReach.NODE, self._between_nodes()
+        if across is None:
+            across = SoloCommunicator("across_nodes", device=True)
+        return Levels(world, within, across, host.is_even, None, reach, self._queue, self._kernels)
 
     def _between_nodes(self) -> tuple[Communicator, Communicator]:
-        """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Collective."""
+        """Let MPI read device memory itself, if the user says that MPI can; else go through the host. Local."""
         if not self._settings.device_mpi:
             return self.staged.world, self.staged.across_nodes
-        is_right = takes_device_memory(self._cuda.cupy)
-        seen = self._agreement.all_gather_object("" if is_right else "device memory that was sent came back changed")
-        _raise_first(_DEVICE_MPI, seen)
-        host = self._host
-        return self._over(host.world, DeviceMpiCommunicator), self._over(host.across_nodes, DeviceMpiCommunicator)
+        direct = self._staging_by(is_direct=True)
+        return self._over(self._host.world, direct), self._over(self._host.across_nodes, direct)
 
-    def _over(self, host: Communicator, carried: Callable[[Any, Staging], Communicator]) -> Communicator:
+    def _over(self, host: Communicator, staging: Staging) -> Communicator:
         """Make the communicator for device memory whose messages a communicator of host memory carries. Local."""
         if isinstance(host, SoloCommunicator):
             return SoloCommunicator(host.name, device=True)
-        made = carried(host, self._staging)
+        assert isinstance(host, (MpiCommunicator, SharedMemoryCommunicator))
+        made = MessagedCommunicator(host, staging)
         made.set_wait_hook(self._agreement.check_peers)
         return made
 
@@ -304,7 +308,7 @@ class DeviceLevels:
             return ""
         if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
-        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank], read_boot_id())
+        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
         return reason_against_nccl(self._agreement.all_gather_object(facts), groups, self._topology.hostnames)
 
     def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -312,18 +316,19 @@ class DeviceLevels:
         ranks = next(list(ranks) for ranks in groups if self._topology.rank in ranks)
         place = ranks.index(self._topology.rank)
         offers = self._agreement.all_gather_object(self._offer() if len(ranks) > 1 and place == 0 else ("", b""))
-        _raise_first(_NCCL.format(name), [error for error, _ in offers])
+        self._raise_first(_NCCL.format(name), [error for error, _ in offers])
         if len(ranks) == 1:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
         device = int(self._cuda.cupy.cuda.runtime.getDevice())
-        init = nccl_handles.start_init(self._cuda, len(ranks), offers[ranks[0]][1], place, device)
+        init = nccl_handles.start_init(self._cuda, len(ranks), offers[ranks[0]][1], {place: device})
         try:
             self._wait_for_all(_NCCL.format(name), init)
         except BaseException:
             init.cancel()
             raise
-        communicator = NcclCommunicator(init.take(), name, place, len(ranks), self._queue, self._kernels)
+        (handle,) = init.take()
+        communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
         if len(ranks) == max(map(len, groups)) and place == 0 and self._topology.rank == ranks[0] == 0:
@@ -348,11 +353,20 @@ class DeviceLevels:
             if not is_over and time.monotonic() > until:
                 error = f"it did not start within {_START_SECONDS:g} s"
             seen = self._agreement.all_gather_object((is_over, error))
-            _raise_first(failure, [report for _, report in seen])
+            self._raise_first(failure, [report for _, report in seen])
             if all(done for done, _ in seen):
                 return
             time.sleep(nap)
             nap = min(2 * nap, _LAST_NAP)
+
+    def _raise_first(self, failure: str, errors: Sequence[str]) -> None:
+        """Raise the first error of those that all ranks have told each other."""
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if failed:
+            what, _, remedy = failure.partition("; ")
+            raised = UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")
+            mark_shared(raised, self._agreement.ranks)
+            raise raised
 
 
 def _solo(kernels: DeviceKernels) -> Levels:
@@ -366,10 +380,3 @@ def _ranks_at(topology: Topology, place: int) -> list[int]:
 
 def _cannot(reason: str) -> str:
     return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'
-
-
-def _raise_first(failure: str, errors: Sequence[str]) -> None:
-    failed = [rank for rank, error in enumerate(errors) if error]
-    if failed:
-        what, _, remedy = failure.partition("; ")
-        raise UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")

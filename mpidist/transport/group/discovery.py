@@ -21,7 +21,7 @@ from mpidist.transport.mpi import Intracomm, check_launch, command_line, load_mp
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
-from mpidist.transport.waiting import poll_or_keep, set_crowded
+from mpidist.transport.waiting import poll_or_keep
 
 __all__ = [
     "agreed_cost_model",
@@ -175,7 +175,6 @@ def discover(comm: Intracomm, world: Intracomm) -> tuple[Settings, Topology]:
         comm.Free()
         raise
     settings.apply_log_level()
-    set_crowded(topology.hostnames.count(topology.hostnames[topology.rank]))
     return settings, topology
 
 

@@ -16,7 +16,7 @@ from mpidist.transport.communicator import Array, Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
@@ -110,9 +110,12 @@ class Levels:
         Raises:
             UnavailableError: If shared memory is required and not available. On every rank.
         """
-        world = _make_level(comm.Dup(), "world", max_chunk_bytes)
+        short = MAX_CHUNK_BYTES
+        if topology.num_nodes > 1:
+            short = min(comm.allgather(unasked_bytes() or short))  # settings may differ from node to node
+        world = _make_level(comm.Dup(), "world", max_chunk_bytes, short)
         within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
-        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes)
+        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, short)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
@@ -257,8 +260,8 @@ def _split(comm: Intracomm, color: int, key: int) -> Intracomm:
     return cast("Intracomm", part)
 
 
-def _make_level(part: Intracomm, name: str, max_chunk_bytes: int) -> Communicator:
+def _make_level(part: Intracomm, name: str, max_chunk_bytes: int, message_bytes: int = MAX_CHUNK_BYTES) -> Communicator:
     if part.Get_size() > 1:
-        return MpiCommunicator(part, name, max_chunk_bytes)
+        return MpiCommunicator(part, name, max_chunk_bytes, message_bytes)
     part.Free()
     return SoloCommunicator(name)

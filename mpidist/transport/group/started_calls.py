@@ -6,21 +6,39 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
+from enum import Enum
 from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.transport.agreement import Agreement
+from mpidist.transport.mpi import load_mpi
 from mpidist.transport.waiting import complete
 
-__all__ = ["Pending", "PendingCalls", "Steps"]
+__all__ = ["Pending", "PendingCalls", "Workplace", "Steps"]
 
 Steps = Generator[int, None, Any]
 
 _PAUSE_SECONDS: Final = 0.0001  # of the thread, between two polls
 _IDLE_STEPS: Final = 4  # polls without progress, before control returns to the caller
+
+
+@final
+class Workplace(Enum):
+    """Where a call works, which says what may advance the call."""
+
+    HOST = "host"
+    GPU = "GPU"  # after an event, on streams of its own: in any thread, one at a time
+    GPU_OF_CALLER = "GPU of the caller"  # on the caller's current stream, which belongs to the caller's thread
+
+    @classmethod
+    def of_thread(cls, is_one_node: bool) -> Collection[Workplace]:
+        """Say whose calls a background thread advances. `is_one_node`: whether all ranks are on one."""
+        if load_mpi().Query_thread() != load_mpi().THREAD_MULTIPLE:
+            return ()
+        return (cls.GPU,) if is_one_node else (cls.GPU, cls.HOST)
 
 
 @final
@@ -30,17 +48,17 @@ class Pending:
     Attributes:
         is_waited_for: Whether the caller is blocked in `wait()`: then the steps may block.
         may_block: Whether the steps may block until other ranks arrive: in `wait()`, or in the background thread.
+            `is_done()` of a call that works on a GPU never blocks.
         is_launched: Whether all work of the call was launched on this rank's GPU: then the next call may progress.
         is_done: Whether the result, or an error, is there.
-        needs_caller: Whether only the thread that makes the group's calls may advance the call: it works on a GPU,
-            whose current device and stream belong to a thread, and NCCL needs all its calls in one thread.
+        place: Where the call works.
         advance_others: Advances the other started calls while the caller waits for this call.
     """
 
-    def __init__(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> None:
+    def __init__(self, steps: Callable[[Pending], Steps], place: Workplace) -> None:
         self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
-        self.needs_caller = needs_caller
+        self.place = place
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -116,18 +134,22 @@ class PendingCalls:
 
     Once a call is launched on a GPU, the next call progresses, and is launched after it.
 
-    Within a node, moving data is work of this rank's core, so calls progress when the rank advances them. Between
-    nodes, calls mostly wait for the network, so a background thread can advance them while the rank computes.
+    Within a node, moving data is work of this rank's core, so calls in host memory progress when the rank advances
+    them. Between nodes, calls mostly wait for the network, so a background thread can advance them while the rank
+    computes. Calls on a GPU have the thread everywhere: other ranks' GPUs wait for what this rank is to launch, and
+    this rank may be waiting for those ranks, in a barrier of the user's own.
 
     Args:
         agreement: The agreement of the group, whose clock and peer checks apply while a call waits.
-        uses_thread: Whether a background thread advances calls, except those that work on a GPU. MPI must allow calls
-            from several threads.
+        in_thread: The workplaces whose calls a background thread advances.
+        use_gpu: Makes the GPU of the calls the current device of the thread.
     """
 
-    def __init__(self, agreement: Agreement, uses_thread: bool = False) -> None:
+    def __init__(
+        self, agreement: Agreement, in_thread: Collection[Workplace] = (), use_gpu: Callable[[], None] = lambda: None
+    ) -> None:
         self._agreement = agreement
-        self._uses_thread = uses_thread
+        self._in_thread, self._use_gpu = in_thread, use_gpu
         self._calls: deque[Pending] = deque()
         self._launched: deque[Pending] = deque()
         self._lock = threading.RLock()
@@ -138,9 +160,9 @@ class PendingCalls:
     def __bool__(self) -> bool:
         return bool(self._calls or self._launched)
 
-    def start(self, steps: Callable[[Pending], Steps], needs_caller: bool = False) -> Pending:
-        """Append a call, and advance the first. Local. `needs_caller`: as in `Pending`."""
-        call = Pending(steps, needs_caller)
+    def start(self, steps: Callable[[Pending], Steps], place: Workplace = Workplace.HOST) -> Pending:
+        """Append a call, and advance the first. Local."""
+        call = Pending(steps, place)
         call.advance_others = self.advance
         self._calls.append(call)
         self.advance()
@@ -154,7 +176,7 @@ class PendingCalls:
         """
         if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
-                self._advance(may_block and not self._uses_thread, is_caller=True)
+                self._advance(may_block and Workplace.HOST not in self._in_thread, is_caller=True)
             finally:
                 self._lock.release()
         self._wake()
@@ -163,7 +185,7 @@ class PendingCalls:
         """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
         with self._lock:
             while last is None or not last.is_done:
-                if self._calls and self._calls[0].needs_caller and (last is None or last in self._calls):
+                if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
                 elif self._launched:
                     self._finish_first(self._launched)
@@ -206,9 +228,14 @@ class PendingCalls:
             if not self._launched[0].is_done:
                 break
             self._launched.popleft()
-        while self._calls and (is_caller or not self._calls[0].needs_caller):
+        while self._calls and (is_caller or self._calls[0].place in self._in_thread):
             call = self._calls[0]
-            call.advance(may_block)
+            if is_caller:
+                call.advance(may_block and call.place is Workplace.HOST)
+            else:
+                if call.place is Workplace.GPU:
+                    self._use_gpu()
+                call.advance(may_block)
             if not (call.is_done or call.is_launched):
                 return
             self._calls.popleft()
@@ -217,7 +244,7 @@ class PendingCalls:
 
     def _wake(self) -> None:
         """Start the background thread, or wake it, if there is a call that it may advance."""
-        if self._uses_thread and self._calls and not self._calls[0].needs_caller and not self._is_closed:
+        if self._calls and self._calls[0].place in self._in_thread and not self._is_closed:
             self._has_work.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_thread, name="mpidist.pending", daemon=True)
@@ -230,6 +257,6 @@ class PendingCalls:
                 if self._is_closed:
                     return
                 self._advance(may_block=True, is_caller=False)
-                if not self._calls or self._calls[0].needs_caller:
+                if not self._calls or self._calls[0].place not in self._in_thread:
                     self._has_work.clear()
             time.sleep(_PAUSE_SECONDS)

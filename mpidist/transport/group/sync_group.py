@@ -28,7 +28,7 @@ from mpidist.transport.group.discovery import (
 )
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.membership import Membership
-from mpidist.transport.group.started_calls import PendingCalls
+from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.host_memory import ResultMemory
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
@@ -388,8 +388,7 @@ class SyncGroup(OpenGroup):
         self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
         self.levels.set_wait_hook(watch.check_peers)
         self.devices = self._device_levels()
-        uses_thread = rounds is None and load_mpi().Query_thread() == load_mpi().THREAD_MULTIPLE
-        self.calls = PendingCalls(self.agreement, uses_thread)
+        self.calls = PendingCalls(self.agreement, Workplace.of_thread(rounds is not None), self.devices.use)
         open_groups.add(self)
 
     def _connect_alone(self) -> None:

@@ -1,7 +1,7 @@
 """Device memory between ranks by NCCL, and what may be launched when."""
 
 from mpidist.transport.nccl import handles
-from mpidist.transport.nccl.availability import GpuFacts, read_boot_id, reason_against_nccl
+from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.nccl.launch_queue import DeviceQueue
@@ -12,6 +12,5 @@ __all__ = [
     "GpusOfProcess",
     "NcclCommunicator",
     "handles",
-    "read_boot_id",
     "reason_against_nccl",
 ]

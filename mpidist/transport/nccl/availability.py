@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from mpidist.errors import TopologyError, UnavailableError
+from mpidist.errors import TopologyError
 from mpidist.transport.cuda import Cuda, nccl_version_text
 from mpidist.transport.text import first_line, name_ranks
 
-__all__ = ["GpuFacts", "read_boot_id", "reason_against_nccl"]
+__all__ = ["GpuFacts", "reason_against_nccl"]
 
 _SHARES_GPUS: Final = 23003  # 2.30.3 is the first NCCL with several ranks on one GPU, if it is told so
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
 
 
 @final
@@ -26,54 +27,41 @@ class GpuFacts:
     """What a rank tells the others.
 
     Attributes:
-        host: Where NCCL believes it to be: what `NCCL_HOSTID` says, if it does.
-        gpu: What tells its GPU from all others, as NCCL does: its host, and its address on the PCI bus.
+        gpu: What tells its GPU from all others, as NCCL does: the host, which `NCCL_HOSTID` may name, and the GPU's
+            address on the PCI bus.
         nccl_version: As `GpuSupport` has it.
         shares_gpus: Whether NCCL was told to allow several ranks on one GPU.
-        is_non_blocking: Whether `NCCL_COMM_BLOCKING=0` is set.
         reason: Why this rank cannot use NCCL; empty if it can.
     """
 
-    host: str = ""
     gpu: tuple[str, str] = ("", "")
     nccl_version: int = 0
     shares_gpus: bool = False
-    is_non_blocking: bool = False
     reason: str = ""
 
     @classmethod
-    def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str, boot_id: str = "") -> GpuFacts:
+    def here(cls, cuda: Cuda, environ: Mapping[str, str], hostname: str) -> GpuFacts:
         """Look at this process. Never raises.
 
         Args:
             cuda: What it has of CuPy and NCCL.
             environ: Its environment.
             hostname: The host that it is on.
-            boot_id: What tells that host from others of the same name.
         """
         support, address = cuda.support, ""
         reason = support.reason
+        if not reason and environ.get("NCCL_COMM_BLOCKING") == "0":
+            reason = "NCCL_COMM_BLOCKING=0 is set, and CuPy can only use NCCL's communicators that block; unset it"
         if not reason:
             try:
                 address = str(cuda.cupy.cuda.Device(int(cuda.cupy.cuda.runtime.getDevice())).pci_bus_id)
             except RuntimeError as error:
                 reason = f"its GPU does not answer: {first_line(error)}"
-        return cls(
-            environ.get("NCCL_HOSTID", ""),
-            (f"{hostname} {boot_id}".strip(), address),
-            support.nccl_version,
-            environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and support.nccl_version >= _SHARES_GPUS,
-            environ.get("NCCL_COMM_BLOCKING") == "0",
-            reason,
-        )
-
-
-def read_boot_id() -> str:
-    """Return the number that Linux gave itself when it started; empty where it cannot be read."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+        host = environ.get("NCCL_HOSTID")
+        if not host:
+            host = f"{hostname} {_BOOT_ID.read_text(encoding='ascii') if _BOOT_ID.exists() else ''}".strip()
+        shares = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and support.nccl_version >= _SHARES_GPUS
+        return cls((host, address), support.nccl_version, shares, reason)
 
 
 def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
@@ -85,27 +73,23 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
         hosts: The name of each rank's host, for people.
 
     Raises:
-        UnavailableError: If NCCL is set up in a way that cannot work.
         TopologyError: If ranks of a group have other versions of NCCL, which is all that NCCL itself asks for.
     """
     lacking = [rank for rank, fact in enumerate(facts) if fact.reason]
     if lacking:
         return f"{name_ranks(lacking)} ({hosts[lacking[0]]}): {facts[lacking[0]].reason}"
-    blocked = [rank for rank, fact in enumerate(facts) if fact.is_non_blocking]
-    if blocked:
-        raise UnavailableError(
-            f"NCCL_COMM_BLOCKING=0 is set on {name_ranks(blocked)}, and CuPy can only use NCCL's communicators that "
-            "block; unset it on all ranks, or set MPIDIST_NCCL=0 to do without NCCL"
-        )
     for ranks in groups:
         _require_one_version(facts, ranks, hosts)
     for ranks in groups:
-        shared = _shared_gpu(facts, ranks)
-        if shared:
-            return (
-                f"{name_ranks(shared)} share GPU {facts[shared[0]].gpu[1]} of {hosts[shared[0]]}, and NCCL wants one "
-                "for each rank; start as many ranks on a node as it has GPUs"
-            )
+        users: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank in ranks:
+            users[facts[rank].gpu].append(rank)
+        for gpu, sharing in users.items():
+            if len(sharing) > 1 and not all(facts[rank].shares_gpus for rank in ranks):
+                return (
+                    f"{name_ranks(sharing)} share GPU {gpu[1]} of {hosts[sharing[0]]}, and NCCL wants one for each "
+                    "rank; start as many ranks on a node as it has GPUs"
+                )
     return ""
 
 
@@ -123,13 +107,3 @@ def _require_one_version(facts: Sequence[GpuFacts], ranks: Sequence[int], hosts:
         "ranks that use NCCL together must have one version of NCCL. Install the same everywhere, or set "
         "MPIDIST_NCCL=0 to do without NCCL\n  " + "\n  ".join(table)
     )
-
-
-def _shared_gpu(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> list[int]:
-    """Find ranks that NCCL would refuse, because they have one GPU."""
-    if all(facts[rank].shares_gpus for rank in ranks):
-        return []
-    users: dict[tuple[str, tuple[str, str]], list[int]] = defaultdict(list)
-    for rank in ranks:
-        users[facts[rank].host, facts[rank].gpu].append(rank)
-    return next((ranks for ranks in users.values() if len(ranks) > 1), [])

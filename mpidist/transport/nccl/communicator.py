@@ -92,7 +92,7 @@ class NcclCommunicator(Communicator):
             self._all_gather(buffer, bounds)
             return
         at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
-        self._run("all_reduce", buffer, lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
+        self._run("all_reduce", [buffer], lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
@@ -103,7 +103,7 @@ class NcclCommunicator(Communicator):
             self._collect(buffer, bounds, root)
             return
         at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
-        self._run("reduce", buffer, lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
+        self._run("reduce", [buffer], lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
@@ -129,7 +129,7 @@ class NcclCommunicator(Communicator):
                     received = to_shard if root == self.rank else sent
                     comm.reduce(sent, received, (stop - start) * width, code, op, root, to)
 
-        self._run("reduce_scatter", (buffer, shard), launch, is_empty=not buffer.size)
+        self._run("reduce_scatter", (buffer, shard), launch)
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -139,7 +139,7 @@ class NcclCommunicator(Communicator):
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         buffer = self._start_broadcast(buffer, root, into)
         at = _address(buffer)
-        self._run("broadcast", buffer, lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
+        self._run("broadcast", [buffer], lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         is_root = self.rank == root
@@ -147,7 +147,7 @@ class NcclCommunicator(Communicator):
         at, nbytes = _address(buffer), buffer.nbytes
         kind = "gather", root
         if not is_root:
-            self._run("gather", buffer, lambda comm, to: comm.send(at, nbytes, self._byte, root, to), kind=kind)
+            self._run("gather", [buffer], lambda comm, to: comm.send(at, nbytes, self._byte, root, to), kind)
             return None
         rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
@@ -158,7 +158,7 @@ class NcclCommunicator(Communicator):
                 if source != root:
                     comm.recv(first + source * nbytes, nbytes, self._byte, source, to)
 
-        self._run("gather", rows, launch, kind=kind)
+        self._run("gather", [rows], launch, kind)
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
@@ -174,9 +174,8 @@ class NcclCommunicator(Communicator):
             if incoming.size:
                 comm.recv(received, incoming.nbytes, self._byte, source, stream)
 
-        is_empty = not (outgoing.size or incoming.size)
         kind = "exchange", to if outgoing.size else None, source if incoming.size else None
-        self._run("exchange", (outgoing, incoming), launch, is_empty, kind)
+        self._run("exchange", (outgoing, incoming), launch, kind)
 
     def free(self) -> None:
         nccl_handles.destroy([self._handle])
@@ -213,7 +212,7 @@ class NcclCommunicator(Communicator):
                     comm.recv(first + peer * step, nbytes, self._byte, peer, to)
 
         has_shards = tuple(stop > start for start, stop in pairwise(bounds))
-        self._run("reduce", (buffer, parts), launch, not buffer.size, ("shards", has_shards))
+        self._run("reduce", (buffer, parts), launch, ("shards", has_shards))
         if count:
             self._kernels.combine(parts, reduction, shard)
 
@@ -229,7 +228,7 @@ class NcclCommunicator(Communicator):
                 if stop > start:
                     comm.bcast(at + start * width, (stop - start) * width, self._byte, root, to)
 
-        self._run("all_gather", buffer, launch, is_empty=not buffer.size)
+        self._run("all_gather", [buffer], launch)
 
     def _collect(self, buffer: Array, bounds: Sequence[int], root: int) -> None:
         """Bring every rank's shard to the root's buffer."""
@@ -244,21 +243,18 @@ class NcclCommunicator(Communicator):
                         comm.send(at + start * width, (stop - start) * width, self._byte, root, to)
 
         has_shards = tuple(stop > start for start, stop in pairwise(bounds))
-        self._run("reduce", buffer, launch, not buffer.size, ("shards to", root, has_shards))
+        self._run("reduce", [buffer], launch, ("shards to", root, has_shards))
 
-    def _run(self, what: str, memory: Any, launch: Launch, is_empty: bool | None = None, kind: Any = "") -> None:
-        """Launch calls of NCCL as one group, after what the current stream holds: `DeviceQueue.issue`.
+    def _run(self, what: str, memory: Sequence[Array], launch: Launch, kind: Any = "") -> None:
+        """Launch calls of NCCL as one group, after what the current stream holds, unless all arrays are empty.
 
         Args:
             what: The primitive, for errors.
             memory: The arrays that the calls read and write.
             launch: Makes the calls.
-            is_empty: Whether there is nothing to do; by default, whether `memory`, one array, is empty.
             kind: Equal for calls to the same ranks, as in `DeviceQueue.issue`.
         """
-        if is_empty is None:
-            is_empty = not memory.size
-        if not is_empty:
+        if any(array.size for array in memory):
             self._queue.issue(what, self._handle, memory, launch, kind)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -13,7 +12,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import DeviceKernels, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import DeviceKernels, is_complete, kernels_needed, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
@@ -24,7 +23,6 @@ from mpidist.transport.waiting import Patience, never_free, poll
 __all__ = ["GpusOfProcess"]
 
 _START_SECONDS: Final = 120.0
-_NAP_SECONDS: Final = 0.001
 _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_NCCL=0 without NCCL"
 
 
@@ -36,16 +34,14 @@ class _Gpu(NamedTuple):
         device: CuPy's device.
         handle: The GPU's communicator.
         stream: NCCL's stream on this GPU, which also carries the kernels around NCCL's work.
-        ready: Marks what a caller's stream holds.
-        done: Marks the end of the work.
+        mark: The event of what a caller's stream holds, and then of the end of the work.
         kernels: Packs arrays.
     """
 
     device: Any
     handle: Handle
     stream: Any
-    ready: Any
-    done: Any
+    mark: Any
     kernels: DeviceKernels
 
 
@@ -77,8 +73,8 @@ class GpusOfProcess:
         for handle in self._connect(indices):
             device = made.Device(handle.device)
             device.use()
-            ready, done = (made.Event(disable_timing=True) for _ in range(2))
-            self._gpus.append(_Gpu(device, handle, new_stream(made), ready, done, DeviceKernels(cuda)))
+            mark = made.Event(disable_timing=True)
+            self._gpus.append(_Gpu(device, handle, new_stream(made), mark, DeviceKernels(cuda)))
             handle.keeps = self
         self._first.use()
 
@@ -118,6 +114,13 @@ class GpusOfProcess:
             memory.append(shards)
             self._collect(shards, rows, bounds)
 
+    def compile(self, fold: Fold, ufunc: np.ufunc, read: np.dtype[Any], dtype: np.dtype[Any]) -> None:
+        """Compile what `add` needs, on each GPU: for arrays of dtype `read` that are added in `dtype`."""
+        for at, gpu in enumerate(self._gpus):
+            with self._on(at):
+                gpu.kernels.compile(kernels_needed([(read, dtype, False)], ()))
+                fold.combine(ufunc, self._empty(fold.num_parts, 1, dtype), self._empty(fold.num_rows, 1, dtype))
+
     def broadcast(self, sources: Sequence[Array], targets: Sequence[Sequence[Array]]) -> None:
         """Copy arrays of the first GPU to the others.
 
@@ -141,21 +144,19 @@ class GpusOfProcess:
 
     def _connect(self, indices: Sequence[int]) -> list[Handle]:
         """Make the communicators, all in one group, in a daemon thread, as NCCL may block for ever."""
-        init = nccl_handles.start_init_in_one_process(self._cuda, indices)
-        until = time.monotonic() + _START_SECONDS
-        while True:
-            is_over, error = init.outcome()
-            if not is_over and time.monotonic() > until:
-                error = f"it did not start within {_START_SECONDS:g} s"
-            if error:
-                init.cancel()
-                raise UnavailableError(
-                    f"NCCL could not be started on GPUs {', '.join(map(str, indices))} of one process: {error}. "
-                    "NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL"
-                )
-            if is_over:
-                return init.take()
-            time.sleep(_NAP_SECONDS)
+        init = nccl_handles.start_init(self._cuda, len(indices), None, dict(enumerate(indices)))
+        check_time = Patience(timeout_seconds=_START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
+        try:
+            poll(lambda: init.outcome()[0], check_time, is_message=False)
+            return init.take()
+        except BaseException as error:
+            init.cancel()
+            if not isinstance(error, Exception):
+                raise
+            raise UnavailableError(
+                f"NCCL could not be started on GPUs {', '.join(map(str, indices))} of one process: "
+                f"{first_line(error)}. NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL"
+            ) from error
 
     def _scatter(self, buffers: Sequence[Array], bounds: Sequence[int]) -> list[list[Array]]:
         """Send each GPU its shard of each buffer: [GPUs][parts of its shard]."""
@@ -229,8 +230,8 @@ class GpusOfProcess:
             with translated(self._nccl, text):
                 for gpu in self._gpus:
                     gpu.device.use()
-                    gpu.ready.record(self._cuda.cupy.cuda.get_current_stream())
-                    gpu.stream.wait_event(gpu.ready)
+                    gpu.mark.record(self._cuda.cupy.cuda.get_current_stream())
+                    gpu.stream.wait_event(gpu.mark)
                 self._first.use()
                 yield held
                 self._wait(text)
@@ -243,7 +244,7 @@ class GpusOfProcess:
     def _wait(self, what: str) -> None:
         for gpu in self._gpus:
             gpu.device.use()
-            gpu.done.record(gpu.stream)
+            gpu.mark.record(gpu.stream)
         self._first.use()
         cupy, check_time = self._cuda.cupy, self._patience.watch(what, _ADVICE)
 
@@ -252,7 +253,7 @@ class GpusOfProcess:
                 gpu.handle.check()
             check_time()
 
-        poll(lambda: all(is_complete(cupy, gpu.done, what, "with NCCL") for gpu in self._gpus), check, is_message=False)
+        poll(lambda: all(is_complete(cupy, gpu.mark, what, "with NCCL") for gpu in self._gpus), check, is_message=False)
         self._require_usable(what)  # an abort ends work, too
 
     def _require_usable(self, what: str) -> None:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
@@ -29,7 +29,6 @@ __all__ = [
     "destroy",
     "num_open",
     "start_init",
-    "start_init_in_one_process",
     "wait_for_endings",
 ]
 
@@ -106,8 +105,10 @@ class _Ending:
             logger.warning("NCCL: %s failed: %s", self.what, self._error)
         return True
 
-    def cancel(self) -> None:
-        """Leave it alone for ever."""
+    def wait(self) -> None:
+        """Wait for as long as it may take; then leave it alone for ever."""
+        if self.join(LIMIT_SECONDS):
+            return
         never_free((self._keeps, self))
         if self._forget():
             logger.warning(
@@ -134,38 +135,36 @@ def num_open() -> int:
     return len(_open)
 
 
-def abort_all(reason: str) -> None:
-    """Abort all communicators of this process, in one group, after a failure. Local; returns soon.
+def abort_all(reason: str, handles: Iterable[Handle] | None = None) -> None:
+    """Abort communicators of this process, in one group, after a failure. Local; returns soon.
 
     Args:
         reason: What the error of a later use says.
+        handles: Those that are aborted, if nothing has ended them yet; by default all.
     """
-    handles = _take(None, reason)
-    if handles:
-        _Ending("the abort of communicators", lambda: _abort(handles), handles).join(_PROMPT_SECONDS)
+    taken = _take(handles, reason)
+    if taken:
+        _Ending("the abort of communicators", lambda: _abort(taken), taken).join(_PROMPT_SECONDS)
 
 
 def destroy(handles: Iterable[Handle]) -> None:
     """Destroy communicators that nothing is under way in. All their ranks must do so. Waits."""
-    taken = _take(list(handles), "it was freed")
-    if not taken:
-        return
-    ending = _Ending("the end of communicators", lambda: _destroy(taken), taken)
-    if not ending.join(LIMIT_SECONDS):
-        ending.cancel()
+    taken = _take(handles, "it was freed")
+    if taken:
+        _Ending("the end of communicators", lambda: _destroy(taken), taken).wait()
 
 
 def wait_for_endings() -> None:
     """Wait for aborts that still go on, as long as they may take. Local."""
     for ending in list(_ending):
-        if not ending.join(LIMIT_SECONDS):
-            ending.cancel()
+        ending.wait()
 
 
-def _take(handles: list[Handle] | None, reason: str) -> list[Handle]:
+def _take(handles: Iterable[Handle] | None, reason: str) -> list[Handle]:
     """Take handles out of use; all of them, for `None`."""
     with _lock:
-        taken = [handle for handle in _open if handles is None or handle in handles]
+        wanted = set(_open if handles is None else handles)
+        taken = [handle for handle in _open if handle in wanted]
         for handle in taken:
             _open.remove(handle)
             handle.ended = reason
@@ -198,63 +197,39 @@ def _connect_at_start() -> None:
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
-def start_init(cuda: Cuda, size: int, unique_id: bytes, rank: int, device: int) -> Background[Handle]:
-    """Start to make one communicator in a daemon thread: NCCL's constructor waits for all ranks, for ever.
-
-    Args:
-        cuda: What makes it.
-        size: Number of ranks.
-        unique_id: NCCL's, which the first of the ranks made.
-        rank: This rank.
-        device: The index of its GPU, the current device.
-    """
-
-    def make() -> Handle:
-        _connect_at_start()
-        try:
-            return Handle(cuda, cuda.nccl.NcclCommunicator(size, unique_id, rank), device)
-        except KeyError as status:  # CuPy has no word for NCCL's newer ones
-            raise UnavailableError(f"NCCL's status {status}") from status
-
-    return Background(cuda, "mpidist NCCL", make, lambda handle: _discard([handle]))
-
-
-def start_init_in_one_process(cuda: Cuda, devices: Sequence[int]) -> Background[list[Handle]]:
-    """Start to make the communicators of several GPUs of this process, all in one group, in a daemon thread.
+def start_init(cuda: Cuda, size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:
+    """Start to make communicators in a daemon thread, all in one group: NCCL waits for all ranks, for ever.
 
     Args:
         cuda: What makes them.
-        devices: The indices of the GPUs. The first one is the current device.
+        size: Number of ranks.
+        unique_id: NCCL's, which the first of the ranks made; `None` to make one, if all ranks are here.
+        devices: The index of the GPU of each rank of this process. The first one is the current device.
     """
+    first = next(iter(devices.values()))
 
     def make() -> list[Handle]:
         comms: list[Any] = []
         _connect_at_start()
-        unique_id = bytes(cuda.nccl.get_unique_id())
         try:
+            shared = bytes(cuda.nccl.get_unique_id()) if unique_id is None else unique_id
             cuda.nccl.groupStart()
             try:
-                for rank, device in enumerate(devices):
+                for rank, device in devices.items():
                     cuda.cupy.cuda.Device(device).use()
-                    comms.append(cuda.nccl.NcclCommunicator(len(devices), unique_id, rank))
+                    comms.append(cuda.nccl.NcclCommunicator(size, shared, rank))
             finally:
-                cuda.cupy.cuda.Device(devices[0]).use()
+                cuda.cupy.cuda.Device(first).use()
                 cuda.nccl.groupEnd()
         except BaseException as error:
             never_free(tuple(comms))
             if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones
                 raise UnavailableError(f"NCCL's status {error}") from error
             raise
-        return [Handle(cuda, comm, device) for comm, device in zip(comms, devices, strict=True)]
+        return [Handle(cuda, comm, device) for comm, device in zip(comms, devices.values(), strict=True)]
 
-    return Background(cuda, "mpidist NCCL", make, _discard)
-
-
-def _discard(handles: list[Handle]) -> None:
-    """Abort communicators that came too late, or that not all ranks could make, if `abort_all` has not."""
-    taken = _take(handles, "it came too late, or not all ranks could make it")
-    if taken:
-        _Ending("the abort of communicators", lambda: _abort(taken), taken).join(_PROMPT_SECONDS)
+    late = "it came too late, or not all ranks could make it"
+    return Background(cuda, "mpidist NCCL", make, lambda handles: abort_all(late, handles))
 
 
 @atexit.register

@@ -1,16 +1,16 @@
 """The launches of a rank on its GPU, in one order, and how the host waits for them.
 
 A stream carries NCCL's work of all communicators of a group, so that their launches have one order on the GPU, too.
-Kernels that pack and unpack run on two pack streams in turn: while NCCL reduces one pack, the next one is packed.
-Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so that
-errors, deadlines and Ctrl-C end the wait.
+Kernels that pack and unpack run on two lanes in turn, streams with memory: while NCCL reduces one pack, the next one is
+packed. Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so
+that errors, deadlines and Ctrl-C end the wait.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, final
@@ -20,7 +20,7 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.communicator import Array
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream
+from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
@@ -35,12 +35,11 @@ _NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what c
 _LONG_NAP_SECONDS: Final = 0.001
 _NAPS_IN_A_WAIT: Final = 64  # a nap is at most this part of the wait before it, and so is what it adds
 _CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors and at the other ranks
-_SAME_STREAM: Final = nullcontext()
 
 
 @final
 @dataclass(slots=True, eq=False)
-class _PackStream:
+class _Lane:
     """A stream for kernels, and the memory that they pack into."""
 
     stream: Any
@@ -54,18 +53,14 @@ class _Launching:
 
     Attributes:
         fork: The event that the work begins after.
-        first: The pack stream that the launch began on.
-        second: The other pack stream, which waits for `fork` when a pack first goes there.
-        current: The pack stream that is current.
         memory: What must live as long as the work.
+        lane: The lane whose stream is current: the first one, but for packs.
         num_packs: Number of calls of `pack_stream`.
     """
 
     fork: Any
-    first: _PackStream
-    second: _PackStream
-    current: _PackStream
     memory: list[Any]
+    lane: _Lane
     num_packs: int = 0
 
 
@@ -88,7 +83,7 @@ class DeviceQueue:
         self._events = Events(cuda) if events is None else events
         cupy = cuda.cupy.cuda
         self.stream = new_stream(cupy)
-        self._pack_streams = [_PackStream(new_stream(cupy)) for _ in range(2)]
+        self._lanes = [_Lane(new_stream(cupy)) for _ in range(2)]
         self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
         self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
         self._names: dict[Handle, str] = {}
@@ -111,16 +106,16 @@ class DeviceQueue:
         """Forget a communicator that was freed, and with the last communicator all memory for packs."""
         self._names.pop(handle, None)
         if not self._names:
-            for memory in (self._outside, *(one.memory for one in self._pack_streams)):
+            for memory in (self._outside, *(lane.memory for lane in self._lanes)):
                 memory.clear()
 
     def buffer(self, key: Any, nbytes: int) -> Array:
-        """Lend memory [nbytes] to the current pack stream, which orders the work that uses the memory.
+        """Lend memory [nbytes] to the current lane, whose stream orders the work that uses the memory.
 
-        Outside of `launch` the host waits for that work. Memory lent there is never lent to a pack stream: CuPy
-        allocated the memory on the caller's stream, and could give it away while a pack stream still works on it.
+        Outside of `launch` the host waits for that work. Memory lent there is never lent to a lane: CuPy allocated
+        the memory on the caller's stream, and could give it away while a lane still works on it.
         """
-        memory = self._outside if self._under_way is None else self._under_way.current.memory
+        memory = self._outside if self._under_way is None else self._under_way.lane.memory
         buffer = memory.get(key)
         if buffer is None or buffer.size < nbytes:
             memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
@@ -133,7 +128,7 @@ class DeviceQueue:
 
         Args:
             what: The call, for errors.
-            work: Calls transports and works on arrays; its current stream is a pack stream.
+            work: Calls transports and works on arrays; its current stream is a lane's.
             memory: Arrays that must live as long as the work.
             after: An event of `Events.record` that the work on the GPU begins after; by default the work begins after
                 what the caller's current stream holds now.
@@ -145,18 +140,14 @@ class DeviceQueue:
         self._require_usable(what)
         if after is None:
             self._fork.record(current)
-        first, second = self._pack_streams
-        fork = self._fork if after is None else after
-        self._under_way = launching = _Launching(fork, first, second, first, [memory])
+        first, fork = self._lanes[0], self._fork if after is None else after
+        self._under_way = launching = _Launching(fork, [memory], first)
         try:
-            try:
-                first.stream.wait_event(fork)
-                first.stream.use()
+            first.stream.wait_event(fork)
+            with on_stream(self._cuda.cupy, first.stream):
                 result = work()
                 self.join()
-                event = self._events.record(first.stream)
-            finally:
-                current.use()  # not `with`: CuPy's would forget a stream that was made current by `use`
+                event = self._events.record()
             if after is None:
                 current.wait_event(event)
             else:
@@ -166,25 +157,34 @@ class DeviceQueue:
             raise
         finally:
             self._under_way = None
-            self._pack_streams.reverse()  # the next launch begins on the other one
+            self._lanes.reverse()  # the next launch begins on the other one
         launched = Launched(what, result, event, launching.memory)
         self._flying.append(launched)
         return launched
 
-    def pack_stream(self) -> AbstractContextManager[None]:
-        """Take the next pack stream, for a pack that needs nothing of the last one. Nothing outside of `launch`."""
+    @contextmanager
+    def pack_stream(self) -> Iterator[None]:
+        """Take the next lane, for a pack that needs nothing of the last one. Nothing outside of `launch`."""
         launching = self._under_way
         if launching is None:
-            return _SAME_STREAM
+            yield
+            return
+        first, lane = self._lanes[0], self._lanes[launching.num_packs % len(self._lanes)]
         launching.num_packs += 1
-        return _SAME_STREAM if launching.num_packs % 2 else self._on_second(launching)
+        launching.lane = lane
+        lane.stream.wait_event(launching.fork)
+        try:
+            with on_stream(self._cuda.cupy, lane.stream):
+                yield
+        finally:
+            launching.lane = first
 
     def join(self) -> None:
-        """Let the pack stream that a launch began on wait for the other pack stream. Nothing outside of `launch`."""
-        launching = self._under_way
-        if launching is not None and launching.num_packs > 1:
-            self._end.record(launching.second.stream)
-            launching.first.stream.wait_event(self._end)
+        """Let the lane that a launch began on wait for the other one. Nothing outside of `launch`."""
+        if self._under_way is not None and self._under_way.num_packs > 1:
+            first, second = self._lanes
+            self._end.record(second.stream)
+            first.stream.wait_event(self._end)
 
     def wait_for_stream(self, what: str) -> None:
         """Wait on the host until the current stream is done, within `launch`; elsewhere nothing is under way.
@@ -301,18 +301,6 @@ class DeviceQueue:
         making = Background(self._cuda, _CONNECTS, group)
         poll(lambda: making.outcome()[0], lambda: self._look(what), is_message=False)
         making.take()
-
-    @contextmanager
-    def _on_second(self, launching: _Launching) -> Iterator[None]:
-        if launching.num_packs == 2:
-            launching.second.stream.wait_event(launching.fork)
-        launching.current = launching.second
-        launching.second.stream.use()
-        try:
-            yield
-        finally:
-            launching.current = launching.first
-            launching.first.stream.use()
 
     def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.num_waits += 1
