@@ -20,7 +20,6 @@ from mpidist.transport.costs import (
     tuning_path,
 )
 from mpidist.transport.cuda import nccl_version_text
-from mpidist.transport.device_over_mpi import takes_device_memory
 from mpidist.transport.devices import Device, are_several_gpus, choose_device, on_device, wait_for_devices
 from mpidist.transport.failures import FILE_VERSION, AwaitedPeers, ends_normally, open_groups
 from mpidist.transport.gpu import Launched, NewArrays, PackLayout, change_rows_of_gpu
@@ -34,6 +33,7 @@ from mpidist.transport.group import (
     ServiceGroup,
     Steps,
     SyncGroup,
+    Workplace,
     all_reduce_rows,
     forbid_calls_here,
     meet_ranks,
@@ -56,7 +56,8 @@ from mpidist.transport.mpi import (
     rank_said,
     ring_all_reduce,
 )
-from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, read_boot_id, reason_against_nccl
+from mpidist.transport.native import native
+from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, reason_against_nccl
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
@@ -65,6 +66,7 @@ from mpidist.transport.shared_memory import (
     FusedArrays,
     FusedReducer,
     InPlace,
+    OneShot,
     Place,
     Schedule,
     SharedArena,
@@ -110,6 +112,7 @@ __all__ = [
     "NewArrays",
     "PackLayout",
     "Pending",
+    "OneShot",
     "Place",
     "Placement",
     "Reduction",
@@ -129,6 +132,7 @@ __all__ = [
     "Topology",
     "TwoShot",
     "TuningKey",
+    "Workplace",
     "accumulator_dtype",
     "all_reduce_rows",
     "arrays",
@@ -159,6 +163,7 @@ __all__ = [
     "launcher_text",
     "let_first_rank_end",
     "load_mpi",
+    "native",
     "load_tuned",
     "mark_left",
     "mark_shared",
@@ -172,7 +177,6 @@ __all__ = [
     "rank_said",
     "raise_reported",
     "raise_together",
-    "read_boot_id",
     "reason_against_nccl",
     "widen",
     "repeat_of",
@@ -188,6 +192,5 @@ __all__ = [
     "value_text",
     "wait_for_devices",
     "places_digest",
-    "takes_device_memory",
     "writable_like",
 ]

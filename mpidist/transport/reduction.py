@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
+from mpidist.transport.native import native
 from mpidist.transport.tree import Fold
 
 __all__ = ["Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]
@@ -53,6 +53,11 @@ class Reduction:
         return self if self.divisor == 1 else replace(self, divisor=1)
 
     @functools.cached_property
+    def is_plain_sum(self) -> bool:
+        """Whether to add all contributions one after the other, and not to divide the sums."""
+        return self.op == "sum" and self.fold is None and self.divisor == 1
+
+    @functools.cached_property
     def ufunc(self) -> np.ufunc:
         """The operation on two arrays."""
         return UFUNCS[self.op]
@@ -62,7 +67,7 @@ class Reduction:
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 
-    def combine(self, parts: Sequence[Any], out: Any) -> int:
+    def combine(self, parts: list[Any], out: Any) -> int:
         """Reduce NumPy arrays [m] of `parts` into `out` [m], in order, rounding once. `out` may be one of `parts`.
 
         No floating-point error is reported.
@@ -70,6 +75,8 @@ class Reduction:
         Returns:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
+        if self.is_plain_sum and native is not None and native.add(parts, out, 1, None):
+            return 0
         ufunc = self.ufunc
         if self.fold is not None:
             self.fold.combine(ufunc, parts, (out,))

@@ -28,6 +28,7 @@ _KNOWN: Final = (
     "MPIDIST_FLIGHT_DIR",
     "MPIDIST_FLIGHT_SIGNAL",
     "MPIDIST_LOG",
+    "MPIDIST_NATIVE",
     "MPIDIST_NCCL",
     "MPIDIST_ON_ERROR",
     "MPIDIST_PRETEND_NODES",
@@ -64,6 +65,7 @@ class Settings:
         result_bytes: The most bytes of results that a rank keeps for later results; `None` for a quarter of its part of
             the node's memory.
         device_mpi: Whether to pass device memory to MPI between nodes: the user asserts that MPI is CUDA-aware.
+        native: Whether the compiled part of the library may be used; read when the library is imported.
     """
 
     pretend_nodes: tuple[int, ...] | None = None
@@ -79,6 +81,7 @@ class Settings:
     trace: str = ""
     result_bytes: int | None = None
     device_mpi: bool = False
+    native: bool = True
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -100,6 +103,7 @@ class Settings:
             flight_signal=_choice(environ, "MPIDIST_FLIGHT_SIGNAL", _FLIGHT_SIGNALS, "SIGUSR1", upper=True),
             trace=environ.get("MPIDIST_TRACE", "").strip(),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
+            native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

@@ -13,13 +13,13 @@ from typing import Any, Final, TypeVar, final
 from mpidist.errors import DeadlineExceededError
 
 __all__ = [
+    "SPINS",
     "Patience",
     "complete",
     "never_free",
     "observe_waits",
     "poll",
     "poll_or_keep",
-    "set_crowded",
     "tell_wait",
 ]
 
@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_SPINS: Final = 200  # a message within a node arrives after a few tests, sooner than a yield returns
-_SPINS_IN_A_CROWD: Final = 20  # if another rank needs this core
+# Less than 10 us. The rank that this one waits for may need this core, and each wait of a reduction then costs it the
+# spinning; where nobody needs the core, a yield returns in less than a microsecond.
+SPINS: Final = 20
+_SPINS_OF_A_MESSAGE: Final = 200  # one wait of a call: a message arrives after a few tests, sooner than a yield returns
 _YIELD_SECONDS: Final = 0.002
 _CHECK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
@@ -38,18 +40,8 @@ _NAPS_IN_A_WAIT: Final = 64
 
 
 @final
-class _SpinLimit:
-    spins = _SPINS
-
-
-@final
 class _Observer:
     tell: Callable[[int, int], None] | None = None
-
-
-def set_crowded(num_ranks: int) -> None:
-    """Set the number of ranks on this machine. If it has fewer cores, ranks yield their cores sooner."""
-    _SpinLimit.spins = _SPINS_IN_A_CROWD if num_ranks > (os.cpu_count() or 1) else _SPINS
 
 
 @final
@@ -113,7 +105,7 @@ def poll(
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
-    for _ in range(_SpinLimit.spins):
+    for _ in range(_SPINS_OF_A_MESSAGE):
         if test():
             return
     start = time.monotonic()
@@ -134,7 +126,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
     Returns:
         The generator's result.
     """
-    at, spun, start, spins = -1, 0, 0.0, _SpinLimit.spins
+    at, spun, start = -1, 0, 0.0
     if _Observer.tell is not None:
         steps = _observed_steps(steps)
     try:
@@ -142,9 +134,9 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
             now = next(steps)
             if now != at:
                 at, spun = now, 0
-            elif spun < spins:
+            elif spun < SPINS:
                 spun += 1
-            elif spun == spins:
+            elif spun == SPINS:
                 spun, start = spun + 1, time.monotonic()
                 os.sched_yield()
             else:

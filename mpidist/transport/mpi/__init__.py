@@ -8,6 +8,7 @@ from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
 from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_said
 from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
+from mpidist.transport.mpi.open_mpi import unasked_bytes
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 
@@ -36,5 +37,6 @@ __all__ = [
     "ring_all_reduce",
     "row_traffic",
     "store_code",
+    "unasked_bytes",
     "write_lines",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ MAX_CHUNK_BYTES: Final = 1 << 30
 
 _DIRECT_BYTES: Final = 256 << 10
 _DIRECT_RANKS: Final = 16  # with more, each gets many small parts
+_MOST_CUT_BYTES: Final = 4 << 20  # the wait for a longer one is a small part of its time
 _SHORT_SECONDS: Final = 0.002
 _SLOW_BYTES_PER_SECOND: Final = 50e6
 
@@ -49,9 +51,17 @@ class MpiCommunicator(Communicator):
         comm: An intra-communicator of mpi4py. This object owns it and frees it.
         name: For logs, errors and debuggers.
         max_chunk_bytes: Larger arrays go in several calls.
+        message_bytes: Arrays that ranks send each other directly, up to a few MiB, go in messages of at most this
+            length. The same on all ranks.
     """
 
-    def __init__(self, comm: Intracomm, name: str, max_chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        comm: Intracomm,
+        name: str,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        message_bytes: int = MAX_CHUNK_BYTES,
+    ) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size())
         comm.Set_name(f"mpidist.{name}")
         mpi = load_mpi()
@@ -60,7 +70,7 @@ class MpiCommunicator(Communicator):
         self._byte = mpi.BYTE
         self._ops: dict[str, MPI.Op] = {op: getattr(mpi, name) for op, name in _OPS.items()}
         self._test_all: Callable[[Any], Any] = mpi.Request.Testall
-        self._max_chunk_bytes = max_chunk_bytes
+        self._max_chunk_bytes, self._message_bytes = max_chunk_bytes, message_bytes
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         self._pack = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
@@ -172,18 +182,20 @@ class MpiCommunicator(Communicator):
         requests += [self._comm.Isend([chunk, self._byte], to) for chunk in self._byte_chunks(outgoing)]
         self._wait_all(requests, outgoing, incoming)
 
-    def send(self, buffer: Array, to: int, tag: int) -> Request:
+    def send(self, buffer: Array, to: int, tag: int) -> list[Request]:
         """Start to send an array of at most `MAX_CHUNK_BYTES`. Local."""
-        return self._comm.Isend([_bytes(buffer), self._byte], to, tag)
+        return [self._comm.Isend([part, self._byte], to, tag) for part in self._messages(buffer)]
 
-    def receive(self, buffer: Array, source: int, tag: int) -> Request:
+    def receive(self, buffer: Array, source: int, tag: int) -> list[Request]:
         """Start to receive an array of at most `MAX_CHUNK_BYTES`. Local."""
-        return self._comm.Irecv([_bytes(buffer), self._byte], source, tag)
+        return [self._comm.Irecv([part, self._byte], source, tag) for part in self._messages(buffer)]
 
     def start_parts(self, buffer: Array, bounds: Sequence[int], rows: Array, tag: int) -> list[Request]:
         """Start to send every rank its part of `buffer`, and to receive all ranks' parts as `rows` [P, m]. Local."""
-        requests = [self.receive(rows[rank], rank, tag) for rank in self._others]
-        return requests + [self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, tag) for rank in self._others]
+        requests = [request for rank in self._others for request in self.receive(rows[rank], rank, tag)]
+        for rank in self._others:
+            requests += self.send(buffer[bounds[rank] : bounds[rank + 1]], rank, tag)
+        return requests
 
     def join_parts(self, rows: Array, own: Array, reduction: Reduction, shard: Array) -> None:
         """Join the received parts and this rank's own one in rank order, into `shard` [m]. Local."""
@@ -194,8 +206,10 @@ class MpiCommunicator(Communicator):
     def start_shards(self, buffer: Array, bounds: Sequence[int], tag: int) -> list[Request]:
         """Start to send this rank's shard to all ranks, and to receive theirs, in place. Local."""
         parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        requests = [self.receive(parts[rank], rank, tag) for rank in self._others]
-        return requests + [self.send(parts[self.rank], rank, tag) for rank in self._others]
+        requests = [request for rank in self._others for request in self.receive(parts[rank], rank, tag)]
+        for rank in self._others:
+            requests += self.send(parts[self.rank], rank, tag)
+        return requests
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Send and receive some messages at once, and wait for all of them. Counts nothing.
@@ -281,6 +295,14 @@ class MpiCommunicator(Communicator):
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         self._wait_all(self.start_shards(buffer, bounds, 1), buffer)
+
+    def _messages(self, buffer: Array) -> list[Array]:
+        """Cut an array of bytes that is not very long into as few messages as can be, of about equal length."""
+        sent, most = _bytes(buffer), self._message_bytes
+        if sent.nbytes <= most or sent.nbytes > _MOST_CUT_BYTES:
+            return [sent]
+        step = math.ceil(sent.nbytes / math.ceil(sent.nbytes / most))
+        return [sent[start : start + step] for start in range(0, sent.nbytes, step)]
 
     def _shards(self, buffer: Array, bounds: Sequence[int]) -> Any:
         """Describe shards to MPI, in bytes: MPI has no bfloat16, and a copy needs no type."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from mpidist.transport.mpi import load_mpi
+from mpidist.transport.native import native
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.waiting import SPINS
 
-__all__ = ["Fence", "NodeBarrier"]
+__all__ = ["Barrier", "Fence", "NodeBarrier", "make_barrier"]
 
 # Processors where all cores see one core's stores in their order; on others an MPI window has to order them.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -39,12 +41,41 @@ class Fence:
             self._window = None
 
 
-@final
-class NodeBarrier:
+class Barrier(Protocol):
     """A barrier of a node's ranks in shared memory, with which ranks can compare two words.
 
     A rank posts its arrival, and then polls until all other ranks have posted theirs. Whatever a rank wrote into
     shared memory before its post, the other ranks see once they have passed the barrier.
+    """
+
+    @property
+    def count(self) -> int:
+        """The number of the barrier that this rank posted last."""
+
+    def post(self) -> None:
+        """Post this rank's arrival."""
+
+    def post_words(self, first: int, second: int, /) -> None:
+        """Post this rank's arrival, with two words of 63 bits."""
+
+    def has_passed(self) -> bool:
+        """Whether all ranks have arrived."""
+
+    def has_equal_words(self) -> tuple[bool, bool]:
+        """Whether all ranks posted the same first word, and the same second word, in the barrier passed last."""
+
+
+def make_barrier(window: SharedWindow, rank: int, fence: Callable[[], None] | None) -> Barrier:
+    """Make the barrier of a node; the arguments are those of `NodeBarrier`. Local."""
+    if native is None:
+        return NodeBarrier(window, rank, fence)
+    barrier: Barrier = native.Barrier(window.parts, rank, SPINS)
+    return barrier
+
+
+@final
+class NodeBarrier:
+    """The `Barrier` in Python.
 
     Args:
         window: The memory; the first `LINE_BYTES` of each part are the barrier's.
@@ -59,8 +90,8 @@ class NodeBarrier:
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
-    def post_words(self, first: int, second: int) -> None:
-        """Post this rank's arrival, with two words of 63 bits."""
+    def post_words(self, first: int, second: int, /) -> None:
+        """See `Barrier.post_words`."""
         count = self.count + 1
         at = 1 + count % 2 * 4  # two places in turn: slow ranks may still read the words of the last barrier
         own = self._own
@@ -71,7 +102,7 @@ class NodeBarrier:
         self.count = own[0] = count
 
     def has_equal_words(self) -> tuple[bool, bool]:
-        """Whether all ranks posted the same first word, and the same second word, in the barrier passed last."""
+        """See `Barrier.has_equal_words`."""
         at = 1 + self.count % 2 * 4
         first, second = self._own[at], self._own[at + 1]
         same_first = same_second = True
@@ -81,14 +112,14 @@ class NodeBarrier:
         return same_first, same_second
 
     def post(self) -> None:
-        """Post this rank's arrival."""
+        """See `Barrier.post`."""
         if self._fence is not None:
             self._fence()
         self.count += 1
         self._own[0] = self.count
 
     def has_passed(self) -> bool:
-        """Whether all ranks have arrived."""
+        """See `Barrier.has_passed`."""
         count = self.count
         for line in self._peers:
             if line[0] < count:

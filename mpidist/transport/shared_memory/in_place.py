@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array
+from mpidist.transport.native import native
 from mpidist.transport.reduction import Reduction, is_low_precision
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, chunk_bounds
 from mpidist.transport.shared_memory.staging_slots import Slots
@@ -54,13 +55,26 @@ class InPlace:
         """
         if not has_passed_barrier:
             yield from self._slots.synchronize()
-        if len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
+        if native is not None and self._reduction.is_plain_sum:
+            self._add_compiled(native.add)
+        elif len(self._blocks[0][0] if self._blocks else ()) == 2 and not is_low_precision(self._blocks[0][1].dtype):
             self._add_two()
         else:
             for parts, total, others in self._blocks:
                 self._reduction.combine(parts, total)
                 self._finish(total, others)
         yield from self._slots.synchronize()
+
+    def _add_compiled(self, add: Callable[[list[Array], Array, int, Array | None], bool]) -> None:
+        """Add, divide and write two targets in one pass over the memory."""
+        for parts, total, others in self._blocks:
+            second = others[0] if len(others) == 1 else None
+            if not add(parts, total, self._divide_by, second):
+                self._reduction.combine(parts, total)
+                self._finish(total, others)
+            elif second is None:
+                for other in others:
+                    np.copyto(other, total)
 
     def _add_two(self) -> None:
         """Add as `Reduction.combine` does, without its overhead, which slows small arrays."""

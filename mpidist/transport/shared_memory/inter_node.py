@@ -156,7 +156,7 @@ class _ChainAllReduce(ShardAllReduce):
             self._add_and_send_up()
         else:
             self._incoming = np.empty(buffer.size, buffer.dtype)
-            self._requests = [across.receive(self._incoming, self._below, tag)]
+            self._requests = across.receive(self._incoming, self._below, tag)
         hops = (self._below is not None) + (self._above is not None)
         across.traffic.add("exchange", hops * buffer.nbytes)
 
@@ -177,13 +177,11 @@ class _ChainAllReduce(ShardAllReduce):
             self._send_down()
             return
         self._outgoing = self._buffer.copy()  # the result comes back into the buffer
-        self._requests = [
-            self._across.send(self._outgoing, self._above, self._tag),
-            self._across.receive(self._buffer, self._above, self._tag + 1),
-        ]
+        self._requests = self._across.receive(self._buffer, self._above, self._tag + 1)
+        self._requests += self._across.send(self._outgoing, self._above, self._tag)
 
     def _send_down(self) -> None:
         self._is_sent_down = True
         self._requests = []
         if self._below is not None:
-            self._requests = [self._across.send(self._buffer, self._below, self._tag + 1)]
+            self._requests = self._across.send(self._buffer, self._below, self._tag + 1)

@@ -67,12 +67,14 @@ class Schedule:
         chunks: The chunks, in order.
         is_fine: Whether the pieces are so small that to copy them into the slot and add them there is faster than to
             add piece by piece.
+        is_scattered: Whether each chunk holds a slice of every piece, as `scatter_schedule` cuts them.
     """
 
     count: int
     num_pieces: int
     chunks: tuple[Chunk, ...]
     is_fine: bool
+    is_scattered: bool = False
 
 
 FINE_COUNT: Final = 4096  # elements of an average piece, whose addition takes as long as the call of a ufunc
@@ -146,4 +148,4 @@ def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
             places.append(at + last - first)
             shards.append((Move(piece, piece + 1, first, last, at, places[-1]),) if last > first else ())
         chunks.append(Chunk(places[-1], tuple(places), tuple(shards)))
-    return Schedule(bounds[-1], lanes, tuple(chunks), False)
+    return Schedule(bounds[-1], lanes, tuple(chunks), is_fine=False, is_scattered=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
+from mpidist.transport.shared_memory.barrier import Fence, make_barrier
 from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
@@ -42,7 +42,7 @@ class Slots:
         self.num_slots = _LEAST_SLOTS + depth
         self._window = SharedWindow(comm, LINE_BYTES + self.num_slots * slot_bytes)
         self._fence = Fence() if self.size > 1 else None
-        self.barrier = NodeBarrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
+        self.barrier = make_barrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
 
     def next_views(self, dtype: np.dtype[Any]) -> list[Array]:

@@ -8,11 +8,13 @@ The second barrier of a chunk is the first barrier of the next chunk: there is o
 With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P from P places, and copies S out.
 
 Arrays in shared memory are neither copied in nor out, but added in place.
+
+Sums of private arrays on one node are made by compiled code, where there is some, in the same memory and order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -21,10 +23,12 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
+from mpidist.transport.native import native
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
+from mpidist.transport.waiting import complete
 
 __all__ = ["FusedArrays", "TwoShot"]
 
@@ -90,11 +94,18 @@ class TwoShot:
         lanes = len(schedule.chunks[0].shards) if schedule.chunks else 1
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
+        can_compile = native is not None and not schedule.is_scattered
+        self._compiled = self._make_compiled(lanes) if can_compile else None
         self.overflowed = 0
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
-        self._stage(self._chunks[0])
+        if self._compiled is not None and self._compiled.set_sources(self.arrays.sources):
+            self._views.append(self._slots.next_views(self.arrays.dtype))
+            self._compiled.begin()
+        else:
+            self._compiled = None
+            self._stage(self._chunks[0])
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
@@ -106,11 +117,16 @@ class TwoShot:
         Args:
             has_passed_barrier: Whether this rank has called `begin`, and the node has passed a barrier since then.
         """
+        if self._compiled is not None and self._can_run_compiled(self._compiled):
+            yield from self._rest(self._compiled)
+            return
+        if self._compiled is not None:
+            self._stages_own = False  # what compiled code has staged lacks this rank's own shard
         barrier, exchange, chunks = self._slots.barrier, self._exchange, self._chunks
         exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
         has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
         if not has_passed_barrier:
-            self.begin()
+            self._stage(chunks[0])
         for at in range(0 if has_passed_barrier else -1, len(chunks) + self._depth):  # step -1 is only a barrier
             done = at - self._depth
             if at >= 0:
@@ -137,6 +153,53 @@ class TwoShot:
                 yield barrier.count
             if done >= 0 and self.arrays.shared is None and self.arrays.results:
                 self._copy_out(done)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code may do all of it, so that `begin_again` may serve other arrays of the same length."""
+        return self._compiled is not None
+
+    def begin_again(self, source: Array) -> bool:
+        """Copy the first chunk of another array in, whose length is that of the list; `finish_again` follows. Local.
+
+        Returns:
+            Whether that was done: compiled code takes no other arrays than contiguous ones.
+        """
+        compiled = self._compiled
+        if compiled is None or not compiled.set_sources((source,)):
+            return False
+        compiled.begin()
+        return True
+
+    def finish_again(self, result: Array, check_peers: Callable[[], None]) -> None:
+        """All-reduce into a contiguous array, after `begin_again` and a barrier of the node. Collective."""
+        compiled: Any = self._compiled
+        compiled.set_results((result,))
+        if not compiled.advance():
+            complete(self._rest(compiled), check_peers)
+        compiled.forget()
+
+    def _rest(self, compiled: Any) -> Generator[int, None, None]:
+        while not compiled.advance():
+            yield self._slots.barrier.count
+
+    def _make_compiled(self, lanes: int) -> Any:
+        """Make what sums private arrays on one node; `None` for other reductions."""
+        arrays, slots = self.arrays, self._slots
+        is_one_place = arrays.shared is not None and len(arrays.shared) == 1
+        is_private = arrays.peers is None and (arrays.shared is None or is_one_place) and self._keeps_dtype
+        on_one_node = self._exchange is None and not self._depth and lanes == slots.size > 1
+        if not (is_private and on_one_node and self._reduction.is_plain_sum and native.adds(arrays.dtype)):
+            return None
+        where = slots.barrier, slots.slot_bytes, slots.num_slots
+        return native.TwoShot(*where, arrays.dtype, self._divide_by, is_one_place)
+
+    def _can_run_compiled(self, compiled: Any) -> bool:
+        """Set the arrays of compiled code, which takes no others than contiguous ones."""
+        arrays = self.arrays
+        results = arrays.results if arrays.shared is None else arrays.shared[0]
+        can_add: bool = compiled.set_sources(arrays.sources) and compiled.set_results(results)
+        return can_add
 
     @property
     def _keeps_dtype(self) -> bool:

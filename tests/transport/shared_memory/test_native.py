@@ -1,0 +1,179 @@
+"""The compiled part of the library: the same bits as NumPy, on ranks with and without it, and refusals."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import bits, in_rank_order
+from support.reductions import all_reduce
+from support.transports import set_sizes
+
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.native import native
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory import barrier, in_place, one_shot, two_shot
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+is_left_out = pytest.mark.skipif(
+    native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler"
+)
+several = pytest.mark.ranks(min=2)
+
+DTYPES = [np.dtype(code) for code in "bBhHiIlLqQfd"]
+OTHERS = [np.dtype(code) for code in "egFD"]
+LENGTHS = [[1], [4096], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 2000, 3]]  # elements of each array
+USERS = (barrier, one_shot, two_shot, in_place)  # modules that have a use for the compiled part
+
+
+def numbers(rank: int, lengths: Sequence[int], dtype: np.dtype[Any]) -> list[Any]:
+    """What a rank contributes: sums of it depend on their order, wrap around, and overflow."""
+    made = np.random.default_rng(rank).integers(-(1 << 40), 1 << 40, sum(lengths))
+    whole = made.astype(dtype) if dtype.kind in "iu" else (made / 7919.0).astype(dtype)
+    return [part.copy() for part in np.split(whole, np.cumsum(lengths)[:-1])]
+
+
+def expected(size: int, lengths: Sequence[int], dtype: np.dtype[Any], divisor: int = 1) -> list[Any]:
+    every = [numbers(rank, lengths, dtype) for rank in range(size)]
+    totals = [in_rank_order(np.add, parts, dtype) for parts in zip(*every, strict=True)]
+    return [total / dtype.type(divisor) if divisor > 1 else total for total in totals]
+
+
+def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(np.array_equal(bits(one), bits(other)) for one, other in zip(some, others, strict=True))
+
+
+@pytest.fixture(params=["all", "some", "all, past the caches"])
+def ranks_with_it(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which ranks have the compiled part: all, or those of uneven numbers."""
+    set_sizes(monkeypatch, chunk_bytes=1024, one_shot_bytes=256)
+    if request.param == "some" and comm.rank % 2 == 0:
+        for module in USERS:
+            monkeypatch.setattr(module, "native", None)
+    return str(request.param)
+
+
+def test_is_there_where_a_compiler_was() -> None:
+    """A compiler that fails is not noticed otherwise: the part is optional."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if shutil.which("cc") is None or not headers.exists():
+        pytest.skip("there is no C compiler with Python's headers")
+    assert import_module("mpidist.transport.native._native").adds(np.dtype(np.float32))
+
+
+@is_left_out
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype[Any]) -> None:
+    with Strategy(comm=comm) as strategy:
+        if ranks_with_it == "all, past the caches":  # as if the ranks' cores were far from each other
+            fused = strategy.extended.group.levels.fused
+            assert fused is not None
+            fused.slots.barrier.copies_to_stream = 1 << 20  # type: ignore[attr-defined]
+        for op in ["SUM", "MEAN"] if dtype.kind == "f" else ["SUM"]:
+            for lengths in LENGTHS:
+                wanted = expected(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1)
+                given = numbers(comm.rank, lengths, dtype)
+                elsewhere = [np.empty_like(part) for part in given]
+                assert have_equal_bits(all_reduce(strategy, op, given), wanted)
+                assert have_equal_bits(all_reduce(strategy, op, given, out=elsewhere), wanted)
+                shared = strategy.symmetric_empty_like(given)
+                for array, part in zip(shared, given, strict=True):
+                    array[...] = part
+                for_all = strategy.symmetric_empty_like(given, per_node=True)
+                assert have_equal_bits(all_reduce(strategy, op, given, out=for_all), wanted)
+                for arrays in given, shared:
+                    assert have_equal_bits(all_reduce(strategy, op, arrays, out=arrays), wanted)
+                comm.Barrier()  # before the shared arrays go
+
+
+@is_left_out
+@several
+def test_layouts_that_numpy_has_to_add(comm: Intracomm, ranks_with_it: str) -> None:
+    """Arrays with gaps, turned round, misaligned, of another byte order, and of dtypes that are not compiled."""
+    size = comm.size
+    raw = np.zeros(8 * 999 + 1, np.uint8)
+    misaligned = raw[1:].view(np.float64)
+    misaligned[:] = comm.rank
+    layouts = {
+        "gaps": np.full(2 * 999, comm.rank, np.float64)[::2],
+        "turned": np.full((27, 37), comm.rank, np.float64).T,
+        "misaligned": misaligned,
+        "swapped": np.full(999, comm.rank, np.dtype(np.float64).newbyteorder()),
+        **{str(dtype): np.ones(999, dtype) for dtype in OTHERS},
+    }
+    with Strategy(comm=comm) as strategy:
+        for name, given in layouts.items():
+            expects = given.dtype.type(size) if given.dtype in OTHERS else sum(range(size))
+            assert (all_reduce(strategy, "SUM", given) == expects).all(), name
+            assert (all_reduce(strategy, "SUM", given, out=given) == expects).all(), name
+
+
+@is_left_out
+@several
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_results_that_numpy_has_to_write(comm: Intracomm, ranks_with_it: str, op: str) -> None:
+    """Many small arrays that compiled code has begun to stage, and whose outs it does not take."""
+    lengths = [100] * 60
+    wanted = expected(comm.size, lengths, np.dtype(np.float32), comm.size if op == "MEAN" else 1)
+    raw = np.zeros(60 * 401 + 1, np.uint8)
+    layouts = {
+        "gaps": [np.zeros(200, np.float32)[::2] for _ in lengths],
+        "swapped": [np.zeros(100, ">f4") for _ in lengths],
+        "misaligned": [raw[1 + 401 * at : 401 * (at + 1)].view(np.float32) for at in range(60)],
+    }
+    with Strategy(comm=comm) as strategy:
+        for name, outs in layouts.items():
+            all_reduce(strategy, op, numbers(comm.rank, lengths, np.dtype(np.float32)), out=outs)
+            assert have_equal_bits([out.astype(np.float32) for out in outs], wanted), name
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_any_number_of_parts(dtype: np.dtype[Any], num_parts: int) -> None:
+    every = [numbers(rank, [5000], dtype)[0] for rank in range(num_parts)]
+    wanted = in_rank_order(np.add, every, dtype)
+    total, second = np.empty_like(wanted), np.empty_like(wanted)
+    assert native.add(every, total, 1, second)
+    assert have_equal_bits([total, second], [wanted, wanted])
+    assert native.add(every, every[-1], 1, every[0])  # into the parts themselves
+    assert have_equal_bits([every[-1], every[0]], [wanted, wanted])
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+def test_sums_that_are_refused() -> None:
+    """NumPy adds what overlaps in part, what is not alike, and what cannot be written."""
+    whole = np.arange(100.0)
+    one, other = whole[:50], whole[50:]
+    read_only = np.empty(50)
+    read_only.flags.writeable = False
+    assert not native.add([one, other], whole[25:75], 1, None)
+    assert not native.add([one, other], np.empty(50), 1, whole[25:75])
+    assert not native.add([one, other[:40]], np.empty(50), 1, None)
+    assert not native.add([one, other.astype(np.float32)], np.empty(50), 1, None)
+    assert not native.add([one, other], read_only, 1, None)
+    assert not native.add([one], np.empty(50), 1, None)
+    assert not native.add([np.arange(3), np.arange(3)], np.empty(3, int), 2, None)
+    with pytest.raises(TypeError, match="needed are a list of arrays"):
+        native.add((one, other), np.empty(50), 1, None)
+
+
+@is_left_out
+@several
+def test_overflows_are_results(comm: Intracomm, ranks_with_it: str) -> None:
+    """Whatever the program has set: one rank alone would raise."""
+    with Strategy(comm=comm) as strategy, np.errstate(all="raise"):
+        result = all_reduce(strategy, "SUM", np.full(5000, 3e38, np.float32))
+        assert np.isinf(result).all()
+        assert Reduction().combine([np.full(9, 1e308)] * 2, np.empty(9)) == 0
