@@ -18,14 +18,19 @@ from mpidist.collectives.arguments import (
     require_usable,
     require_values,
 )
-from mpidist.collectives.arithmetic import wire_and_result_dtypes
 from mpidist.collectives.broadcast import broadcast
-from mpidist.collectives.call import Algorithm, Reduce, ReductionCall
-from mpidist.collectives.local_sums import require_tree_order
-from mpidist.collectives.open_call import open_all_reduce, open_batch_reduce
-from mpidist.collectives.plan import require_num_packs
+from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_batch_reduce
+from mpidist.collectives.plans import (
+    Algorithm,
+    Reduce,
+    ReductionCall,
+    require_num_packs,
+    require_tree_order,
+    wire_and_result_dtypes,
+)
 from mpidist.collectives.reduce_scatter import reduce_scatter
-from mpidist.collectives.reductions import PendingResult, Reductions
+from mpidist.collectives.reductions import Reductions
+from mpidist.collectives.repeated_calls import key_of_one_array
 from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 
 __all__ = [
@@ -50,6 +55,7 @@ __all__ = [
     "replica_components",
     "ranks_of",
     "reduce_scatter",
+    "key_of_one_array",
     "open_all_reduce",
     "open_batch_reduce",
     "require_num_packs",

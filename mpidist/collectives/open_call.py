@@ -1,27 +1,30 @@
-"""Makes reducing calls of what users pass. Never raises: what is wrong becomes an error that all ranks raise."""
+"""Makes reducing calls of what users pass, whose errors all ranks raise, and handles of started calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from mpidist import nest
 from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
     MirroredLeaves,
     ValueWithDestinations,
     flatten_contributions,
     flatten_out,
+    rebuild_results,
 )
-from mpidist.collectives.call import ReductionCall
+from mpidist.collectives.plans import ReductionCall
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
-from mpidist.transport import SyncGroup
+from mpidist.transport import Pending, SyncGroup
 from mpidist.values import Contributions
 
-__all__ = ["open_all_reduce", "open_batch_reduce"]
+__all__ = ["PendingResult", "open_all_reduce", "open_batch_reduce"]
 
 Merge = Callable[[Any], CommunicationOptions]  # overrides the defaults by the options of a call
 
@@ -92,3 +95,49 @@ def open_batch_reduce(
     forms = tuple(pair.flat.structure for pair in opened)
     kept = tuple(tuple(pair.flat.mirrored) for pair in opened)
     return ReductionCall(name, op, merged, leaves, forms, kept, ranks, None, error, others), opened
+
+
+@final
+class PendingResult:
+    """A reduction that `ReplicaContext.start_all_reduce` started.
+
+    Started reductions progress in the order of their start, whenever this rank starts or waits for a reduction, calls
+    `is_done`, or makes another collective call, which first finishes all started reductions. With several nodes or
+    GPUs a thread does so between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
+
+    A reduction of arrays on a GPU comes after the work that the current stream held at its start. It is launched as a
+    whole, on streams of its own, once all ranks have started it; where data goes through the host, the thread moves it.
+    """
+
+    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, mirrored: MirroredLeaves) -> None:
+        self._group, self._call = group, call
+        self._form = None
+        with suppress(Exception):  # of a value that is no nest: the call was refused, and `wait` raises why
+            like = value.nests[0] if isinstance(value, Contributions) else value
+            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change the list
+        self._out, self._mirrored = out, mirrored
+
+    def is_done(self) -> bool:
+        """Whether the result is there. Also lets started reductions progress.
+
+        Does not block, with one exception: where ranks send messages and MPI allows no second thread, `is_done` may
+        wait for ranks that started the same reductions. It never waits for arrays on a GPU.
+        """
+        if not self._call.is_done:
+            self._group.require_mpi("is_done()")
+            self._group.calls.advance(may_block=True)
+        return self._call.is_done
+
+    def wait(self) -> Any:
+        """Wait for the result, and return what `all_reduce` returns. Collective. May be called again.
+
+        Also waits for the GPU: arguments and results can then be used in any stream.
+
+        Raises:
+            Exception: What `all_reduce` raises.
+        """
+        if not self._call.is_done:
+            self._group.require_mpi("wait()")
+            self._group.calls.finish(self._call)
+        results = self._call.result
+        return self._out if self._out is not None else rebuild_results(self._form, results, self._mirrored)

@@ -16,7 +16,7 @@ from mpidist.collectives.arguments import (
     native_dtype,
     require_values,
 )
-from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
+from mpidist.collectives.plans import Arithmetic, wire_and_result_dtypes
 from mpidist.nest import array_names, form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import Levels, Reduction, SyncGroup, Topology, arrays, shard_bounds

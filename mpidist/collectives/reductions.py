@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist import nest
 from mpidist.collectives.arguments import (
     CheckedOuts,
-    MirroredLeaves,
     Operands,
     Spec,
     check_outs,
+    group_by_destinations,
     native_outs,
-    rebuild_results,
     specs_text,
     write_outs,
 )
-from mpidist.collectives.arithmetic import Arithmetic, OverflowReport, wire_and_result_dtypes
-from mpidist.collectives.call import Algorithm, Execution, Plan, ReductionCall
-from mpidist.collectives.fused_execution import FusedExecution
-from mpidist.collectives.local_sums import LocalSums, open_all_replicas, require_like_operands
-from mpidist.collectives.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
-from mpidist.collectives.plan import make_fused_lists, make_messages
-from mpidist.collectives.rows_execution import RowList, RowsExecution
+from mpidist.collectives.plans import (
+    Algorithm,
+    Arithmetic,
+    Execution,
+    FusedExecution,
+    LocalSums,
+    OverflowReport,
+    PackedExecution,
+    PackedPart,
+    Plan,
+    ReductionCall,
+    RowList,
+    RowsExecution,
+    make_fused_lists,
+    make_messages,
+    open_all_replicas,
+    reduce_to_ranks,
+    require_like_operands,
+    wire_and_result_dtypes,
+)
+from mpidist.collectives.repeated_calls import RepeatedCalls, name_digest
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
@@ -39,14 +50,14 @@ from mpidist.transport import (
     Steps,
     SumMemory,
     SyncGroup,
+    Workplace,
     count_text,
     fingerprint_of,
     name_ranks,
     size_text,
 )
-from mpidist.values import Contributions
 
-__all__ = ["PendingResult", "Reductions"]
+__all__ = ["Reductions"]
 
 logger = logging.getLogger("mpidist.cross_device_ops")
 
@@ -54,12 +65,6 @@ _MAX_OUTS: Final = 16  # lists of outs that a plan caches
 _MAX_PLANS: Final = 1024  # a program with more plans hardly uses a shape twice
 
 Ranks = tuple[int, ...] | None  # `None`: all ranks
-
-
-@lru_cache(4096)
-def _name_digest(call: str) -> int:
-    """Return a digest of a call's name, a part of the call's fingerprint."""
-    return fingerprint_of(call)
 
 
 @final
@@ -70,6 +75,9 @@ class Reductions:
         group: The ranks. Also an attribute.
         algorithm: Reduces flat buffers.
         replicas: Which replicas this rank carries. Also an attribute.
+
+    Attributes:
+        repeated: Calls of one array that were made before.
     """
 
     def __init__(self, group: SyncGroup, algorithm: Algorithm, replicas: Replicas) -> None:
@@ -79,7 +87,9 @@ class Reductions:
         self._overflows = OverflowReport()
         self._sum_memory = SumMemory()
         self._plans: dict[Any, Plan] = {}
+        self._uncompiled: dict[int, LocalSums | None] = {}  # of plans on GPUs, by their fingerprints; equal everywhere
         self._planned_for: Levels | None = None
+        self.repeated = RepeatedCalls(group)
 
     def run(self, call: ReductionCall) -> list[Any]:
         """Reduce. Collective.
@@ -102,6 +112,7 @@ class Reductions:
         try:
             group.agreement.arrive(call)
             has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
+            self._add_late(call, is_started=False)
             results = call.plan.execution.finish(call, has_same_places)
             if call.outs is None:
                 results = call.operands.restore(results)
@@ -136,6 +147,9 @@ class Reductions:
                 while not (pending.may_block or group.agreement.can_conclude_now(call)):
                     yield 0
                 has_same_places = group.agreement.conclude(call)
+                while call.plan.fingerprint in self._uncompiled and not pending.may_block:
+                    yield 0
+                self._add_late(call, is_started=True)
                 results = yield from call.plan.execution.steps(call, pending, has_same_places)
                 if call.outs is None:
                     results = call.operands.restore(results)
@@ -145,7 +159,9 @@ class Reductions:
                     self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
                 return results
 
-        return group.calls.start(steps, needs_caller=call.error is None and call.plan.uses_device)
+        if call.error is not None or not call.plan.uses_device:
+            return group.calls.start(steps, Workplace.HOST)
+        return group.calls.start(steps, Workplace.GPU_OF_CALLER if call.state is None else Workplace.GPU)
 
     def _open(self, call: ReductionCall, is_started: bool = False) -> None:
         """Check the arguments, and find or make the plan. Local; never raises, but stores the error in the call.
@@ -160,18 +176,33 @@ class Reductions:
                 self._open_replicas(call)
             call.plan = plan = self._plan_of(call)
             call.details = plan.details
-            call.fingerprint = plan.fingerprint ^ _name_digest(call.name)
+            call.fingerprint = plan.fingerprint ^ name_digest(call.name)
             if call.outs is not None:
                 self._check_outs(call, operands)
-            if plan.local_sums is not None:
-                memory = None if is_started else self._sum_memory  # calls that are started are under way together
-                call.operands = operands.with_arrays(plan.local_sums.add(call.components, memory))
-            if plan.uses_device:
-                plan.execution.prepare(call, is_started)
+            if plan.fingerprint in self._uncompiled:
+                self.group.devices.require_usable(call.name)
+                return
+            self._add_replicas(call, is_started)
             if not is_started:
                 plan.execution.begin(call)
         except Exception as problem:  # whatever it is, the other ranks must learn of it
             call.error = problem
+
+    def _add_replicas(self, call: ReductionCall, is_started: bool) -> None:
+        plan = call.plan
+        if plan.local_sums is not None:
+            memory = None if is_started else self._sum_memory  # calls that are started are under way together
+            call.operands = call.operands.with_arrays(plan.local_sums.add(call.components, memory))
+        if plan.uses_device:
+            plan.execution.prepare(call, is_started)
+
+    def _add_late(self, call: ReductionCall, is_started: bool) -> None:
+        """Compile what adds replicas on GPUs, before the first addition of a plan. Collective, after agreement."""
+        if call.plan.fingerprint in self._uncompiled:
+            sums = self._uncompiled[call.plan.fingerprint]
+            self.group.devices.compile_by((lambda: None) if sums is None else sums.compile)
+            del self._uncompiled[call.plan.fingerprint]
+            self._add_replicas(call, is_started)
 
     def _open_replicas(self, call: ReductionCall) -> None:
         """Check that the replicas of this rank pass like arrays. Local."""
@@ -211,7 +242,7 @@ class Reductions:
                 raise InvalidArgumentError(f"replica {self.replicas.ids_here[at]}: {problem}") from problem
 
     def _plan_of(self, call: ReductionCall) -> Plan:
-        # The call's name is not in the key, since there may be one for each variable: `_name_digest` covers the name.
+        # The call's name is not in the key, since there may be one for each variable: `name_digest` covers the name.
         key = (call.op, call.structure, call.mirrored, call.destinations, call.options.plan_key, call.operands.key)
         if self._planned_for is not self.group.levels:  # another transport since a reset
             self._planned_for = self.group.levels
@@ -228,22 +259,30 @@ class Reductions:
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
         tree = self.replicas.tree
-        parts = _group_by_destinations(call.destinations, len(specs), self.group.topology.size)
+        parts = group_by_destinations(call.destinations, len(specs), self.group.topology.size)
+        sums = None
+        if tree is not None and not (tree.is_flat and self.replicas.num_here == 1):
+            sums = self._local_sums(call.op, tree, specs)
+        if tree is not None and self.group.topology.size > 1 and any(spec.device for spec in specs):
+            self._uncompiled[fingerprint] = sums
         execution: Execution | None = None
-        form, local_sums = "", None
-        if tree is not None and not tree.is_flat:
-            execution, form = self._rows(call, tree, specs, results), "rows"
+        form, local_sums = "", sums
+        if tree is not None and sums is not None and not tree.is_flat:
+            execution, form, local_sums = self._rows(call, tree, specs, results, sums), "rows", None
         elif len(parts) == 1:
             execution, form = self._fused(call, specs, results, next(iter(parts)))
         if execution is None:
             execution, form = self._packed(call, specs, parts)
-        if tree is not None and form != "rows" and self.replicas.num_here > 1:
-            local_sums = self._local_sums(call.op, tree, specs)
         details = f"{call.op} of {specs_text(specs)}, {self._name_for(call)}, {form}"
         return Plan(fingerprint, self._algorithm.configuration, specs, results, execution, details, local_sums)
 
     def _rows(
-        self, call: ReductionCall, tree: ReplicaTree, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]]
+        self,
+        call: ReductionCall,
+        tree: ReplicaTree,
+        specs: tuple[Spec, ...],
+        results: Sequence[np.dtype[Any]],
+        sums: LocalSums,
     ) -> RowsExecution:
         arithmetic = Arithmetic.in_tree(call.op, tree.total, tree.world)
         groups: dict[tuple[np.dtype[Any], bool], list[int]] = {}
@@ -258,8 +297,7 @@ class Reductions:
         is_wanted = [ranks is None or rank in ranks[index] for index in range(len(specs))]
         nbytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
         self._log(call, len(specs), "in rows", nbytes, None)
-        local_sums = self._local_sums(call.op, tree, specs)
-        return RowsExecution(self.group, tree, lists, local_sums, self._sum_memory, specs, results, is_wanted)
+        return RowsExecution(self.group, tree, lists, sums, self._sum_memory, specs, results, is_wanted)
 
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
         arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
@@ -337,63 +375,3 @@ def _known_outs(plan: Plan, outs: Sequence[Any], operands: Operands) -> CheckedO
     """Return what was found of the same outs in an earlier call of a plan; `None` if they are new."""
     checked = plan.checked_outs.get(id(outs[0]) if outs else 0)
     return checked if checked is not None and checked.matches(outs, operands.arrays) else None
-
-
-def _group_by_destinations(
-    destinations: tuple[tuple[int, ...], ...] | None, num_values: int, num_ranks: int
-) -> dict[Ranks, list[int]]:
-    """Group the indices of values by the ranks that get the results."""
-    everywhere = tuple(range(num_ranks))
-    parts: dict[Ranks, list[int]] = {}
-    for index in range(num_values):
-        ranks = everywhere if destinations is None else destinations[index]
-        parts.setdefault(None if ranks == everywhere else ranks, []).append(index)
-    return parts
-
-
-@final
-class PendingResult:
-    """A reduction that `ReplicaContext.start_all_reduce` started.
-
-    Started reductions progress in the order of their start, whenever this rank starts or waits for a reduction, calls
-    `is_done`, or makes another collective call, which first finishes all started reductions. With several nodes, a
-    thread lets reductions progress between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
-
-    A reduction of arrays on a GPU is launched as a whole on the GPU's streams, after the reductions started before it,
-    in one of those calls, once all ranks have started it. The reduction comes after the work that the current stream
-    held at its start. Where data goes through the host (between nodes, unless `implementation="NCCL"`), `wait` does
-    the whole reduction instead.
-    """
-
-    def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, mirrored: MirroredLeaves) -> None:
-        self._group, self._call = group, call
-        self._form = None
-        with suppress(Exception):  # of a value that is no nest: the call was refused, and `wait` raises why
-            like = value.nests[0] if isinstance(value, Contributions) else value
-            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change the list
-        self._out, self._mirrored = out, mirrored
-
-    def is_done(self) -> bool:
-        """Whether the result is there. Also lets started reductions progress.
-
-        Does not block, with one exception: where ranks send messages and MPI allows no second thread, `is_done` may
-        wait for ranks that started the same reductions. It never waits for arrays on a GPU.
-        """
-        if not self._call.is_done:
-            self._group.require_mpi("is_done()")
-            self._group.calls.advance(may_block=True)
-        return self._call.is_done
-
-    def wait(self) -> Any:
-        """Wait for the result, and return what `all_reduce` returns. Collective. May be called again.
-
-        Also waits for the GPU: arguments and results can then be used in any stream.
-
-        Raises:
-            Exception: What `all_reduce` raises.
-        """
-        if not self._call.is_done:
-            self._group.require_mpi("wait()")
-            self._group.calls.finish(self._call)
-        results = self._call.result
-        return self._out if self._out is not None else rebuild_results(self._form, results, self._mirrored)

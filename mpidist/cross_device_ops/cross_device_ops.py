@@ -9,7 +9,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 from mpidist import context_stack
 from mpidist.collectives import (
@@ -18,6 +18,7 @@ from mpidist.collectives import (
     Reduce,
     Reductions,
     broadcast,
+    key_of_one_array,
     open_all_reduce,
     open_batch_reduce,
     rebuild_results,
@@ -33,7 +34,6 @@ from mpidist.transport import FusedReducer, Intracomm, Levels, Reduction, SyncGr
 __all__ = ["CrossDeviceOps"]
 
 ReduceToRoot = Callable[[Levels, Any, Reduction, int], None]
-_DEFAULTS: Final = CommunicationOptions()
 
 
 class CrossDeviceOps(Algorithm):
@@ -63,7 +63,7 @@ class CrossDeviceOps(Algorithm):
     ) -> None:
         require_num_packs(type(self).__name__, num_packs)
         self._num_packs = int(num_packs)
-        self._options = _DEFAULTS
+        self._options = CommunicationOptions()
         self._reduce_to_root = reduce_to_root
         self._is_replaceable = is_replaceable
         self._bound: Reductions | None = None
@@ -245,9 +245,14 @@ class CrossDeviceOps(Algorithm):
             InvalidArgumentError: As in `reduce`.
         """
         reductions = self._reductions()
-        group, replicas = reductions.group, reductions.replicas
-        made, kept = open_all_reduce(group, replicas, self._merge, call, reduce_op, value, options, out, error)
+        key = key_of_one_array(call, reduce_op, value, options, out, error)
+        if key is not None and (result := reductions.repeated.run(key, value)) is not None:
+            return result
+        where = reductions.group, reductions.replicas, self._merge
+        made, kept = open_all_reduce(*where, call, reduce_op, value, options, out, error)
         results = reductions.run(made)
+        if key is not None:
+            reductions.repeated.learn(key, made)
         return out if out is not None else rebuild_results(value, results, kept)
 
     @final
@@ -332,8 +337,8 @@ class CrossDeviceOps(Algorithm):
         if self._bound is not None and self._bound.replicas.tree is not None:
             require_tree_order(merged, None if self._is_replaceable else type(self).__name__)
         if options.implementation is CommunicationImplementation.RING and not self._is_replaceable:
-            name = type(self).__name__
-            raise ValueError(f"this {name} adds by a function of its own, which a ring cannot call; leave one out")
+            own = f"this {type(self).__name__} adds by a function of its own"
+            raise ValueError(f"{own}, which a ring cannot call; leave one out")
         return merged
 
     @final

@@ -13,9 +13,9 @@ from support.reductions import all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist.collectives.fused_execution import FusedExecution
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
-from mpidist.transport.shared_memory import NodeBarrier
+from mpidist.transport import RecycledResults, native
+from mpidist.transport.shared_memory import NodeBarrier, TwoShot
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -39,11 +39,15 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")
 
-    monkeypatch.setattr(FusedExecution, "_new_results", fail)
+    monkeypatch.setattr(RecycledResults, "take", fail)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Ctrl-C come while the rank is in its third barrier from now."""
+    """Let Ctrl-C come while the rank is in its third barrier from now; before that one, if compiled code passes it."""
+    if native is not None:
+        monkeypatch.setattr(TwoShot, "steps", interrupt)
+        monkeypatch.setattr(TwoShot, "finish_again", interrupt)
+        return
     really, calls = NodeBarrier.post, []
 
     def post(barrier: NodeBarrier) -> None:
@@ -53,6 +57,10 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         really(barrier)
 
     monkeypatch.setattr(NodeBarrier, "post", post)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @several

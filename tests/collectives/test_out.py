@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -322,3 +322,26 @@ def test_what_is_no_number_is_a_result_however_small_the_arrays(
         part = strategy.run(lambda: mpidist.get_replica_context().reduce_scatter("SUM", values[0]))
     for result in (*sums, part):
         assert np.isnan(result.astype(np.float32)).all() == (comm.size > 1)
+
+
+def test_only_the_very_outs_of_an_earlier_call_are_known(strategy: Strategy, comm: Intracomm) -> None:
+    """Of a list that was checked, one is replaced, made read-only, or reshaped: all ranks hear of it."""
+
+    def into(outs: list[Any]) -> Any:
+        return all_reduce(strategy, "SUM", [np.ones(6), np.ones(4)], out=outs)
+
+    changes: list[tuple[str, Callable[[list[Any]], Any]]] = [
+        (r"out 1 must be an array .*\[4\], got .*\[5\]", lambda outs: outs.__setitem__(1, np.empty(5))),
+        ("share memory", lambda outs: outs.__setitem__(1, outs[0][:4])),
+        ("read-only", lambda outs: outs[1].setflags(write=False)),
+        (r"\[2,2\]", lambda outs: outs.__setitem__(1, outs[1].reshape(2, 2))),
+        (r"got f32\[4\]", lambda outs: outs.__setitem__(1, np.empty(4, np.float32))),
+        ("same form", lambda outs: outs.__setitem__(1, [0.0] * 4)),
+    ]
+    for text, change in changes:
+        outs: list[Any] = [np.empty(6), np.empty(4)]
+        for _ in range(3):
+            assert all((out == comm.size).all() for out in into(outs))
+        change(outs)
+        with raises_everywhere(comm, Exception, text):
+            into(outs)

@@ -12,7 +12,7 @@ import pytest
 MARKS = (
     "ranks(*numbers, min=None, max=None): run only at these numbers of MPI ranks; with several, at those of all",
     "no_mpi: needs no ranks; runs once, in one process, beside the launches of several ranks",
-    "gpu: runs on real GPUs, and is skipped where there are none",
+    "gpu: runs with CuPy on GPUs that are real or emulated, and is skipped where there are none",
     "core: the subset that is run with every MPI library",
     "whole: all cases of this test are in a sample",
     "long: takes long, and is in a sample that leaves another one out alone",

@@ -36,6 +36,7 @@ __all__ = [
     "ranks_of",
     "send_to",
     "flatten_contributions",
+    "group_by_destinations",
 ]
 
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
@@ -252,3 +253,15 @@ class ValueWithDestinations:
 def _kind_of(pair: object) -> str:
     """Describe a wrong pair by type and size, which are equal on all ranks where the values may differ."""
     return f"{type(pair).__name__} of size {len(pair)}" if isinstance(pair, Sized) else type(pair).__name__
+
+
+def group_by_destinations(
+    destinations: tuple[tuple[int, ...], ...] | None, num_values: int, num_ranks: int
+) -> dict[tuple[int, ...] | None, list[int]]:
+    """Group the indices of values by the ranks that get the results."""
+    everywhere = tuple(range(num_ranks))
+    parts: dict[tuple[int, ...] | None, list[int]] = {}
+    for index in range(num_values):
+        ranks = everywhere if destinations is None else destinations[index]
+        parts.setdefault(None if ranks == everywhere else ranks, []).append(index)
+    return parts

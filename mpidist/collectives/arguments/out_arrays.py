@@ -16,6 +16,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
 from mpidist.transport import SharedArrays, fingerprint_of, library_of, places_digest
 from mpidist.transport import arrays as native
+from mpidist.transport import native as native_code
 
 __all__ = [
     "CheckedOuts",
@@ -222,8 +223,10 @@ class CheckedOuts:
             outs: The arrays.
             arrays: The values that are reduced, of the plan's shapes and dtypes, as are outs among them.
         """
-        if len(outs) != len(self._outs):
+        if not len(outs) == len(arrays) == len(self._outs):
             return False
+        if native_code is not None and native_code.are_known(list(outs), list(arrays), self._outs, self._forms):
+            return True
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
             if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no such word
                 return False
@@ -365,6 +368,8 @@ def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays
     Returns:
         The outs.
     """
+    if all(map(is_, outs, results)):
+        return list(outs)
     for out, result in zip(outs, results, strict=True):
         if out is result:
             continue

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.collectives.arguments import NO_OPERANDS, CheckedOuts, Operands, Spec, names_of
-from mpidist.collectives.local_sums import LocalSums
+from mpidist.collectives.plans.local_sums import LocalSums
 from mpidist.nest import form_text
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import CallRecord, FusedReducer, Levels, Pending, Reduction, Steps, name_ranks

@@ -20,8 +20,8 @@ from mpidist.collectives.arguments import (
     target_arrays,
     write_outs,
 )
-from mpidist.collectives.call import Execution, Reduce, ReductionCall
-from mpidist.collectives.plan import Message, Piece
+from mpidist.collectives.plans.call import Execution, Reduce, ReductionCall
+from mpidist.collectives.plans.plan import Message, Piece
 from mpidist.options import CommunicationImplementation
 from mpidist.transport import (
     DeviceQueue,
@@ -122,15 +122,17 @@ class PackedExecution(Execution):
             while not pending.may_block and size > 1:
                 yield 0
             return self.finish(call, has_same_places)
-        while not (pending.is_waited_for or size == 1 or self._can_be_launched()):
+        while not (pending.may_block or size == 1 or self._can_be_launched()):
             yield 0
         layout: _Layout = call.state
         if not self._can_be_launched():
-            # MPI and NCCL are not at work on device memory at once.
-            group.devices.wait_for_launches(call.name)
-            group.devices.events.follow(layout.after)
-            results = self.finish(call, has_same_places)
-            group.devices.wait_for_launches(call.name)  # so that the results can be used in any stream
+            if not pending.is_waited_for:
+                group.agreement.restart_clock(record=call)
+            with group.devices.private_stream():  # the caller's goes on with what comes later
+                group.devices.wait_for_launches(call.name)  # MPI and NCCL are not at work on device memory at once
+                group.devices.events.follow(layout.after)
+                results = self.finish(call, has_same_places)
+                group.devices.wait_for_launches(call.name)  # so that the results can be used in any stream
             return results
         queue = self._levels_of(True).queue
         assert queue is not None

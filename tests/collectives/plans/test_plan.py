@@ -12,8 +12,15 @@ import pytest
 
 from mpidist import ReduceOp
 from mpidist.collectives.arguments import Spec
-from mpidist.collectives.arithmetic import Arithmetic, wire_and_result_dtypes
-from mpidist.collectives.plan import FusedList, Message, group_by_size, make_fused_lists, make_messages
+from mpidist.collectives.plans import (
+    Arithmetic,
+    FusedList,
+    Message,
+    group_by_size,
+    make_fused_lists,
+    make_messages,
+    wire_and_result_dtypes,
+)
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions

@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.collectives.arguments import Spec
-from mpidist.collectives.arithmetic import Arithmetic
+from mpidist.collectives.plans.arithmetic import Arithmetic
 from mpidist.transport import FusedReducer, Levels, PackLayout, Reduction, Schedule, is_low_precision
 from mpidist.whole_number import whole_number
 

@@ -61,6 +61,17 @@ class LocalSums:
         """Number of rows of this rank."""
         return self._fold.num_rows
 
+    def compile(self) -> None:
+        """Add a number of each kind that lies in device memory: what CuPy needs for that, CuPy compiles then. Local."""
+        kinds = {(spec.dtype, wire) for spec, wire in zip(self._specs, self._wires, strict=True) if spec.device}
+        for dtype, wire in kinds:
+            if self._gpus is not None:
+                self._gpus.compile(self._fold, self._ufunc, dtype, wire)
+                continue
+            parts = [arrays.empty((1,), dtype, device=True).astype(wire) for _ in range(self._fold.num_parts)]
+            rows = [arrays.empty((1,), wire, device=True) for _ in range(self._fold.num_rows)]
+            self._fold.combine(self._ufunc, parts, rows)
+
     def add(self, components: Sequence[Sequence[Any]], memory: SumMemory | None = None) -> list[Any]:
         """Add to one sum for each array, of a rank that has one row.
 

@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.collectives.arguments import CheckedOuts, Spec, copy_overwritten, target_arrays
-from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.plan import FusedList
+from mpidist.collectives.plans.call import Execution, ReductionCall
+from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
+from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
     FusedReducer,
@@ -118,6 +119,7 @@ class FusedExecution(Execution):
         self._reducer, self._lists, self._shared = reducer, lists, shared
         self._specs, self._results = specs, results
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
+        self._outs_by_rank: tuple[Sequence[Place], list[list[list[Any]]]] = (), []  # of the last call
         self._in_place: tuple[_Places, list[InPlace]] = _NOWHERE, []  # of the last call
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         self._small = None
@@ -164,6 +166,24 @@ class FusedExecution(Execution):
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
         return results
+
+    def of_one_array(self) -> OneArray | None:
+        """Return what reduces one private array again and again; `None` where these calls need more than that."""
+        if not (self._is_one_array and self._agreement_is_barrier and self._wants_results):
+            return None
+        fused, spec = self._lists[0], self._specs[0]
+        if self._small is not None:
+            return SmallArray(spec, fused, self._reducer, self._small)
+        empty = np.empty(fused.count, fused.wire)  # replaced by the array of each call
+        given = FusedArrays(fused.wire, [empty], result_dtype=fused.result_dtype)
+        transfer = self._reducer.two_shot(given, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+        if not transfer.is_compiled:
+            return None
+        return LargeArray(self._memories[0], fused.nbytes, self._reducer, transfer)
+
+    def may_ignore_places(self, is_in_place: bool) -> bool:
+        """Whether it makes no difference to a call of one array where its arguments lie."""
+        return not self._shared.num_windows or (self._ignores_places and not is_in_place)
 
     def _transfers(
         self, call: ReductionCall, places: _Places, staged: Any
@@ -252,10 +272,16 @@ class FusedExecution(Execution):
             given.peers = _by_rank(places.sources, fused)
         if writes_outs:
             assert places.outs is not None
-            given.shared = _by_rank(places.outs, fused)
+            given.shared = self._shared_outs(places.outs, fused)
         elif self._wants_results:
             given.results = _flat(results, fused)
         return self._two_shot(fused, given)
+
+    def _shared_outs(self, outs: Sequence[Place], fused: FusedList) -> list[list[Any]]:
+        """Return `_by_rank` of outs, which is known if the last call had the same: `CheckedOuts` keeps their places."""
+        if self._outs_by_rank[0] is not outs:
+            self._outs_by_rank = outs, [_by_rank(outs, one) for one in self._lists]
+        return self._outs_by_rank[1][next(at for at, one in enumerate(self._lists) if one is fused)]
 
     def _are_in_place(self, places: _Places) -> bool:
         """Whether nothing is copied: all ranks that add reach the values and the outs."""

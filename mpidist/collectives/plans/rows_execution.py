@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist.collectives.arguments import NewResults, Spec, target_arrays, write_outs
-from mpidist.collectives.call import Execution, ReductionCall
-from mpidist.collectives.local_sums import LocalSums
+from mpidist.collectives.plans.call import Execution, ReductionCall
+from mpidist.collectives.plans.local_sums import LocalSums
 from mpidist.transport import Pending, Reduction, ReplicaTree, Steps, SumMemory, SyncGroup, all_reduce_rows, arrays
 
 __all__ = ["RowList", "RowsExecution"]

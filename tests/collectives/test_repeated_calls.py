@@ -1,0 +1,244 @@
+"""Calls of one array, again and again: what is known of the first one serves the others, and hides no mistake."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.everywhere import raises_everywhere
+from support.reductions import LARGE, all_reduce
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.collectives.repeated_calls import RepeatedCalls
+from mpidist.cross_device_ops import CollectiveAllReduce
+from mpidist.transport import native
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+SHAPES = [(), (3,), (64, 65), LARGE, (1 << 20,)]
+several = pytest.mark.ranks(min=2)
+
+
+@pytest.fixture
+def strategy(comm: Intracomm) -> Iterator[Strategy]:
+    with Strategy(comm=comm) as made:
+        yield made
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call whether it was a repeated one."""
+    really: Callable[..., Any] = RepeatedCalls.run
+    said: list[bool] = []
+
+    def run(*arguments: Any) -> Any:
+        result = really(*arguments)
+        said.append(result is not None)
+        return result
+
+    monkeypatch.setattr(RepeatedCalls, "run", run)
+    return said
+
+
+def total(comm: Intracomm) -> int:
+    return comm.size * (comm.size + 1) // 2
+
+
+def shares_memory(strategy: Strategy) -> bool:
+    """Whether the ranks are several on one node, so that calls are repeated at all."""
+    return strategy.topology.size > 1 and strategy.topology.num_nodes == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.float16, np.complex64])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_each_call_has_its_own_numbers(
+    strategy: Strategy, comm: Intracomm, shape: tuple[int, ...], dtype: Any, op: str
+) -> None:
+    if op == "MAX" and dtype is np.complex64:
+        pytest.skip("complex numbers have no order")
+    for step in range(1, 5):
+        value = np.full(shape, step * (comm.rank + 1), dtype)
+        want = step * {"SUM": total(comm), "MEAN": total(comm) / comm.size, "MAX": comm.size}[op]
+        result = all_reduce(strategy, op, value)
+        assert result.shape == shape
+        assert (result == want).all()
+        assert (value == step * (comm.rank + 1)).all()
+        assert not np.shares_memory(result, value)
+        if result.dtype == dtype:
+            assert all_reduce(strategy, op, value, out=value) is value
+            assert (value == want).all()
+
+
+def test_calls_are_repeated(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+    """Without this, the other tests would test something else."""
+    for _ in range(3):
+        all_reduce(strategy, "SUM", np.ones(5))
+    value = np.ones(7)
+    for _ in range(3):
+        all_reduce(strategy, "SUM", value, out=value)
+    assert repeated == [False, *[shares_memory(strategy)] * 2] * 2
+
+
+def test_a_result_that_is_kept_stays_as_it_is(strategy: Strategy, comm: Intracomm) -> None:
+    for shape in SHAPES:
+        kept = [all_reduce(strategy, "SUM", np.full(shape, float(step))) for step in range(8)]
+        for step, result in enumerate(kept):
+            assert (result == step * comm.size).all()
+            assert result.flags.writeable
+
+
+@pytest.mark.parametrize("shape", [(4, 6), LARGE])
+def test_ranks_whose_arrays_differ_in_layout_meet(strategy: Strategy, comm: Intracomm, shape: tuple[int, ...]) -> None:
+    """Also those of another byte order; into new arrays, and in place."""
+    layouts: list[Callable[[Any], Any]] = [
+        np.ascontiguousarray,
+        np.asfortranarray,
+        lambda array: np.stack([array, array], -1)[..., 0],
+        lambda array: array[::-1],
+    ]
+    for step in range(2 * len(layouts) + 2):
+        value = layouts[(step + comm.rank) % len(layouts)](np.full(shape, comm.rank + 1.0 + step))
+        want = total(comm) + step * comm.size
+        assert (all_reduce(strategy, "SUM", value) == want).all()
+        all_reduce(strategy, "SUM", value, out=value)
+        assert (value == want).all()
+
+
+def test_a_mistake_is_an_error_on_all_ranks_and_nothing_else(strategy: Strategy, comm: Intracomm) -> None:
+    """Another shape, dtype, op, out or name of a call, after calls that were alike: every rank tells the difference."""
+    last = comm.rank == comm.size - 1
+    mistakes: list[Callable[[Any], Any]] = [
+        lambda value: all_reduce(strategy, "SUM", np.ones(6) if last else value),
+        lambda value: all_reduce(strategy, "SUM", np.ones(5, np.float32) if last else value),
+        lambda value: all_reduce(strategy, "MAX" if last else "SUM", value),
+        lambda value: all_reduce(strategy, "SUM", [value] if last else value),
+        lambda value: strategy.reduce("SUM", value, axis=None) if last else all_reduce(strategy, "SUM", value),
+    ]
+    for mistake in mistakes if comm.size > 1 else []:
+        value = np.ones(5)
+        for _ in range(2):
+            assert (all_reduce(strategy, "SUM", value) == comm.size).all()
+        with pytest.raises((mpidist.errors.InvalidArgumentError, RuntimeError)):
+            mistake(value)
+        assert (value == 1).all()
+        assert (all_reduce(strategy, "SUM", value, out=value) == comm.size).all()
+
+
+def test_an_array_that_cannot_be_written_is_refused(strategy: Strategy, comm: Intracomm) -> None:
+    value = np.ones(5)
+    for _ in range(3):
+        all_reduce(strategy, "SUM", value, out=value)
+    value[:] = 1
+    value.flags.writeable = comm.rank != comm.size - 1
+    with raises_everywhere(comm, mpidist.errors.InvalidArgumentError, "read-only"):
+        all_reduce(strategy, "SUM", value, out=value)
+    assert (value == 1).all()
+
+
+@several
+@pytest.mark.parametrize("shape", [(5,), (1 << 18,)])
+def test_symmetric_arrays_of_some_ranks_meet_private_ones_of_others(
+    strategy: Strategy, comm: Intracomm, shape: tuple[int, ...]
+) -> None:
+    private = np.ones(shape)
+    for _ in range(3):
+        assert (all_reduce(strategy, "SUM", private) == comm.size).all()
+        all_reduce(strategy, "SUM", private.copy(), out=private)
+        private[...] = 1
+    symmetric = strategy.symmetric_empty(shape, np.float64)
+    for step in range(6):
+        value = symmetric if (comm.rank + step) % 2 else private
+        value[...] = comm.rank + 1
+        assert (all_reduce(strategy, "SUM", value) == total(comm)).all()
+        all_reduce(strategy, "SUM", value, out=value)
+        assert (value == total(comm)).all()
+    comm.Barrier()
+    del symmetric, value
+    for _ in range(3):
+        private[...] = comm.rank + 1
+        assert (all_reduce(strategy, "SUM", private, out=private) == total(comm)).all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (1 << 18,)])
+def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm, shape: tuple[int, ...]) -> None:
+    """Neither what was passed nor what came back."""
+    for _ in range(3):
+        value = np.ones(shape)
+        seen = [weakref.ref(value), weakref.ref(all_reduce(strategy, "SUM", value))]
+        all_reduce(strategy, "SUM", value, out=value)
+        del value
+        gc.collect()
+        assert [ref() for ref in seen] == [None, None]
+
+
+def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:
+    for _ in range(2):
+        for _ in range(3):
+            assert (all_reduce(strategy, "SUM", np.ones(5)) == comm.size).all()
+        strategy.reset()
+    assert repeated == [False, *[shares_memory(strategy)] * 2] * 2
+
+
+def test_a_started_call_ends_before_a_repeated_one(strategy: Strategy, comm: Intracomm) -> None:
+    def step() -> None:
+        context = mpidist.get_replica_context()
+        for _ in range(3):
+            handle = context.start_all_reduce("SUM", np.full(LARGE, 2.0))
+            assert (context.all_reduce("SUM", np.ones(5)) == comm.size).all()
+            assert (handle.wait() == 2 * comm.size).all()
+
+    strategy.run(step)
+
+
+def test_a_second_strategy_and_other_names_are_apart(strategy: Strategy, comm: Intracomm) -> None:
+    with Strategy(comm=comm) as second:
+        for step in range(4):
+            for one in (strategy, second):
+                assert (all_reduce(one, "SUM", np.full(5, float(step))) == step * comm.size).all()
+                assert (all_reduce(one, "sum", np.full(5, float(step))) == step * comm.size).all()
+                assert (all_reduce(one, mpidist.ReduceOp.MEAN, np.full(5, float(step))) == step).all()
+
+
+def test_a_closed_strategy_says_so(comm: Intracomm) -> None:
+    with CollectiveAllReduce().bind(comm) as ops:
+        for _ in range(3):
+            assert (ops.all_reduce("SUM", np.ones(5)) == comm.size).all()
+    with pytest.raises(RuntimeError, match="closed"):
+        ops.all_reduce("SUM", np.ones(5))
+
+
+@several
+def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> None:
+    """Their number is the time of a small call: each takes 0.1 us."""
+    if not shares_memory(strategy):
+        pytest.skip("needs ranks of one node")
+    calls: dict[str, int] = {}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_name] = frame.f_lineno
+
+    def step() -> int:
+        context, value, least = mpidist.get_replica_context(), np.ones(5), 1000
+        for _ in range(50):  # a rank that waits looks after other things meanwhile
+            calls.clear()
+            sys.setprofile(note)
+            try:
+                context.all_reduce("SUM", value, out=value)
+            finally:
+                sys.setprofile(None)
+            least = min(least, len(calls))
+        return least
+
+    of_barrier = 0 if native is not None else 10
+    assert strategy.run(step) <= 22 + of_barrier
