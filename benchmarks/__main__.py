@@ -8,6 +8,7 @@ python benchmarks checkpoints --out results  # checkpoints, beside numpy.save
 python benchmarks prefetch --out results     # reading ahead, beside none
 python benchmarks tracing --out results      # calls with a trace, beside calls without
 python benchmarks torch_steps --out results  # training steps in PyTorch, beside DDP over gloo
+python benchmarks tables results/FILE.csv    # what all_reduce and torch_steps have written, in Markdown
 
 README.md beside this file says what the columns mean and how to be fair.
 """
@@ -35,6 +36,7 @@ import predict  # noqa: E402
 import prefetch  # noqa: E402
 import torch_steps  # noqa: E402
 import tracing  # noqa: E402
+from contest import pages  # noqa: E402
 from contest.benchmarks import BENCHMARKS, works_of  # noqa: E402
 from contest.bounds import SIZES, Bound, Link, Prediction, Roofline  # noqa: E402
 from contest.environments import MEMORY, MPIS, PEERS, ROOT, Peer, missing  # noqa: E402
@@ -82,8 +84,6 @@ def _completed(given: argparse.Namespace, parser: argparse.ArgumentParser) -> ar
             setattr(given, name, _QUICK[name] if quick else getattr(benchmark, name))
     given.ranks = given.ranks or 2 * max(1, given.hosts)
     given.peers = given.peers.split(",") if given.peers else list(benchmark.peers)
-    if given.beside:
-        given.peers = [name for name in given.peers if name in MPIS]
     unknown = {*given.peers, *(text.partition("=")[0] for text in given.env)} - {peer.name for peer in PEERS}
     if unknown:
         parser.error(f"no library is called {', '.join(sorted(unknown))}: there are {', '.join(p.name for p in PEERS)}")
@@ -116,7 +116,8 @@ def _groups(given: argparse.Namespace, hosts: Hosts | None) -> Iterator[list[Gro
         peers = _installed(given)
         if given.beside:
             source = export(ROOT, given.beside, Path(ending.enter_context(tempfile.TemporaryDirectory())))
-            peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in peers]
+            over_mpi = [(peer, it) for peer, it in peers if peer.name in MPIS]
+            peers += [(replace(peer, name=f"{peer.name}@{given.beside}", source=source), it) for peer, it in over_mpi]
         groups: list[Group] = []
         for peer, python in peers:
             group = Group(peer, python, given.ranks, hosts)
@@ -221,6 +222,7 @@ def main() -> None:
         "predict": predict.main,
         "prefetch": prefetch.main,
         "servers": parameter_servers.main,
+        "tables": pages.main,
         "torch_steps": torch_steps.main,
         "tracing": tracing.main,
     }

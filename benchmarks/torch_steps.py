@@ -1,25 +1,36 @@
 """What does a training step in PyTorch take, with gradients reduced by mpidist and by DDP over gloo?
 
-.venv-tensors/bin/python benchmarks torch_steps --out results              # two minutes; needs PyTorch
-.venv-tensors/bin/python benchmarks torch_steps --width 32 --rounds 2      # seconds
+.venv-tensors/bin/python benchmarks torch_steps --out results                    # two minutes; needs PyTorch
+.venv-tensors/bin/python benchmarks torch_steps --beside COMMIT --out results    # mpidist of an older commit, too
+.venv-tensors/bin/python benchmarks torch_steps --width 32 --rounds 2            # seconds
 
 Steps of a small transformer in turn, each way with a model of its own; one way reduces nothing. After each step the
 gradients are reduced once more, alone: what of that time a step does not take more than one without is hidden.
+Memory is that of the rank that took most.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import sys
 import tempfile
-from importlib import import_module
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from turns import Times, add_arguments, measure, start_ranks, tell
-
-import mpidist
+from contest.environments import ROOT, Peer, missing
+from contest.group import Group, GroupError
+from record import export
+from turns import Times, add_arguments, fields_of, spread_of, tell
 
 __all__ = ["main"]
+
+_WARM = 2  # rounds in which memory is allocated, and which do not count
+
+Ways = dict[str, tuple[Group, str]]  # who goes a way, and how the ranks call it
 
 
 def _parse() -> argparse.Namespace:
@@ -28,42 +39,103 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtypes", default="float32,bfloat16", help="%(default)s")
     parser.add_argument("--width", type=int, default=256, help="of the transformer: %(default)s")
+    parser.add_argument("--beside", metavar="COMMIT", help="mpidist of an older commit, too")
     add_arguments(parser, rounds=15)
     return parser.parse_args()
 
 
-def _measure(given: argparse.Namespace) -> None:
-    """Measure, and print and save on rank 0. Collective."""
-    steps = import_module("ranks.torch_steps")  # needs PyTorch, which the other benchmarks do without
-    works, memory = {}, []
-    with mpidist.MultiWorkerMirroredStrategy() as strategy, tempfile.TemporaryDirectory() as own:
-        steps.start_gloo(strategy, Path(strategy.broadcast_object(own)))
-        for dtype in given.dtypes.split(","):
-            ways = steps.ways_of(strategy, given.width, dtype)
-            works[dtype] = measure(strategy, ways, given.rounds)
-            for name, way in ways.items():
-                fresh, most = steps.memory_of(way)
-                text = f"{fresh:.1f} MiB of new pages in a step, {most:.1f} MiB above those before it"
-                memory.append(f"{dtype}, {name}: {_hidden(works[dtype], name)}{text}")
-        if strategy.is_chief:
-            tell(given, "torch_steps", ["reduction alone", "a step"], works)
-            print("", *memory, sep="\n")
-        strategy.barrier()  # nobody removes the folder before all are done
+@contextlib.contextmanager
+def _groups(given: argparse.Namespace) -> Iterator[dict[str, Group]]:
+    """Start the ranks of this commit, and of an older one, by what is written behind their ways; and end them."""
+    with contextlib.ExitStack() as ending:
+        of_commit = {
+            "modules": ("torch", "mpi4py", "mpidist"),
+            "folder": "",
+            "by_mpiexec": True,
+            "program": "ranks.torch_rank",
+            "arguments": (str(given.width),),
+        }
+        peers = {"": Peer("torch_steps", "all", **of_commit)}
+        if given.beside:
+            source = export(ROOT, given.beside, Path(ending.enter_context(tempfile.TemporaryDirectory())))
+            peers[f" @{given.beside}"] = Peer(f"torch_steps@{given.beside}", "mpidist", source=source, **of_commit)
+        groups = {}
+        for mark, peer in peers.items():
+            python = Path(sys.executable)
+            lack = missing(peer, python, given.ranks)
+            if lack:
+                raise SystemExit(f"{peer.name}: {lack}")
+            groups[mark] = Group(peer, python, given.ranks)
+            ending.callback(groups[mark].close)
+            groups[mark].join()
+        yield groups
 
 
-def _hidden(times: Times, way: str) -> str:
-    """Say what share of a way's reduction is hidden behind the backward pass, by medians."""
-    without = next(iter(times.values()))
-    if times[way] is without:
-        return ""
-    alone, step = np.median(times[way], axis=0)
-    return f"{1 - (step - np.median(without[:, -1])) / alone:.0%} of the reduction hidden, "
+def _prepare(groups: Mapping[str, Group], dtype: str) -> Ways:
+    """Let all groups make their models."""
+    return {
+        f"{way}{mark}": (group, way)
+        for mark, group in groups.items()
+        for way in group.ask("prepare", dtype=dtype)[0]["ways"]
+    }
+
+
+def _most(ways: Ways, name: str, do: str, numbers: str) -> Any:
+    """Let the ranks of a way do something; return the numbers of the rank that took most of each."""
+    group, way = ways[name]
+    return np.max([answer[numbers] for answer in group.ask(do, way=way)], axis=0)
+
+
+def _measure(ways: Ways, rounds: int) -> Times:
+    """Take a step of each way in turn, in another order each round; a step takes what its slowest rank takes."""
+    times: dict[str, list[Any]] = {name: [] for name in ways}
+    for at in range(_WARM + rounds):
+        for place in np.random.default_rng(at).permutation(len(ways)):
+            name = list(ways)[place]
+            times[name].append(_most(ways, name, "step", "times"))
+    return {name: np.array(rows[_WARM:]) for name, rows in times.items()}
+
+
+def _facts(ways: Ways, times: Times, name: str) -> dict[str, str]:
+    """Return fields of the file for a way: what of its reduction is hidden, memory, and the older commit beside it."""
+    pages, most = _most(ways, name, "memory", "mib")
+    facts = {"new_pages_mib": f"{pages:.1f}", "most_mib": f"{most:.1f}"}
+    first, alone, step = next(iter(times)), *times[name].T
+    if name != first:
+        facts |= fields_of("hidden", spread_of(1 - (step - times[first][:, -1]) / alone), 3)
+        facts["hidden"] = f"{1 - np.median(step - times[first][:, -1]) / np.median(alone):.3f}"
+    old = next((one for one in times if one.startswith(f"{name} @")), None)
+    if old:
+        facts |= fields_of("old_by_new", spread_of(times[old][:, -1] / step), 3)
+    return facts
+
+
+def _line(work: str, way: str, facts: Mapping[str, str]) -> str:
+    hidden = f"{float(facts['hidden']):.0%} of the reduction hidden, " if "hidden" in facts else ""
+    older = f"old / new {facts['old_by_new']}, " if "old_by_new" in facts else ""
+    pages = f"{facts['new_pages_mib']} MiB of new pages in a step, {facts['most_mib']} MiB above those before it"
+    return f"{work}, {way}: {hidden}{older}{pages}"
+
+
+def _end(*_: object) -> None:
+    raise SystemExit("ended by a signal")
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, measure, print and save."""
     given = _parse()
-    if not given.in_job:
-        return start_ranks("torch_steps", given)
-    _measure(given)
+    signal.signal(signal.SIGTERM, _end)  # so that all groups are ended, too
+    works: dict[str, Times] = {}
+    facts: dict[tuple[str, str], dict[str, str]] = {}
+    try:
+        with _groups(given) as groups:
+            for dtype in given.dtypes.split(","):
+                ways = _prepare(groups, dtype)
+                works[dtype] = _measure(ways, given.rounds)
+                facts |= {(dtype, name): _facts(ways, works[dtype], name) for name in ways}
+    except GroupError as error:
+        raise SystemExit(f"a rank failed: {error}") from error
+    name = "-".join(["torch_steps", *([f"beside-{given.beside}"] if given.beside else [])])
+    tell(given, name, ["reduction alone", "a step"], works, facts)
+    print("", *(_line(*key, of) for key, of in facts.items()), sep="\n")
     return 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from record import commit_of, text_of, write_rows
 
 from mpidist import Strategy
 
-__all__ = ["Times", "Way", "add_arguments", "measure", "start_ranks", "tell"]
+__all__ = ["Times", "Way", "add_arguments", "fields_of", "measure", "spread_of", "start_ranks", "tell"]
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 
@@ -57,7 +58,13 @@ def measure(strategy: Strategy, ways: Mapping[str, Way], rounds: int) -> Times:
     return {name: np.array(rows) for name, rows in times.items()}
 
 
-def tell(given: argparse.Namespace, name: str, columns: Sequence[str], works: Mapping[str, Times]) -> None:
+def tell(
+    given: argparse.Namespace,
+    name: str,
+    columns: Sequence[str],
+    works: Mapping[str, Times],
+    more: Mapping[tuple[str, str], Mapping[str, str]] = MappingProxyType({}),
+) -> None:
     """Print a table for each work, and write all of them into a file: medians, and ratios within a round. On one rank.
 
     Args:
@@ -65,6 +72,7 @@ def tell(given: argparse.Namespace, name: str, columns: Sequence[str], works: Ma
         name: Of the benchmark and its file.
         columns: What the seconds of a way are. Ratios are of the last column, to that of the first way.
         works: The times, by what was measured.
+        more: Fields of the file, by work and way, for the row of the last column.
     """
     where = {
         "date": datetime.date.today().isoformat(),
@@ -82,20 +90,22 @@ def tell(given: argparse.Namespace, name: str, columns: Sequence[str], works: Ma
         for way, seconds in times.items():
             print(f"{way:<28}", end="")
             for column, taken in zip(columns, seconds.T, strict=True):
-                us = _spread(taken * 1e6)
+                us = spread_of(taken * 1e6)
                 print(f"{f'{text_of(us[0])} ({text_of(us[1])} to {text_of(us[2])})':>34}", end="")
                 row = {**where, "work": work, "way": way, "column": column, "rounds": str(len(taken))}
-                rows.append(row | _fields("us", us, 2) | {"us_rounds": " ".join(f"{one * 1e6:.2f}" for one in taken)})
-            ratio = _spread(seconds[:, -1] / base)
+                rows.append(row | fields_of("us", us, 2) | {"us_rounds": " ".join(f"{one * 1e6:.2f}" for one in taken)})
+            ratio = spread_of(seconds[:, -1] / base)
             print(f"{f'{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})':>26}")
-            rows[-1] |= {"baseline": first} | _fields("ratio", ratio, 3)
+            rows[-1] |= {"baseline": first} | fields_of("ratio", ratio, 3) | dict(more.get((work, way), {}))
     if given.out:
         write_rows(given.out / f"{name}.csv", rows)
 
 
-def _spread(numbers: np.ndarray) -> tuple[float, float, float]:
+def spread_of(numbers: np.ndarray) -> tuple[float, float, float]:
+    """Return the median, the lowest and the highest."""
     return statistics.median(numbers), float(numbers.min()), float(numbers.max())
 
 
-def _fields(name: str, spread: tuple[float, float, float], digits: int) -> dict[str, str]:
+def fields_of(name: str, spread: tuple[float, float, float], digits: int) -> dict[str, str]:
+    """Name the numbers of a spread, as fields of a file."""
     return {f"{name}{end}": f"{one:.{digits}f}" for end, one in zip(("", "_low", "_high"), spread, strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from ranks.work import Work
@@ -26,6 +26,7 @@ class Benchmark:
         question: For people.
         sizes: Of the float32 arrays.
         lists: Of gradients.
+        takes_lists: Whether lists may be given where there are none by default.
         peers: Who is measured if the user does not say.
         rounds: Turns of each way.
         seconds: What a turn takes, about.
@@ -36,6 +37,8 @@ class Benchmark:
     question: str
     sizes: str = ""
     lists: str = ""
+    _: KW_ONLY
+    takes_lists: bool = False
     peers: tuple[str, ...] = MPIS
     rounds: int = 7
     seconds: float = 0.25
@@ -48,7 +51,7 @@ BENCHMARKS: Final = {
         "sums, beside raw mpi4py and every library that is installed",
         "4,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M",
         "tiny1000,10000x400,resnet50,bert_base,gpt2_small",
-        (*MPIS, "gloo", "horovod", "chainermn", "tensorflow"),
+        peers=(*MPIS, "gloo", "horovod", "chainermn", "tensorflow"),
         calls=_CALLS_OF_SMALL,
     ),
     "algorithms": Benchmark("sums by each algorithm", "4,16K,64K,1M,16M,64M", "resnet50", calls=_CALLS_OF_SMALL),
@@ -62,7 +65,9 @@ BENCHMARKS: Final = {
         calls=_CALLS_OF_SMALL,
     ),
     "watching": Benchmark("what checks, notes and deadlines cost", "4,16K,256K,4M,64M", rounds=11),
-    "network": Benchmark("sums between hosts", "16M", peers=(*MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2),
+    "network": Benchmark(
+        "sums between hosts", "16M", takes_lists=True, peers=(*MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2
+    ),
     "model": Benchmark("sums between hosts, beside what the cost model predicts", "64K,1M,4M", rounds=9, hosts=2),
 }
 
@@ -73,7 +78,7 @@ def works_of(name: str, sizes: str, lists: str) -> Iterator[Work]:
         nbytes = parse_size(text)
         calls = BENCHMARKS[name].calls if nbytes <= _SMALL_BYTES else 1
         yield Work("size", text, ((nbytes // 4,),), calls, name)
-    if lists and not BENCHMARKS[name].lists:
+    if lists and not (BENCHMARKS[name].lists or BENCHMARKS[name].takes_lists):
         raise argparse.ArgumentTypeError(f"{name} reduces single arrays: give --sizes, and no --lists")
     for text in filter(None, lists.split(",")):
         yield Work("list", text, tuple(shapes_of_list(text)), 1, name)

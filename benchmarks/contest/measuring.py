@@ -19,7 +19,7 @@ __all__ = ["Timing", "fitting", "measure"]
 
 _MOST_STEPS: Final = 200
 _WARM_BELOW: Final = 0.05  # seconds: a longer step has its own cold start
-_SLOW: Final = 1.0  # seconds: once is enough to know it
+_SLOW: Final = 0.25  # seconds: once is enough to know it
 
 
 @dataclass(frozen=True)

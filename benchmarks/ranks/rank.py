@@ -58,16 +58,15 @@ class Rank:
         self._ways: dict[str, Way] = {}
         self._number = 0
 
+    @property
+    def commands(self) -> dict[str, Callable[..., dict[str, Any]]]:
+        """What it can be told, by name."""
+        return {"prepare": self._prepare, "first": self._first, "turn": self._turn, "forget": self._forget}
+
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do something, and say what came of it."""
-        known: dict[str, Callable[..., dict[str, Any]]] = {
-            "prepare": self._prepare,
-            "first": self._first,
-            "turn": self._turn,
-            "forget": self._forget,
-        }
         try:
-            return known[command.pop("do")](**command)
+            return self.commands[command.pop("do")](**command)
         except Exception:  # the program that measures tells the user, and ends this group
             return {"error": traceback.format_exc()}
 

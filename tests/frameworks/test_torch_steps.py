@@ -11,19 +11,47 @@ import pytest
 from mpi_session import clean_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-WAYS = ["no reduction", "DDP over gloo", "mpidist, out= gradients", "mpidist, symmetric"]
+OURS = ["mpidist, out= gradients", "mpidist, started in the backward pass", "mpidist, symmetric"]
+WAYS = ["no reduction", "DDP over gloo", *OURS]
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.timeout(180)]
 
 
-def test_steps_of_all_ways_are_measured(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS), "torch_steps", "--width=16", "--rounds=1", f"--out={tmp_path}"]
+def run(*arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS), *arguments]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    with (tmp_path / "torch_steps.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    return done.stdout
+
+
+def rows_in(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_steps_of_all_ways_are_measured(tmp_path: Path) -> None:
+    said = run("torch_steps", "--width=16", "--rounds=1", f"--out={tmp_path}")
+    rows = rows_in(tmp_path / "torch_steps.csv")
     wanted = [(work, way) for work in ("float32", "bfloat16") for way in WAYS for _ in range(2)]
     assert [(row["work"], row["way"]) for row in rows] == wanted
     assert all(float(row["us"]) > 0 for row in rows if row["column"] == "a step" or row["way"] != WAYS[0])
-    assert done.stdout.count("MiB of new pages in a step") == len(rows) // 2
-    assert done.stdout.count("of the reduction hidden") == 2 * (len(WAYS) - 1)
+    assert said.count("MiB of new pages in a step") == len(rows) // 2
+    assert said.count("of the reduction hidden") == 2 * (len(WAYS) - 1)
+
+
+def test_steps_of_an_older_commit_take_turns(tmp_path: Path) -> None:
+    """The commit of now: an older one may not be in a shallow copy of the repository."""
+    if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("there is no history of git here")
+    run("torch_steps", "--width=16", "--rounds=3", "--dtypes=float32", "--beside=HEAD", f"--out={tmp_path}")
+    path = tmp_path / "torch_steps-beside-HEAD.csv"
+    steps = {row["way"]: row for row in rows_in(path) if row["column"] == "a step"}
+    assert list(steps) == [*WAYS, *(f"{way} @HEAD" for way in OURS)]
+    for way in OURS:
+        rounds = [[float(one) for one in steps[name]["us_rounds"].split()] for name in (f"{way} @HEAD", way)]
+        ratios = sorted(old / new for old, new in zip(*rounds, strict=True))
+        found = [float(steps[way][f"old_by_new{end}"]) for end in ("_low", "", "_high")]
+        assert found == pytest.approx(ratios, abs=1e-3)
+        assert float(steps[way]["most_mib"]) >= 0 <= float(steps[way]["new_pages_mib"])
+    lines = run("tables", str(path)).splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| float32")] == list(steps)

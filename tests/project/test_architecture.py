@@ -378,11 +378,10 @@ LOOK_INTO = {
         "mpidist.transport.failures.flight_files",
         "mpidist.transport.failures.flight_recorder",
     },
-    "collectives/test_compression.py": {"mpidist.transport.reduction"},
+    "collectives/plans/test_compression.py": {"mpidist.transport.reduction"},
     "collectives/test_device_chunks.py": {"mpidist.transport.group.levels"},
-    "collectives/test_plan.py": {"mpidist.transport.communicator"},
+    "collectives/plans/test_plan.py": {"mpidist.transport.communicator"},
     "cross_device_ops/test_algorithms.py": {"mpidist.transport.shared_memory.schedule"},
-    "standin/kernels.py": {"mpidist.transport.gpu.copy_table"},
     "strategies/test_refused_strategies.py": {
         "mpidist.cluster_resolver.addresses",
         "mpidist.cluster_resolver.resolver",
@@ -393,10 +392,7 @@ LOOK_INTO = {
         "mpidist.transport.waiting",
     },
     "support/transports.py": {"mpidist.transport.shared_memory.schedule"},
-    "transport/device_over_mpi/test_device_mpi.py": {
-        "mpidist.cli.cuda_aware_mpi",
-        "mpidist.transport.group.device_levels",
-    },
+    "transport/device_over_mpi/test_device_mpi.py": {"mpidist.cli.cuda_aware_mpi"},
     "transport/device_over_mpi/test_host_staging.py": {
         "mpidist.cli.cuda_aware_mpi",
         "mpidist.transport.shared_memory.window",
@@ -428,7 +424,7 @@ def test_tests_enter_folders_by_their_init() -> None:
 
 
 def test_folders_of_tests_mirror_those_of_the_package() -> None:
-    own = {"fixtures", "frameworks", "host_cuda", "jobs", "mpi_session", "project", "slurm", "standin", "support"}
+    own = {"fixtures", "frameworks", "host_cuda", "jobs", "mpi_session", "project", "slurm", "support"}
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("*.py")}
     mirrors = {folder for folder in folders if not own & {*folder.parts}}
     assert {folder for folder in mirrors if not (PACKAGE / folder / "__init__.py").exists()} == set()
@@ -438,9 +434,9 @@ def test_folders_of_tests_mirror_those_of_the_package() -> None:
 
 # Tests that touch what is private to another file: nothing public shows it, or makes it happen.
 TOUCH_PRIVATES = {
-    "collectives/test_broken_off.py": {"_new_results"},
     "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
     "collectives/test_device_overlap.py": {"_flying"},
+    "replica_context/test_replicas_on_gpus.py": {"_compile_module_with_cache"},
     "transport/failures/test_deadlines.py": {"_rest"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl.py": {"_run"},

@@ -18,6 +18,7 @@ from mpi_session.launch import Launcher
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+from contest import pages  # noqa: E402
 from contest.benchmarks import BENCHMARKS as NAMES  # noqa: E402
 from contest.benchmarks import works_of  # noqa: E402
 from contest.bounds import Link, traffic_bytes  # noqa: E402
@@ -28,6 +29,7 @@ from contest.tables import lines_of, row_of  # noqa: E402
 from ranks import work  # noqa: E402
 from ranks.meeting import Meeting  # noqa: E402
 from ranks.way import Way, check, runs  # noqa: E402
+from record import text_of  # noqa: E402
 from servers import tables  # noqa: E402
 from servers.contestant import Contestant, place_parts  # noqa: E402
 
@@ -199,8 +201,35 @@ def test_what_hosts_send_is_held_against_the_least() -> None:
     assert (row["bound_us"], row["share_of_bound"], row["net_sent_to_least"]) == ("1000000.00", "0.500", "1.0000")
 
 
+def test_file_is_written_as_tables(quick: Any) -> None:
+    command = [sys.executable, str(BENCHMARKS), "tables", str(quick[2] / "all_reduce-2-ranks.csv")]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 1 MiB | MPICH")]
+    row = next(row for row in quick[1] if (row["work"], row["way"]) == ("1M", "mpidist in place"))
+    assert len(cells) == 2  # times, and ratios
+    assert cells[0][7] == text_of(float(row["us"]))
+    assert cells[1][3].startswith(f"{float(row['ratio']):.2f} (")
+
+
+def test_other_libraries_are_held_against_the_faster_mpi() -> None:
+    rows = [
+        row_of(timing(peer, way, "", seconds), [], None)
+        for peer, way, seconds in [
+            ("mpich", "mpidist in place", [2e-6, 4e-6]),
+            ("openmpi", "mpidist in place", [3e-6, 4e-6]),
+            ("gloo", "gloo", [6e-6, 20e-6]),
+        ]
+    ]
+    assert pages.of_all_reduce(rows)[-1] == "| 1 KiB | 3 us (MPICH) | 13 us, 4 x |"
+
+
 def test_every_library_has_a_place_to_be_looked_for() -> None:
     assert all(peer.folder.startswith(".venv") for peer in PEERS)
+
+
+def test_all_reduce_is_asked_of_every_library() -> None:
+    assert set(NAMES["all_reduce"].peers) == {peer.name for peer in PEERS}
 
 
 def test_every_benchmark_has_ways_over_mpi() -> None:
@@ -262,12 +291,13 @@ def test_older_commit_is_measured_beside(tmp_path: Path) -> None:
     """The commit of now: an older one may not be in a shallow copy of the repository."""
     if subprocess.run(["git", "-C", str(BENCHMARKS), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("there is no history of git here")
-    options = ["--peers", "mpich", "--sizes", "4", "--lists", "", "--rounds", "1", "--seconds", "0.01"]
-    said = measured(tmp_path, "all_reduce", *options, "--beside", "HEAD")
+    options = ["--peers", "mpich,gloo", f"--env=gloo={tmp_path}", "--sizes", "4", "--lists", ""]
+    said = measured(tmp_path, "all_reduce", *options, "--rounds", "1", "--seconds", "0.01", "--beside", "HEAD")
     found = rows_in(tmp_path / "all_reduce-2-ranks-beside-HEAD.csv")
     assert {row["peer"] for row in found} == {"mpich", "mpich@HEAD"}
     assert all(row["old_by_new"] for row in found if row["peer"] == "mpich")
     assert "old / new" in said
+    assert "gloo: not installed" in said  # asked for, and beside an older mpidist
 
 
 def test_ranks_of_a_job_are_measured(tmp_path: Path) -> None:

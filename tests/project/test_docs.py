@@ -29,7 +29,7 @@ AT_ONCE = 3  # jobs that run at the same time: each waits now and then
 LIMIT_SECONDS = 150.0  # of a command, on a busy machine
 # What the pages say of blocks that are not run, and how many there are of each.
 NOT_RUN = {
-    "a part of a program": 6,
+    "a part of a program": 7,
     "changes the library": 14,
     "for any program": 5,
     "installs packages": 7,
@@ -39,10 +39,10 @@ NOT_RUN = {
     "needs h5py": 2,
     "needs Slurm": 4,
     "needs TensorFlow": 1,
-    "needs torch": 4,
+    "needs torch": 5,
     "needs zarr": 1,
     "prints bits of one machine": 1,
-    "takes minutes": 15,
+    "takes minutes": 18,
 }
 
 

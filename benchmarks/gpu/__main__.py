@@ -1,0 +1,32 @@
+"""One part of the check alone: `PYTHONPATH=.. python -m gpu gpu.kernels:measure`, from `benchmarks`.
+
+`GPU_CHECK_OUT` names a file for the answers, `GPU_CHECK_TINY=1` shows whether it runs, and `GPU_CHECK_RANKS=2` says
+that mpiexec started it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from gpu.bench import Bench
+from gpu.report import NOT_MEASURED, Report
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that tests end with a summary
+    comm: Any = None
+    if int(os.environ.get("GPU_CHECK_RANKS", "0")):
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+    bench, out = Bench(os.environ.get("GPU_CHECK_TINY") == "1", comm), os.environ.get("GPU_CHECK_OUT")
+    report = Report(Path(out) if out and bench.rank == 0 else None, bench.rank == 0, not bench.is_tiny)
+    module, _, function = sys.argv[1].partition(":")
+    getattr(import_module(module), function)(bench, report, *sys.argv[2:])
+    sys.exit(any(row.got == NOT_MEASURED for row in report.rows))

@@ -1,0 +1,152 @@
+"""How work on a GPU is timed, and when it may be: after its results were seen to be right.
+
+Times of the GPU are those between two CUDA events. A kernel that only waits is launched first, so that everything is in
+the queue when the first event comes, and no time of the host is in between; whether it was, is looked at, and the
+kernel made longer until it is. What is compared is measured in turns: A B C A B C. Each turn takes the next set of
+arrays, so that the caches hold none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpidist.transport import cuda
+
+__all__ = ["Bench", "Call", "text_of", "time_text"]
+
+NOT_READY = 600  # of CUDA, for an event that has not come
+LAST_HOLD = 20e-3
+HOLD = r"""
+extern "C" __global__ void hold(long long nanoseconds) {
+    long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+}
+"""
+
+Call = Callable[[], object]
+
+
+class Bench:
+    """CuPy on a device of this rank's, and its clocks; `is_tiny` takes small arrays and few turns."""
+
+    def __init__(self, is_tiny: bool = False, comm: Any = None) -> None:
+        self.cuda, self.is_tiny, self.comm = cuda.current(), is_tiny, comm
+        self.rank, self.size = (0, 1) if comm is None else (comm.Get_rank(), comm.Get_size())
+        self.random = np.random.default_rng()
+        self._hold_seconds = 100e-6
+        self._roofs: dict[int, float] = {}
+
+    @cached_property
+    def cupy(self) -> Any:
+        """The module `cupy`, which has a GPU: `gpu_check.py` looks first."""
+        self.cuda.cupy.cuda.Device(self.rank % self.cuda.support.num_devices).use()
+        return self.cuda.cupy
+
+    def turns(self, number: int) -> int:
+        """Say how many turns to take, of so many."""
+        return 3 if self.is_tiny else number
+
+    def nbytes(self, number: int) -> int:
+        """Say how many bytes to take, of so many; a multiple of 256."""
+        return max(4096, number >> 12 if self.is_tiny else number) // 256 * 256
+
+    def numbers(self, count: int) -> Any:
+        """Return fresh random numbers of both signs on the host, float32 [count]."""
+        return self.random.random(count, np.float32) - np.float32(0.5)
+
+    def poison(self, array: Any) -> None:
+        """Fill an array with what no result is: NaN, or the largest number."""
+        array.view(np.uint8)[...] = 255
+
+    def require_equal(self, what: str, array: Any, expected: Any) -> None:
+        """Raise `ArithmeticError` if any bit differs."""
+        got, wanted = self.cupy.asnumpy(array).tobytes(), np.ascontiguousarray(expected).tobytes()
+        if got != wanted:
+            raise ArithmeticError(f"{what}: numbers are wrong")
+
+    def synchronize(self) -> None:
+        self.cupy.cuda.runtime.deviceSynchronize()
+
+    def hold(self, seconds: float) -> None:
+        """Keep the current stream busy for so long, with one thread."""
+        self._hold((1,), (1,), (round(seconds * 1e9),))
+
+    @cached_property
+    def _hold(self) -> Any:
+        return self.cupy.RawKernel(HOLD, "hold")
+
+    def times(self, ways: Mapping[str, Sequence[Call]], turns: int, clock: str) -> dict[str, np.ndarray]:
+        """Time ways in turns, in seconds; each has a call for each set of arrays.
+
+        Clocks: `GPU`, what the work of the current stream takes; `host`, what launching it takes, the GPU being idle
+        before; `end`, from launch to end. Of several ranks the slowest one counts.
+        """
+        for calls in ways.values():
+            for call in calls:
+                call()
+        clocks = {"GPU": self._on_gpu, "host": partial(self._on_host, waits=False), "end": self._on_host}
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(self.turns(turns)):
+            for name, calls in ways.items():
+                taken[name].append(clocks[clock](calls[turn % len(calls)]))
+        self.synchronize()
+        return {name: np.array(its) for name, its in taken.items()}
+
+    def _on_gpu(self, call: Call) -> float:
+        while True:
+            begin, end = (self.cupy.cuda.Event() for _ in range(2))
+            self.hold(self._hold_seconds)
+            begin.record()
+            call()
+            end.record()
+            was_ahead = self.cupy.cuda.runtime.eventQuery(begin.ptr) == NOT_READY
+            self.synchronize()
+            if was_ahead or (self.is_tiny and self._hold_seconds > LAST_HOLD):
+                return float(self.cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+            if self._hold_seconds > LAST_HOLD:
+                raise RuntimeError(f"launching it takes more than {time_text(LAST_HOLD)}")
+            self._hold_seconds *= 4
+
+    def _on_host(self, call: Call, waits: bool = True) -> float:
+        self.synchronize()
+        if self.comm is not None:
+            self.comm.Barrier()
+        start = perf_counter()
+        call()
+        if waits:
+            self.synchronize()
+        took = perf_counter() - start
+        return took if self.comm is None else max(self.comm.allgather(took))
+
+    def roof(self, nbytes: int) -> float:
+        """Return the median seconds of the device's own copy that reads `nbytes` / 2 and writes as many."""
+        half = nbytes // 2
+        if half not in self._roofs:
+            count = 2 if self.is_tiny or half >= 1 << 28 else max(3, -(-(192 << 20) // half))
+            content = self.random.integers(0, 256, half, np.uint8)
+            pairs = [(self.cupy.asarray(content), self.cupy.empty(half, np.uint8)) for _ in range(count)]
+            calls = [lambda pair=pair: pair[1].data.copy_from_device_async(pair[0].data, half) for pair in pairs]
+            self._roofs[half] = float(np.median(self.times({"roof": calls}, 40, "GPU")["roof"]))
+        return self._roofs[half]
+
+
+def text_of(times: np.ndarray) -> str:
+    """Write as `47.5 us (47.1 us to 48.9 us)`: the median, and where the middle 90 % lie."""
+    low, median, high = (time_text(float(one)) for one in np.percentile(times, (5, 50, 95)))
+    return f"{median} ({low} to {high})"
+
+
+def time_text(seconds: float) -> str:
+    """Write a time with three digits and its unit."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,193 @@
+"""How fast do the kernels copy lists of tensors into one buffer and back, and add, beside the device's own copy?
+
+And beside other libraries: `torch.cat`, `torch._foreach_copy_` and a copy per tensor by CuPy. Torch gets its list of
+flat views and its buffer prepared.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import distributions
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from record import shapes_of_list
+
+from gpu.bench import Bench, Call, text_of, time_text
+from gpu.report import Report
+from mpidist.transport.cuda import nccl_version_text
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.half import bfloat16
+from mpidist.transport.reduction import Reduction
+
+__all__ = ["Kernels", "Lists", "machine", "measure", "shapes_of", "small"]
+
+SETS = 3  # of arrays, used in turn; one set of ResNet-50 is three times the cache
+UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no multiple of 16 bytes
+SMALL = (1, 7, 64, 2048, 2049, 5000)  # below, at and above what a block takes, and none a multiple of the other
+PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
+Shape = tuple[int, ...]
+
+
+class Lists:
+    """Sets of tensors with random numbers, buffers for them, and tensors to unpack into."""
+
+    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any) -> None:
+        up, empty = bench.cupy.asarray, bench.cupy.empty
+        self.sizes = [int(np.prod(shape)) for shape in shapes]
+        self.total, self.dtype = sum(self.sizes), np.dtype(dtype)
+        self.bounds = list(pairwise([0, *np.cumsum(self.sizes).tolist()]))
+        self.host = [bench.numbers(self.total) for _ in range(count)]
+        cut = list(zip(self.bounds, shapes, strict=True))
+        self.tensors = [[up(flat[a:b].reshape(shape)) for (a, b), shape in cut] for flat in self.host]
+        self.buffers = [empty(self.total, dtype) for _ in range(count)]
+        self.targets = [[empty(size, np.float32) for size in self.sizes] for _ in range(count)]
+
+
+def shapes_of(bench: Bench, copies: int = 1) -> list[Shape]:
+    """Return the shapes of ResNet-50's gradients, so many times."""
+    shapes = shapes_of_list("resnet50")
+    return [shape for shape in shapes if int(np.prod(shape)) <= 512][:20] if bench.is_tiny else shapes * copies
+
+
+def machine(bench: Bench, report: Report) -> None:
+    """Note what the machine is, and time the first launch, which compiles a kernel: CuPy's cache is empty."""
+    support, runtime = bench.cuda.support, bench.cupy.cuda.runtime
+    its = runtime.getDeviceProperties(int(runtime.getDevice()))
+    memory = f"{its['totalGlobalMem'] / 2**30:.0f} GiB, L2 cache {its['l2CacheSize'] / 2**20:.0f} MiB"
+    report.add("GPU", f"{support.num_devices} x {its['name'].decode()}, {memory}; {os.cpu_count()} cores of the host")
+    versions = [f"driver's CUDA {support.driver_version}", f"runtime {support.runtime_version}"]
+    versions += [f"NCCL {nccl_version_text(support.nccl_version)}", f"Python {platform.python_version()}"]
+    versions += [f"{found.name} {found.version}" for found in distributions() if found.name in PACKAGES]
+    report.add("versions", ", ".join(versions))
+    arrays, buffer = [bench.cupy.zeros(8, np.float32)], bench.cupy.empty(8, np.float32)
+    start = perf_counter()
+    DeviceKernels(bench.cuda).pack(arrays, buffer)
+    bench.synchronize()
+    took = perf_counter() - start
+    report.add("the first launch of a process, with the compiler", time_text(took), goal=("at most 1 s", took <= 1))
+
+
+class Kernels:
+    """What is asked of the kernels."""
+
+    def __init__(self, bench: Bench, report: Report) -> None:
+        self._bench, self._report, self.kernels = bench, report, DeviceKernels(bench.cuda)
+
+    def checked_lists(self, shapes: Sequence[Shape], sets: int, dtype: Any, divisor: int) -> Lists:
+        """Pack into buffers and unpack, divided, over what is no result; look at all numbers."""
+        lists = Lists(self._bench, shapes, sets, dtype)
+        for at, host in enumerate(lists.host):
+            rounded = host.astype(lists.dtype)
+            for array in (lists.buffers[at], *lists.targets[at]):
+                self._bench.poison(array)
+            self.kernels.pack(lists.tensors[at], lists.buffers[at])
+            self._bench.require_equal(f"pack to {lists.dtype}", lists.buffers[at], rounded)
+            self.kernels.unpack(lists.buffers[at], lists.targets[at], divisor)
+            for target, (a, b) in zip(lists.targets[at], lists.bounds, strict=True):
+                quotients = rounded[a:b].astype(np.float32) / np.float32(divisor)
+                self._bench.require_equal(f"unpack from {lists.dtype}", target, quotients)
+        return lists
+
+    def checked_sum(self, count: int, dtype: Any) -> tuple[Call, int]:
+        """Return a sum of 4 ranks' parts, whose numbers were looked at, and the bytes that it moves."""
+        host, out = [self._bench.numbers(count).astype(dtype) for _ in range(4)], self._bench.cupy.empty(count, dtype)
+        parts = [self._bench.cupy.asarray(part) for part in host]
+        self._bench.poison(out)
+        self.kernels.combine(parts, Reduction("sum"), out)
+        total = sum((part.astype(np.float32) for part in host[1:]), host[0].astype(np.float32))  # rounded once
+        self._bench.require_equal(f"sum of {np.dtype(dtype)}", out, total.astype(dtype))
+        return partial(self.kernels.combine, parts, Reduction("sum"), out), 5 * int(out.nbytes)
+
+    def lists(
+        self, shapes: Sequence[Shape], dtype: Any = np.float32, divisor: int = 1, sets: int = SETS, least: float = 0.85
+    ) -> Lists:
+        """Time packing into a buffer, and unpacking."""
+        lists, pack, unpack = self.checked_lists(shapes, sets, dtype, divisor), self.kernels.pack, self.kernels.unpack
+        ways: dict[str, list[Call]] = {
+            "pack": [partial(pack, *its) for its in zip(lists.tensors, lists.buffers, strict=True)],
+            "unpack": [partial(unpack, *its, divisor) for its in zip(lists.buffers, lists.targets, strict=True)],
+        }
+        for name, times in self._bench.times(ways, 60, "GPU").items():
+            question = f"{name}, buffer of {lists.dtype}: {len(lists.sizes)} tensors"
+            self._beside_roof(question, (4 + lists.dtype.itemsize) * lists.total, times, least)
+        return lists
+
+    def sum(self, dtype: Any) -> None:
+        """Time adding the parts of 4 ranks."""
+        add, nbytes = self.checked_sum(self._bench.nbytes(25 << 20) // 4, dtype)
+        times = self._bench.times({"": [add]}, 60, "GPU")[""]
+        self._beside_roof(f"sum of 4 parts of {np.dtype(dtype)}", nbytes, times, 0.85)
+
+    def _beside_roof(self, question: str, nbytes: int, times: np.ndarray, least: float) -> None:
+        roof = self._bench.roof(nbytes)
+        share = roof / float(np.median(times))
+        got = f"{text_of(times)}, {share:.0%} of the roof: {time_text(roof)}, {nbytes / roof / 1e12:.2f} TB/s"
+        self._report.add(
+            f"{question}, {nbytes / 1e6:.1f} MB moved", got, goal=(f"at least {least:.0%}", share >= least)
+        )
+
+    def beside_others(self) -> None:
+        """Time packing ResNet-50's gradients, then beside other libraries."""
+        lists = self.lists(shapes_of(self._bench))
+        ways: dict[str, list[Call]] = defaultdict(list)
+        try:
+            import torch
+        except ModuleNotFoundError:
+            torch = None
+            self._report.add("pack beside torch", "torch is not installed")
+        for tensors, buffer in zip(lists.tensors, lists.buffers, strict=True):
+            ways["ours"].append(partial(self.kernels.pack, tensors, buffer))
+            pairs = [(buffer[a:b], one.reshape(-1)) for (a, b), one in zip(lists.bounds, tensors, strict=True)]
+            ways["a CuPy copy per tensor"].append(lambda pairs=pairs: [its.__setitem__(..., one) for its, one in pairs])
+            if torch is not None:
+                flats, whole = [torch.from_dlpack(one) for _, one in pairs], torch.from_dlpack(buffer)
+                ways["torch.cat"].append(partial(torch.cat, flats, out=whole))
+                copy, views = torch._foreach_copy_, list(torch.split(whole, lists.sizes))
+                ways["torch._foreach_copy_"].append(partial(copy, views, flats))
+        for name, calls in ways.items():
+            for call, buffer, host in zip(calls, lists.buffers, lists.host, strict=True):
+                self._bench.poison(buffer)
+                call()
+                self._bench.synchronize()
+                self._bench.require_equal(name, buffer, host)
+        for clock in ("GPU", "host", "end"):
+            times = self._bench.times(ways, 30, clock)
+            for name in list(ways)[1:]:
+                ratio = float(np.median(times[name]) / np.median(times["ours"]))
+                got = f"{text_of(times[name])} / {text_of(times['ours'])} = {ratio:.2f}"
+                self._report.add(f"pack beside {name}, {clock}: theirs / ours", got, goal=("at least 1", ratio >= 1))
+
+
+def measure(bench: Bench, report: Report) -> None:
+    """Look at the numbers of every list, and time it."""
+    its, shapes, half = Kernels(bench, report), shapes_of(bench), bfloat16()
+    many = [(256,)] * (50 if bench.is_tiny else 10_000)
+    questions: dict[str, Callable[[], object]] = {
+        "pack and unpack 161 float32 tensors": its.beside_others,
+        "with a cast to bfloat16": lambda: its.lists(shapes, half, 8),
+        "sizes that are no multiples of 16 bytes": lambda: its.lists(UNALIGNED),
+        "pack 10,000 tensors of 256": lambda: its.lists(many, least=0.5),
+        "add the parts of ranks": lambda: its.sum(np.float32),
+        "add the parts of ranks, bfloat16": lambda: its.sum(half),
+        "pack and unpack 1 GB": lambda: its.lists(shapes_of(bench, 10), sets=1),
+    }
+    for question, ask in questions.items():
+        with report.question(question):
+            ask()
+
+
+def small(bench: Bench, report: Report) -> None:
+    """Run every kernel once, for compute-sanitizer."""
+    bench.cupy.cuda.set_allocator(None)  # each array lies alone, so that its ends are seen
+    its = Kernels(bench, report)
+    for dtype in (np.float32, bfloat16(), np.float16):
+        its.checked_lists([(size,) for size in SMALL], 1, dtype, 2)
+        its.checked_sum(max(SMALL), dtype)
+    report.add("a small run of the kernels", f"{its.kernels.num_launches} launches, right numbers", True)
