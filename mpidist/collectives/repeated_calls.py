@@ -55,13 +55,10 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
     """
     if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OPS:
         return None
-    is_in_place = out is value
-    if is_in_place:
-        if not value.flags.carray:  # contiguous, aligned, writeable
-            return None
-    elif out is not None:
+    is_in_place, flags = out is value, value.flags
+    if not flags.carray and (is_in_place or not (flags.c_contiguous and flags.aligned)):  # or it cannot be written
         return None
-    return CallKey(name, reduce_op, value.shape, value.dtype, is_in_place)
+    return CallKey(name, reduce_op, value.shape, value.dtype, is_in_place) if is_in_place or out is None else None
 
 
 @lru_cache(4096)
@@ -100,14 +97,13 @@ class RepeatedCalls:
         if known is None or self._known_for is not group.levels:  # another transport since a reset
             return None
         call, execution, one_array = known
-        if not execution.may_ignore_places(key.is_in_place):
+        variant = execution.variant_of(array, key.is_in_place)
+        if variant is None:
             return None
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
-        begun = one_array.begin(array)
-        if begun is None:
-            return None
+        begun, call.variant = one_array.begin(array), variant
         out, agreement = array if key.is_in_place else None, group.agreement
         try:
             agreement.arrive(call)

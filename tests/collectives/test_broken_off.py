@@ -46,7 +46,6 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Ctrl-C come while the rank is in its third barrier from now; before that one, if compiled code passes it."""
     if native is not None:
         monkeypatch.setattr(TwoShot, "steps", interrupt)
-        monkeypatch.setattr(TwoShot, "finish_again", interrupt)
         return
     really, calls = NodeBarrier.post, []
 
@@ -59,7 +58,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeBarrier, "post", post)
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 

@@ -89,6 +89,35 @@ def test_calls_are_repeated(strategy: Strategy, comm: Intracomm, repeated: list[
     assert repeated == [False, *[shares_memory(strategy)] * 2] * 2
 
 
+@pytest.mark.parametrize("shape", [(4, 2), (64, 4096)])
+def test_calls_of_private_arrays_are_repeated_beside_symmetric_ones(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool], shape: tuple[int, ...]
+) -> None:
+    """Arrays that own their memory, and views of such, are private. Small symmetric arrays are copied as these."""
+    symmetric = strategy.symmetric_empty(shape, np.float64)
+    whole = np.empty((2, *shape))
+    for value in (np.empty(shape), whole[1], symmetric):
+        for step in range(1, 4):
+            value[...] = step
+            all_reduce(strategy, "SUM", value, out=value)
+            assert (value == step * comm.size).all()
+    again = shares_memory(strategy)
+    assert repeated == [False, *[again] * 5, *[again and symmetric.size < 100] * 3]
+
+
+@several
+def test_a_view_of_an_array_per_node_is_refused_beside_repeated_calls(strategy: Strategy, comm: Intracomm) -> None:
+    """In place of some ranks, after calls of equal arrays that were fine."""
+    value, of_node = np.ones(5), strategy.symmetric_empty((2, 5), np.float64, per_node=True)[1]
+    for _ in range(3):
+        all_reduce(strategy, "SUM", value, out=value)
+    value[...] = comm.rank
+    last = comm.rank == comm.size - 1
+    with pytest.raises(mpidist.errors.InvalidArgumentError):
+        all_reduce(strategy, "SUM", of_node if last else value, out=of_node if last else value)
+    assert (value == comm.rank).all()
+
+
 def test_a_result_that_is_kept_stays_as_it_is(strategy: Strategy, comm: Intracomm) -> None:
     for shape in SHAPES:
         kept = [all_reduce(strategy, "SUM", np.full(shape, float(step))) for step in range(8)]

@@ -174,16 +174,16 @@ class FusedExecution(Execution):
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
             return SmallArray(spec, fused, self._reducer, self._small)
-        empty = np.empty(fused.count, fused.wire)  # replaced by the array of each call
-        given = FusedArrays(fused.wire, [empty], result_dtype=fused.result_dtype)
-        transfer = self._reducer.two_shot(given, fused.reduction, fused.divide_by, fused.schedule, fused.half)
-        if not transfer.is_compiled:
-            return None
-        return LargeArray(self._memories[0], fused.nbytes, self._reducer, transfer)
+        return LargeArray(self._memories[0], fused, self._reducer)
 
-    def may_ignore_places(self, is_in_place: bool) -> bool:
-        """Whether it makes no difference to a call of one array where its arguments lie."""
-        return not self._shared.num_windows or (self._ignores_places and not is_in_place)
+    def variant_of(self, array: np.ndarray[Any, Any], is_in_place: bool) -> int | None:
+        """Return `CallRecord.variant` of a call of one array without other outs; `None` if `begin` has to find it."""
+        if not self._shared.num_windows or (self._ignores_places and not is_in_place):
+            return _NOWHERE.digest
+        if self._shared.is_private(array):
+            return _NOWHERE.digest if self._ignores_places else _PRIVATE.digest
+        place = self._shared.place(array) if self._ignores_places else None
+        return None if place is None or place.per_node else _NOWHERE.digest
 
     def _transfers(
         self, call: ReductionCall, places: _Places, staged: Any

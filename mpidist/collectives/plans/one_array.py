@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import FusedReducer, OneShot, RecycledResults, TwoShot
+from mpidist.transport import FusedArrays, FusedReducer, OneShot, RecycledResults, complete
 
 __all__ = ["LargeArray", "OneArray", "SmallArray"]
 
@@ -21,10 +21,10 @@ class OneArray(ABC):
 
     @abstractmethod
     def begin(self, array: Array) -> Any:
-        """Stage an array. Local.
+        """Stage a contiguous array. Local.
 
         Returns:
-            The argument of `finish`; `None` if nothing was staged, as this array has another layout.
+            The argument of `finish`.
         """
 
     @abstractmethod
@@ -65,23 +65,28 @@ class SmallArray(OneArray):
 
 @final
 class LargeArray(OneArray):
-    """Reduces larger arrays, by compiled code: every rank adds a shard.
+    """Reduces larger arrays: every rank adds a shard.
 
     Args:
         memory: Memory for new results.
-        nbytes: Bytes of the array.
+        fused: The list that has this array alone.
         reducer: The transport.
-        two_shot: The transport's reduction of one such array.
     """
 
-    def __init__(self, memory: RecycledResults, nbytes: int, reducer: FusedReducer, two_shot: TwoShot) -> None:
-        self._memory, self._nbytes, self._reducer, self._two_shot = memory, nbytes, reducer, two_shot
+    def __init__(self, memory: RecycledResults, fused: FusedList, reducer: FusedReducer) -> None:
+        self._memory, self._nbytes, self._reducer = memory, fused.nbytes, reducer
+        self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
+        self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
     def begin(self, array: Array) -> Any:
-        return self._two_shot.begin_again(array) or None
+        self._arrays.sources = (array,)
+        self._two_shot.begin()
 
     def finish(self, begun: Any, out: Array | None) -> Array:
         result: Array = self._memory.take()[0] if out is None else out
+        self._arrays.results = (result,)
         self._reducer.count(self._nbytes)
-        self._two_shot.finish_again(result, self._reducer.check_peers)
+        with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
+            complete(self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers)
+        self._two_shot.forget()
         return result

@@ -197,6 +197,11 @@ class SharedArrays:
             Run(self._arrays(source, length, dtype), self._arrays(out, length, dtype)) for source, out, length in runs
         ]
 
+    def is_private(self, array: np.ndarray[Any, Any]) -> bool:
+        """Whether an array is known at a glance not to lie in shared memory; of a view of unknown memory it is not."""
+        root = _root(array)
+        return isinstance(root, np.ndarray) and root.flags.owndata
+
     def is_per_node(self, array: Any) -> bool:
         """Whether an array is a per-node array, or a view of any kind of one."""
         if not self._windows or not isinstance(array, np.ndarray):

@@ -14,7 +14,7 @@ Sums of private arrays on one node are made by compiled code, where there is som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -28,7 +28,6 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
 from mpidist.transport.shared_memory.staging_slots import Slots
-from mpidist.transport.waiting import complete
 
 __all__ = ["FusedArrays", "TwoShot"]
 
@@ -59,7 +58,7 @@ class FusedArrays:
 
 @final
 class TwoShot:
-    """One all-reduce of arrays, in steps.
+    """All-reduces of arrays, in steps: of one list, or of one after the other with the same schedule.
 
     Args:
         slots: The node's staging memory.
@@ -72,7 +71,7 @@ class TwoShot:
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
 
     Attributes:
-        arrays: The arrays. Results may be set until `steps` begins.
+        arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         overflowed: The sum of what `Reduction.combine` returned.
     """
 
@@ -89,23 +88,26 @@ class TwoShot:
     ) -> None:
         self._slots, self._exchange, self._depth = slots, exchange, depth
         self._chunks = self._results_chunks = schedule.chunks
-        self._stages_own = schedule.is_fine
+        self._is_fine = self._stages_own = schedule.is_fine
         self.arrays, self._reduction, self._divide_by, self._half = arrays, reduction, divide_by, half
         lanes = len(schedule.chunks[0].shards) if schedule.chunks else 1
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
         can_compile = native is not None and not schedule.is_scattered
-        self._compiled = self._make_compiled(lanes) if can_compile else None
+        self._compiled: Any = self._make_compiled(lanes) if can_compile else None
+        self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
         self.overflowed = 0
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
-        if self._compiled is not None and self._compiled.set_sources(self.arrays.sources):
-            self._views.append(self._slots.next_views(self.arrays.dtype))
-            self._compiled.begin()
-        else:
-            self._compiled = None
+        sources, compiled = self.arrays.sources, self._compiled
+        self._begun = sources if compiled is not None and compiled.set_sources(sources) else None
+        if self._begun is None:
+            self._views, self._stages_own = [], self._is_fine
             self._stage(self._chunks[0])
+        else:  # if NumPy goes on: what compiled code has copied lacks this rank's own shard
+            self._views, self._stages_own = [self._slots.next_views(self.arrays.dtype)], False
+            compiled.begin()
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
@@ -117,71 +119,52 @@ class TwoShot:
         Args:
             has_passed_barrier: Whether this rank has called `begin`, and the node has passed a barrier since then.
         """
-        if self._compiled is not None and self._can_run_compiled(self._compiled):
-            yield from self._rest(self._compiled)
+        if not has_passed_barrier:
+            self.begin()
+            yield from self._pass_barrier()
+        if self._begun is not None and self._can_run_compiled(self._compiled, self._begun):
+            while not self._compiled.advance():
+                yield self._slots.barrier.count
             return
-        if self._compiled is not None:
-            self._stages_own = False  # what compiled code has staged lacks this rank's own shard
-        barrier, exchange, chunks = self._slots.barrier, self._exchange, self._chunks
+        exchange, chunks = self._exchange, self._chunks
         exchanges: list[ShardAllReduce | None] = [None] * len(chunks)
         has_to_finish = self._lane >= 0 and (self._divide_by != 1 or self.arrays.shared is not None)
-        if not has_passed_barrier:
-            self._stage(chunks[0])
-        for at in range(0 if has_passed_barrier else -1, len(chunks) + self._depth):  # step -1 is only a barrier
+        for at in range(len(chunks) + self._depth):
             done = at - self._depth
-            if at >= 0:
-                if at + 1 < len(chunks):
-                    self._stage(chunks[at + 1])
-                if at < len(chunks) and self._lane >= 0:
-                    if exchange is not None:
-                        exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
-                    elif self._adds_in_place:
-                        self._add_in_place(chunks[at], self._views[at])
-                    else:
-                        self._fold(chunks[at], self._views[at], None)
-                shard = exchanges[done] if done >= 0 else None
-                while shard is not None and exchange is not None and not shard.is_done:
-                    exchange.progress()
-                    if not shard.is_done:
-                        yield barrier.count
-                if done >= 0 and has_to_finish:
-                    self._finish(done)
-            barrier.post()
-            while not barrier.has_passed():
-                if exchange is not None:  # another node may wait for messages of this rank
-                    exchange.progress()
-                yield barrier.count
+            if at + 1 < len(chunks):
+                self._stage(chunks[at + 1])
+            if at < len(chunks) and self._lane >= 0:
+                if exchange is not None:
+                    exchanges[at] = self._start_exchange(exchange, chunks[at], self._views[at])
+                elif self._adds_in_place:
+                    self._add_in_place(chunks[at], self._views[at])
+                else:
+                    self._fold(chunks[at], self._views[at], None)
+            shard = exchanges[done] if done >= 0 else None
+            while shard is not None and exchange is not None and not shard.is_done:
+                exchange.progress()
+                if not shard.is_done:
+                    yield self._slots.barrier.count
+            if done >= 0 and has_to_finish:
+                self._finish(done)
+            yield from self._pass_barrier()
             if done >= 0 and self.arrays.shared is None and self.arrays.results:
                 self._copy_out(done)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code may do all of it, so that `begin_again` may serve other arrays of the same length."""
-        return self._compiled is not None
+    def forget(self) -> None:
+        """Let the arrays go, after `steps`. Local; others are set before `begin`."""
+        self.arrays.sources = self.arrays.results = ()
+        self._begun = None
+        if self._compiled is not None:
+            self._compiled.forget()
 
-    def begin_again(self, source: Array) -> bool:
-        """Copy the first chunk of another array in, whose length is that of the list; `finish_again` follows. Local.
-
-        Returns:
-            Whether that was done: compiled code takes no other arrays than contiguous ones.
-        """
-        compiled = self._compiled
-        if compiled is None or not compiled.set_sources((source,)):
-            return False
-        compiled.begin()
-        return True
-
-    def finish_again(self, result: Array, check_peers: Callable[[], None]) -> None:
-        """All-reduce into a contiguous array, after `begin_again` and a barrier of the node. Collective."""
-        compiled: Any = self._compiled
-        compiled.set_results((result,))
-        if not compiled.advance():
-            complete(self._rest(compiled), check_peers)
-        compiled.forget()
-
-    def _rest(self, compiled: Any) -> Generator[int, None, None]:
-        while not compiled.advance():
-            yield self._slots.barrier.count
+    def _pass_barrier(self) -> Generator[int, None, None]:
+        barrier, exchange = self._slots.barrier, self._exchange
+        barrier.post()
+        while not barrier.has_passed():
+            if exchange is not None:  # another node may wait for messages of this rank
+                exchange.progress()
+            yield barrier.count
 
     def _make_compiled(self, lanes: int) -> Any:
         """Make what sums private arrays on one node; `None` for other reductions."""
@@ -194,12 +177,12 @@ class TwoShot:
         where = slots.barrier, slots.slot_bytes, slots.num_slots
         return native.TwoShot(*where, arrays.dtype, self._divide_by, is_one_place)
 
-    def _can_run_compiled(self, compiled: Any) -> bool:
+    def _can_run_compiled(self, compiled: Any, begun: Sequence[Array]) -> bool:
         """Set the arrays of compiled code, which takes no others than contiguous ones."""
         arrays = self.arrays
         results = arrays.results if arrays.shared is None else arrays.shared[0]
-        can_add: bool = compiled.set_sources(arrays.sources) and compiled.set_results(results)
-        return can_add
+        has_sources = arrays.sources is begun or compiled.set_sources(arrays.sources)
+        return bool(has_sources and compiled.set_results(results))
 
     @property
     def _keeps_dtype(self) -> bool:
