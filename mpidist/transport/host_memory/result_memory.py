@@ -185,7 +185,7 @@ class RecycledResults:
         return results
 
     def _take_large(self) -> list[Array]:
-        for blocks in self.kept:
+        for blocks in reversed(self.kept):  # the last one is the likeliest to be in the cache
             results = blocks.take()
             if results is not None:
                 self.kept.remove(blocks)

@@ -63,6 +63,16 @@ def test_a_program_that_binds_the_same_name_needs_two_lists(memory: ResultMemory
     assert 2 * NBYTES <= memory.nbytes <= 2 * NBYTES + 1024
 
 
+def test_what_was_let_go_last_is_used_first(memory: ResultMemory) -> None:
+    """It is the likeliest to be in the cache."""
+    results = repeated(memory, [LARGE], [FLOAT])
+    one, other = results.take(), results.take()
+    last = address(other[0])
+    del one, other
+    for _ in range(4):
+        assert address(results.take()[0]) == last
+
+
 def exported(array: np.ndarray[Any, Any]) -> Any:
     class Foreign:
         """Holds a capsule of DLPack, as an array of another library does."""
