@@ -8,6 +8,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,16 +63,21 @@ def commit_of(folder: Path) -> str:
 
 
 def export(root: Path, commit: str, into: Path) -> Path:
-    """Write mpidist as it was at a commit into a folder.
+    """Write the project as it was at a commit into a folder, and compile what this Python compiles of it.
 
     Raises:
-        SystemExit: If git has no such commit.
+        SystemExit: If git has no such commit, or it does not compile.
     """
-    archive = subprocess.run(["git", "-C", str(root), "archive", commit, "mpidist"], capture_output=True, check=False)
+    archive = subprocess.run(["git", "-C", str(root), "archive", commit], capture_output=True, check=False)
     if archive.returncode:
         raise SystemExit(f"git has no {commit}: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(into)
+    if (into / "setup.py").exists():
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        built = subprocess.run(command, cwd=into, capture_output=True, text=True, check=False)
+        if built.returncode:
+            raise SystemExit(f"{commit} does not compile: {built.stderr.strip()}")
     return into
 
 
