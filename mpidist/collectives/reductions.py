@@ -39,7 +39,7 @@ from mpidist.collectives.plans import (
     require_like_operands,
     wire_and_result_dtypes,
 )
-from mpidist.collectives.repeated_calls import RepeatedCalls, name_digest
+from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import Compression, ReduceOp
 from mpidist.replicas import Replicas
@@ -53,6 +53,7 @@ from mpidist.transport import (
     Workplace,
     count_text,
     fingerprint_of,
+    name_digest,
     name_ranks,
     size_text,
 )

@@ -7,7 +7,6 @@ the first time, or passes something else, meets the others in the same barrier, 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from mpidist.collectives.arguments import Operands
 from mpidist.collectives.plans import FusedExecution, OneArray, ReductionCall
 from mpidist.options import Compression, ReduceOp
-from mpidist.transport import Levels, SyncGroup, fingerprint_of
+from mpidist.transport import Levels, SyncGroup, name_digest
 
-__all__ = ["CallKey", "RepeatedCalls", "key_of_one_array", "name_digest"]
+__all__ = ["CallKey", "RepeatedCalls", "key_of_one_array"]
 
 _MAX_CALLS: Final = 1024  # a program with more hardly repeats one
 _OPS: Final = {str, ReduceOp}
@@ -56,15 +55,9 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
     if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OPS:
         return None
     is_in_place, flags = out is value, value.flags
-    if not flags.carray and (is_in_place or not (flags.c_contiguous and flags.aligned)):  # or it cannot be written
+    if not (flags.c_contiguous and flags.aligned) or (is_in_place and not flags.writeable):
         return None
     return CallKey(name, reduce_op, value.shape, value.dtype, is_in_place) if is_in_place or out is None else None
-
-
-@lru_cache(4096)
-def name_digest(call: str) -> int:
-    """Return a digest of a call's name, a part of the call's fingerprint."""
-    return fingerprint_of(call)
 
 
 @final
@@ -103,7 +96,10 @@ class RepeatedCalls:
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
-        begun, call.variant = one_array.begin(array), variant
+        try:
+            begun, call.variant = one_array.begin(array), variant
+        except Exception:  # if it comes again, the longer way tells the other ranks
+            return None
         out, agreement = array if key.is_in_place else None, group.agreement
         try:
             agreement.arrive(call)
@@ -118,15 +114,16 @@ class RepeatedCalls:
 
     def learn(self, key: CallKey, call: ReductionCall) -> None:
         """Remember a call that has been made. Local."""
-        if self._known_for is not self._group.levels or len(self._known) >= _MAX_CALLS:
+        if self._known_for is not self._group.levels:
             self._known.clear()
             self._known_for = self._group.levels
-        elif key in self._known:
+        if key in self._known:
             return
-        execution, one_array = call.plan.execution, None
-        is_per_node = call.checked_outs is not None and call.checked_outs.per_node_digest
+        if len(self._known) >= _MAX_CALLS:
+            self._known.clear()
+        execution = call.plan.execution
         is_plain = call.plan.local_sums is None and call.options.compression is Compression.NONE
-        if isinstance(execution, FusedExecution) and is_plain and not is_per_node and key.dtype.isnative:
+        if isinstance(execution, FusedExecution) and is_plain and key.dtype.isnative:
             one_array = execution.of_one_array()
             if one_array is not None:
                 self._known[key] = _Known(_call_like(call), execution, one_array)
@@ -144,6 +141,7 @@ def _call_like(call: ReductionCall) -> ReductionCall:
 
 def _finish_other(known: _Known, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> Any:
     """Reduce where another rank's array lies in shared memory, so that what was staged is of no use. Collective."""
+    known.one_array.forget()
     call = _call_like(known.call)
     call.operands = Operands([array])
     call.outs = None if out is None else [out]

@@ -4,7 +4,7 @@ Nothing here depends on strategies, replicas or gradients.
 """
 
 from mpidist.transport import arrays, cuda
-from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error
+from mpidist.transport.agreement import Call, CallRecord, StopNotice, fingerprint_of, mismatch_error, name_digest
 from mpidist.transport.array_libraries import copied, library_of, writable_like
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
@@ -169,6 +169,7 @@ __all__ = [
     "mark_shared",
     "meet_ranks",
     "name_placement",
+    "name_digest",
     "name_ranks",
     "nccl_version_text",
     "never_free",

@@ -15,6 +15,7 @@ from support.reductions import LARGE, all_reduce
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.collectives.plans.one_array import LargeArray, SmallArray
 from mpidist.collectives.repeated_calls import RepeatedCalls
 from mpidist.cross_device_ops import CollectiveAllReduce
 from mpidist.transport import native
@@ -211,6 +212,79 @@ def test_nothing_keeps_an_array(strategy: Strategy, comm: Intracomm, shape: tupl
         del value
         gc.collect()
         assert [ref() for ref in seen] == [None, None]
+
+
+@several
+def test_a_call_that_others_make_with_symmetric_ones_keeps_no_private_array(
+    strategy: Strategy, comm: Intracomm
+) -> None:
+    symmetric, value = strategy.symmetric_empty((1 << 18,), np.float64), np.ones(1 << 18)
+    for _ in range(2):
+        all_reduce(strategy, "SUM", value, out=value)
+    array: Any = symmetric if comm.rank else value
+    array[...] = 1
+    assert (all_reduce(strategy, "SUM", array, out=array) == comm.size).all()
+    seen = weakref.ref(value)
+    del value, array
+    assert seen() is None
+
+
+def test_a_refusal_that_is_caught_keeps_nothing(strategy: Strategy, comm: Intracomm) -> None:
+    """Its traceback has the frames of the program, and all that their variables hold."""
+
+    def fails() -> weakref.ref[Any]:
+        value = np.ones(5)
+        with pytest.raises(mpidist.errors.InvalidArgumentError):
+            all_reduce(strategy, "SUM", value, out=np.ones(6))
+        return weakref.ref(value)
+
+    seen = fails()
+    all_reduce(strategy, "SUM", np.ones(5))
+    gc.collect()
+    assert seen() is None
+
+
+@several
+@pytest.mark.parametrize(("shape", "kind"), [((5,), SmallArray), ((1 << 18,), LargeArray)])
+def test_a_rank_that_cannot_repeat_a_call_makes_it_as_the_first_time(
+    strategy: Strategy, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], kind: Any
+) -> None:
+    """And so in step with the others."""
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    for _ in range(3):
+        assert (all_reduce(strategy, "SUM", np.ones(shape)) == comm.size).all()
+    if comm.rank == 0:
+        monkeypatch.setattr(kind, "begin", no_memory)
+    for step in range(3):
+        assert (all_reduce(strategy, "SUM", np.full(shape, step)) == step * comm.size).all()
+    monkeypatch.undo()
+    assert (all_reduce(strategy, "SUM", np.ones(shape)) == comm.size).all()
+
+
+@several
+def test_a_call_that_was_made_into_an_array_per_node_is_repeated_with_private_ones(
+    strategy: Strategy, comm: Intracomm, repeated: list[bool]
+) -> None:
+    of_node, value = strategy.symmetric_empty((5,), np.float64, per_node=True), np.ones(5)
+    for array in (of_node, value, value, value):
+        array[...] = 1
+        comm.Barrier()
+        all_reduce(strategy, "SUM", array, out=array)
+    assert repeated[2:] == [shares_memory(strategy)] * 2
+
+
+def test_results_begin_where_other_libraries_take_them_without_a_copy(strategy: Strategy, comm: Intracomm) -> None:
+    """From 128 KiB on: alone, and beside others."""
+    for count in (1 << 15, (1 << 15) + 3, 3 << 14, 1 << 16, (1 << 16) + 1):
+        for step in range(3):
+            value = np.ones(count, np.float32)
+            results = [all_reduce(strategy, "SUM", value), all_reduce(strategy, "SUM", [value, value[:9]])[0]]
+            if step:  # the memory of calls that are made once is not kept
+                assert [result.ctypes.data % 64 for result in results] == [0, 0]
+            assert all((result == comm.size).all() for result in results)
 
 
 def test_calls_after_a_reset_are_as_before(strategy: Strategy, comm: Intracomm, repeated: list[bool]) -> None:

@@ -114,7 +114,7 @@ def check_outs(
     """
     for index, (out, array, spec, dtype) in enumerate(zip(outs, arrays, specs, dtypes, strict=True)):
         if out is not array or spec.dtype != dtype:
-            _check_spec(index, out, Spec(spec.shape, dtype, spec.device))
+            _check_spec(index, out, Spec(spec.shape, dtype, spec.device), spec.dtype)
             if spec.device:
                 _check_gpu(index, out, native.current_gpu() if gpu is None else gpu)
         if not getattr(out.flags, "writeable", True):
@@ -128,12 +128,13 @@ def check_outs(
         _check_apart(outs)
 
 
-def _check_spec(index: int, out: Any, want: Spec) -> None:
+def _check_spec(index: int, out: Any, want: Spec, dtype: np.dtype[Any]) -> None:
     if not hasattr(out, "dtype") or not hasattr(out, "strides"):
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
     got = Spec(out.shape, native_dtype(out.dtype), native.is_device(out))
     if got != want:
-        raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}")
+        why = "" if want.dtype == dtype else f": the mean of {dtype.name} numbers is {want.dtype.name}"
+        raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}{why}")
 
 
 def _check_gpu(index: int, out: Any, gpu: int) -> None:

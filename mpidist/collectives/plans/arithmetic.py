@@ -44,7 +44,8 @@ def wire_and_result_dtypes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[np.dtype
         if dtype.kind == "c":
             raise InvalidArgumentError(f"{op} needs numbers that have an order, got dtype {dtype.name}")
     if not ((dtype.char in _NUMBERS and is_of_numpy(dtype)) or is_low_precision(dtype)):
-        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}")
+        other = "" if is_of_numpy(dtype) else ", which is sent, but not added: cast it"
+        raise InvalidArgumentError(f"{op} needs numbers, got dtype {dtype.name}{other}")
     if op is not ReduceOp.MEAN or dtype.kind not in "iu":
         return dtype, dtype
     if dtype.itemsize <= 2:

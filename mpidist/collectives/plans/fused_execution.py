@@ -173,7 +173,7 @@ class FusedExecution(Execution):
             return None
         fused, spec = self._lists[0], self._specs[0]
         if self._small is not None:
-            return SmallArray(spec, fused, self._reducer, self._small)
+            return SmallArray(self._memories[0], spec, fused, self._reducer, self._small)
         return LargeArray(self._memories[0], fused, self._reducer)
 
     def variant_of(self, array: np.ndarray[Any, Any], is_in_place: bool) -> int | None:
@@ -228,7 +228,7 @@ class FusedExecution(Execution):
             self._reducer.synchronize()
         self._reducer.count(fused.nbytes)
         if self._is_one_array and self._wants_results:
-            result = np.empty(self._specs[0].shape, fused.wire) if outs is None else self._new_results(call)[0]
+            result = self._memories[0].take()[0] if outs is None else self._new_results(call)[0]
             small.add(staged, fused.reduction, fused.divide_by, result.reshape(-1))
             return [result]
         results = self._new_results(call)
@@ -240,8 +240,10 @@ class FusedExecution(Execution):
         if not keeps:
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                 total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
+        if outs is None and self._memories[0].is_kept and not _are_joined(fused):
+            self._take_results(fused, self._memories[0], results)
         for index, part in zip(fused.indices, self._split(total, fused), strict=True):
-            if outs is None:
+            if results[index] is None:
                 results[index] = part
             else:
                 results[index][...] = part

@@ -36,19 +36,26 @@ class OneArray(ABC):
             out: A contiguous array for the result; `None` for a new one.
         """
 
+    def forget(self) -> None:  # noqa: B027  most keep nothing
+        """Let go of an array that was staged, in the place of `finish`. Local."""
+
 
 @final
 class SmallArray(OneArray):
     """Reduces small arrays: every rank adds all numbers.
 
     Args:
+        memory: Memory for new results.
         spec: The array.
         fused: The list that has this array alone.
         reducer: The transport.
         one_shot: The transport's reduction of such lists.
     """
 
-    def __init__(self, spec: Spec, fused: FusedList, reducer: FusedReducer, one_shot: OneShot) -> None:
+    def __init__(
+        self, memory: RecycledResults, spec: Spec, fused: FusedList, reducer: FusedReducer, one_shot: OneShot
+    ) -> None:
+        self._memory = memory if memory.is_kept else None
         self._shape, self._dtype, self._nbytes = spec.shape, fused.wire, fused.nbytes
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
         self._count, self._one_shot = reducer.count, one_shot
@@ -57,7 +64,9 @@ class SmallArray(OneArray):
         return self._one_shot.stage((array,))
 
     def finish(self, begun: Any, out: Array | None) -> Array:
-        result = np.empty(self._shape, self._dtype) if out is None else out
+        result = out
+        if result is None:
+            result = np.empty(self._shape, self._dtype) if self._memory is None else self._memory.take()[0]
         self._count(self._nbytes)
         self._one_shot.add(begun, self._reduction, self._divide_by, result.reshape(-1))
         return result
@@ -90,3 +99,6 @@ class LargeArray(OneArray):
             complete(self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers)
         self._two_shot.forget()
         return result
+
+    def forget(self) -> None:
+        self._two_shot.forget()

@@ -2,7 +2,7 @@
 
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
 from mpidist.transport.agreement.comparison_rounds import NodeRounds
-from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.agreement.fingerprint import fingerprint_of, name_digest
 from mpidist.transport.agreement.mismatch_report import mismatch_error
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.stop_notice import StopNotice
@@ -19,4 +19,5 @@ __all__ = [
     "StopNotice",
     "fingerprint_of",
     "mismatch_error",
+    "name_digest",
 ]

@@ -56,7 +56,7 @@ class MpiAgreement(Agreement):
         self.sequence = sequence
         self._has_second_round = False  # of this call, which has a deadline
         self._compared: tuple[bool, bool] | None = None  # what the first round returned
-        self._last_refusal: Exception | None = None  # raised by all ranks; the group stays usable
+        self._last_refusal: object = None  # marks the last error that all ranks raised in a group that stays usable
         self._note_agreed = watch.recorder.agree
 
     def arrive(self, record: CallRecord) -> None:
@@ -113,7 +113,7 @@ class MpiAgreement(Agreement):
     def conclude(self, record: CallRecord) -> bool:
         error = record.error
         if error is not None:
-            self._last_refusal = error
+            self._note_refusal(error)
         if not record.is_compared:
             if error is not None:
                 self._watch.recorder.fail()
@@ -142,7 +142,7 @@ class MpiAgreement(Agreement):
 
     def break_off(self, error: BaseException) -> None:
         self._watch.recorder.fail()
-        goes_on_alike = error is self._last_refusal or is_shared_by(error, self.ranks)
+        goes_on_alike = self._is_last_refusal(error) or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watchdog.broken = RuntimeError(
@@ -150,7 +150,7 @@ class MpiAgreement(Agreement):
             )
 
     def has_raised(self, error: BaseException) -> bool:
-        return self.broken is not None or error is self._last_refusal
+        return self.broken is not None or self._is_last_refusal(error)
 
     def all_reduce_or(self, flags: int) -> int:
         mine, united = np.array([flags], np.int64), np.empty(1, np.int64)
@@ -227,9 +227,17 @@ class MpiAgreement(Agreement):
         if error is not None and have_same_kind_of_error(everyone):
             mark_shared(error, self.ranks)  # each rank has its own text: one of them is printed
             raise error
-        self._last_refusal = problem = mismatch_error(everyone, self.sequence)
+        problem = mismatch_error(everyone, self.sequence)
+        self._note_refusal(problem)
         mark_shared(problem, self.ranks)
         raise problem
+
+    def _note_refusal(self, error: Exception) -> None:
+        """Remember an error by a mark: the error itself would keep all that the frames of its traceback hold."""
+        vars(error)["refusal"] = self._last_refusal = object()
+
+    def _is_last_refusal(self, error: BaseException) -> bool:
+        return vars(error).get("refusal", self) is self._last_refusal
 
     def _repeated(self, first: Exception) -> Exception:
         return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")

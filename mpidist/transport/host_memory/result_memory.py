@@ -169,6 +169,11 @@ class RecycledResults:
         self.kept: list[_Blocks] = []
         self.key = shapes[0] if shapes else None, dtypes[0] if dtypes else None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether memory of these results is kept at all: that of small ones is not."""
+        return bool(self._large)
+
     def take(self) -> list[Array]:
         """Return C-contiguous arrays, uninitialised, which no array that the program has overlaps."""
         if not (self._large and self._is_repeated):  # a call that is made once leaves nothing behind
