@@ -34,7 +34,7 @@ NOT_RUN = {
     "for any program": 5,
     "installs packages": 7,
     "measures the machine": 4,
-    "needs a GPU": 3,
+    "needs a GPU": 4,
     "needs a running job": 3,
     "needs h5py": 2,
     "needs Slurm": 4,
