@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import gpus
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import emulated, gpus
 from mpi_session import clean_environment
 
 from mpidist.transport import cuda
 
-__all__ = ["gpus"]  # a fixture
+__all__ = ["emulated", "gpus"]  # fixtures
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -386,7 +387,7 @@ def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracom
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize(
     ("ask", "answers"),
-    [("kernels:machine", 3), ("kernels:measure", 15), ("calls:public_call", 4), ("kernels:small", 1)],
+    [("kernels:machine", 3), ("kernels:measure", 15), ("calls:public_call", 5), ("kernels:small", 1)],
 )
 def test_measurement_of_one_rank(
     gpus: cuda.Cuda, tmp_path: Path, capfd: pytest.CaptureFixture[str], ask: str, answers: int
@@ -398,6 +399,24 @@ def test_measurement_of_one_rank(
     said = capfd.readouterr().out
     assert all(row.got in said for row in report.rows)
     assert not any(row.got == "not measured" for row in others), [row.note for row in report.rows]
+
+
+@pytest.mark.ranks(max=1)
+def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place one rank has nothing to write: the row of that says nothing of others."""
+    launches = {}
+
+    def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
+        for name, (call,) in ways.items():
+            call()
+            emulated.forget()
+            call()
+            launches[name] = len(emulated.calls("a kernel"))
+        return dict.fromkeys(ways, np.zeros(1))
+
+    monkeypatch.setattr(Bench, "times", count)
+    measured(cuda.current(), "calls:public_call")
+    assert launches == {"new results": 1, "out= given": 1, "in place": 0, "started, and waited for": 1}
 
 
 @pytest.mark.ranks(min=2, max=2)
