@@ -301,6 +301,26 @@ def test_files_with_gpu_tests_are_found() -> None:
 
 
 @pytest.mark.no_mpi
+@pytest.mark.parametrize("named", [(), ("tests/some/test_it.py",)], ids=["no file", "a file"])
+def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part(
+    monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]
+) -> None:
+    """MPIDIST_NCCL=0 and pretended nodes: tests with the fixtures `emulated` and `group` have their own."""
+    given: list[str] = []
+    monkeypatch.setattr(programs.pytest, "main", lambda words, plugins: given.extend(words) or 0)
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    programs.tests(Bench(is_tiny=True), Report(None), "2", "2 ranks", *named)
+    files = tuple(word for word in given if word.endswith(".py"))
+    if named:
+        assert files == named
+        return
+    assert set(files) < set(programs.files_with_gpu_tests())
+    for file in files:
+        (names,) = re.findall(r"^from host_cuda.gpus import (.*)", (programs.ROOT / file).read_text(), re.M)
+        assert not {"emulated", "group", "use_own_settings"} & set(names.split(", ")), file
+
+
+@pytest.mark.no_mpi
 @pytest.mark.usefixtures("outside_mpi")
 @pytest.mark.parametrize(
     ("body", "got", "verdict", "note"),

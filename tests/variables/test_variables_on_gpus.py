@@ -31,6 +31,12 @@ NAMED: dict[str, Callable[[Any], Any]] = {
 SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_max", "scatter_min", "scatter_update")
 
 
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks be on one node, whatever who has started the tests pretends: most strategies here need that."""
+    monkeypatch.delenv("MPIDIST_PRETEND_NODES", raising=False)
+
+
 @pytest.fixture(params=NAMED)
 def strategy(request: pytest.FixtureRequest, gpus: Any, comm: Intracomm) -> Iterator[Any]:
     with NAMED[request.param](comm) as made:
