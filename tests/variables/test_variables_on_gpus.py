@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import down, gpus, up
+from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
@@ -20,7 +20,9 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus"]
+__all__ = ["gpus", "one_node"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("one_node")
 
 NAMED: dict[str, Callable[[Any], Any]] = {
     "one device": lambda comm: OneDeviceStrategy("GPU:0"),
@@ -29,12 +31,6 @@ NAMED: dict[str, Callable[[Any], Any]] = {
     "several replicas": lambda comm: MirroredStrategy(["GPU:0"] * 2 * comm.size, comm=comm),
 }
 SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_max", "scatter_min", "scatter_update")
-
-
-@pytest.fixture(autouse=True)
-def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks be on one node, whatever who has started the tests pretends: most strategies here need that."""
-    monkeypatch.delenv("MPIDIST_PRETEND_NODES", raising=False)
 
 
 @pytest.fixture(params=NAMED)
