@@ -23,6 +23,7 @@ from gpu.bench import Bench, Call, text_of, time_text
 from gpu.report import Report
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 
@@ -36,18 +37,29 @@ Shape = tuple[int, ...]
 
 
 class Lists:
-    """Sets of tensors with random numbers, buffers for them, and tensors to unpack into."""
+    """Sets of tensors with random numbers, buffers for them, and tensors to unpack into.
 
-    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any) -> None:
+    The layout is made once, as the library does it, which also pads what lies on a GPU.
+    """
+
+    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any, is_padded: bool = False) -> None:
         up, empty = bench.cupy.asarray, bench.cupy.empty
         self.sizes = [int(np.prod(shape)) for shape in shapes]
         self.total, self.dtype = sum(self.sizes), np.dtype(dtype)
+        self.layout = PackLayout(self.sizes, self.dtype, is_padded)
         self.bounds = list(pairwise([0, *np.cumsum(self.sizes).tolist()]))
         self.host = [bench.numbers(self.total) for _ in range(count)]
         cut = list(zip(self.bounds, shapes, strict=True))
         self.tensors = [[up(flat[a:b].reshape(shape)) for (a, b), shape in cut] for flat in self.host]
-        self.buffers = [empty(self.total, dtype) for _ in range(count)]
+        self.buffers = [empty(self.layout.size, dtype) for _ in range(count)]
         self.targets = [[empty(size, np.float32) for size in self.sizes] for _ in range(count)]
+
+    def packed(self, at: int) -> np.ndarray:
+        """Return what packing set `at` must give, [layout.size]: rounded, and 0 in what is padding."""
+        rounded, whole = self.host[at].astype(self.dtype), np.zeros(self.layout.size, self.dtype)
+        for (a, b), start in zip(self.bounds, (self.layout.offsets // self.dtype.itemsize).tolist(), strict=True):
+            whole[start : start + b - a] = rounded[a:b]
+        return whole
 
 
 def shapes_of(bench: Bench, copies: int = 1) -> list[Shape]:
@@ -80,16 +92,18 @@ class Kernels:
     def __init__(self, bench: Bench, report: Report) -> None:
         self._bench, self._report, self.kernels = bench, report, DeviceKernels(bench.cuda)
 
-    def checked_lists(self, shapes: Sequence[Shape], sets: int, dtype: Any, divisor: int) -> Lists:
+    def checked_lists(
+        self, shapes: Sequence[Shape], sets: int, dtype: Any, divisor: int, is_padded: bool = False
+    ) -> Lists:
         """Pack into buffers and unpack, divided, over what is no result; look at all numbers."""
-        lists = Lists(self._bench, shapes, sets, dtype)
+        lists = Lists(self._bench, shapes, sets, dtype, is_padded)
         for at, host in enumerate(lists.host):
             rounded = host.astype(lists.dtype)
             for array in (lists.buffers[at], *lists.targets[at]):
                 self._bench.poison(array)
-            self.kernels.pack(lists.tensors[at], lists.buffers[at])
-            self._bench.require_equal(f"pack to {lists.dtype}", lists.buffers[at], rounded)
-            self.kernels.unpack(lists.buffers[at], lists.targets[at], divisor)
+            self.kernels.pack(lists.tensors[at], lists.buffers[at], layout=lists.layout)
+            self._bench.require_equal(f"pack to {lists.dtype}", lists.buffers[at], lists.packed(at))
+            self.kernels.unpack(lists.buffers[at], lists.targets[at], divisor, lists.layout)
             for target, (a, b) in zip(lists.targets[at], lists.bounds, strict=True):
                 quotients = rounded[a:b].astype(np.float32) / np.float32(divisor)
                 self._bench.require_equal(f"unpack from {lists.dtype}", target, quotients)
@@ -106,13 +120,21 @@ class Kernels:
         return partial(self.kernels.combine, parts, Reduction("sum"), out), 5 * int(out.nbytes)
 
     def lists(
-        self, shapes: Sequence[Shape], dtype: Any = np.float32, divisor: int = 1, sets: int = SETS, least: float = 0.85
+        self,
+        shapes: Sequence[Shape],
+        dtype: Any = np.float32,
+        divisor: int = 1,
+        sets: int = SETS,
+        least: float = 0.85,
+        is_padded: bool = False,
     ) -> Lists:
         """Time packing into a buffer, and unpacking."""
-        lists, pack, unpack = self.checked_lists(shapes, sets, dtype, divisor), self.kernels.pack, self.kernels.unpack
+        lists = self.checked_lists(shapes, sets, dtype, divisor, is_padded)
+        pack = partial(self.kernels.pack, layout=lists.layout)
+        unpack = partial(self.kernels.unpack, divide_by=divisor, layout=lists.layout)
         ways: dict[str, list[Call]] = {
             "pack": [partial(pack, *its) for its in zip(lists.tensors, lists.buffers, strict=True)],
-            "unpack": [partial(unpack, *its, divisor) for its in zip(lists.buffers, lists.targets, strict=True)],
+            "unpack": [partial(unpack, *its) for its in zip(lists.buffers, lists.targets, strict=True)],
         }
         for name, times in self._bench.times(ways, 60, "GPU").items():
             question = f"{name}, buffer of {lists.dtype}: {len(lists.sizes)} tensors"
@@ -143,7 +165,7 @@ class Kernels:
             torch = None
             self._report.add("pack beside torch", "torch is not installed")
         for tensors, buffer in zip(lists.tensors, lists.buffers, strict=True):
-            ways["ours"].append(partial(self.kernels.pack, tensors, buffer))
+            ways["ours"].append(partial(self.kernels.pack, tensors, buffer, layout=lists.layout))
             pairs = [(buffer[a:b], one.reshape(-1)) for (a, b), one in zip(lists.bounds, tensors, strict=True)]
             ways["a CuPy copy per tensor"].append(lambda pairs=pairs: [its.__setitem__(..., one) for its, one in pairs])
             if torch is not None:
@@ -172,7 +194,7 @@ def measure(bench: Bench, report: Report) -> None:
     questions: dict[str, Callable[[], object]] = {
         "pack and unpack 161 float32 tensors": its.beside_others,
         "with a cast to bfloat16": lambda: its.lists(shapes, half, 8),
-        "sizes that are no multiples of 16 bytes": lambda: its.lists(UNALIGNED),
+        "sizes that are no multiples of 16 bytes": lambda: its.lists(UNALIGNED, is_padded=True),
         "pack 10,000 tensors of 256": lambda: its.lists(many, least=0.5),
         "add the parts of ranks": lambda: its.sum(np.float32),
         "add the parts of ranks, bfloat16": lambda: its.sum(half),
@@ -188,6 +210,7 @@ def small(bench: Bench, report: Report) -> None:
     bench.cupy.cuda.set_allocator(None)  # each array lies alone, so that its ends are seen
     its = Kernels(bench, report)
     for dtype in (np.float32, bfloat16(), np.float16):
-        its.checked_lists([(size,) for size in SMALL], 1, dtype, 2)
+        for is_padded in (False, True):
+            its.checked_lists([(size,) for size in SMALL], 1, dtype, 2, is_padded)
         its.checked_sum(max(SMALL), dtype)
     report.add("a small run of the kernels", f"{its.kernels.num_launches} launches, right numbers", True)

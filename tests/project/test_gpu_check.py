@@ -458,9 +458,9 @@ def test_wrong_results_are_not_timed(gpus: cuda.Cuda, monkeypatch: pytest.Monkey
     from gpu import kernels
 
     class Wrong(kernels.DeviceKernels):  # type: ignore[misc]
-        def pack(self, sources: Any, buffer: Any, *more: Any) -> None:
+        def pack(self, sources: Any, buffer: Any, layout: Any) -> None:
             if what != "nothing":
-                super().pack(sources, buffer)
+                super().pack(sources, buffer, layout=layout)
             if what == "one byte":
                 buffer.view(np.uint8)[7:8] = 1
             if what == "too late":
