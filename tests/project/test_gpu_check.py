@@ -158,6 +158,9 @@ def test_part_is_not_started_without_time_or_mpi(environment: Environment, tmp_p
     assert said_of(late) == {"is it there": ("not measured", "no time was left")}
     two = running.run(Part("answers", "answers:ask", "is it there", 30, ranks=2), 100, environment, tmp_path)
     assert said_of(two)["is it there"] == ("not measured", "needs MPI: there is no mpiexec")
+    tests = Part("tests", "gpu.programs:tests", "are they right", 30, words=("1", "1 rank", "tests/test_nowhere.py"))
+    started = running.run(tests, 100, environment, tmp_path)  # one process, which would start mpiexec
+    assert said_of(started) == {"are they right": ("not measured", "needs MPI: there is no mpiexec")}
 
 
 @pytest.mark.no_mpi
