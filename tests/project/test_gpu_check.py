@@ -453,6 +453,9 @@ def test_measurement_of_two_ranks(
     report = measured(gpus, ask, comm=comm)
     assert len([row for row in report.rows if "torch" not in row.question]) == answers
     assert [row.note for row in report.rows if row.got == "not measured"] == []
+    if ask == "calls:faults":
+        (reset,) = (row for row in report.rows if row.question.startswith("reset()"))
+        assert reset.verdict == "at most 10 s on all ranks: open"
 
 
 @pytest.mark.ranks(max=1)
