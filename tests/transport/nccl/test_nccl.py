@@ -464,6 +464,27 @@ def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, comm: Intracom
 
 
 @pytest.mark.ranks(min=2)
+def test_a_failure_ends_the_communicators_of_all_groups(emulated: Emulated, comm: Intracomm) -> None:
+    """NCCL wants those of a process aborted together; each group is reset."""
+    groups = [SyncGroup.from_mpi(comm) for _ in range(2)]
+    one, other = (NcclAllReduce().bound_to(group) for group in groups)
+    for ops in (one, other):
+        ops.all_reduce("SUM", up(np.ones(5)))
+    if comm.rank != 1:
+        with pytest.raises(DeadlineExceededError, match="rank 1"):
+            one.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
+    comm.Barrier()
+    groups[0].reset()
+    with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
+        other.all_reduce("SUM", up(np.ones(5)))
+    comm.Barrier()
+    groups[1].reset()
+    for ops, group in zip((one, other), groups, strict=True):
+        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+        group.close()
+
+
+@pytest.mark.ranks(min=2)
 def test_a_missing_rank_is_named_and_reset_goes_on(emulated: Emulated, comm: Intracomm) -> None:
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
