@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import Emulated, problems
 from host_cuda.gpus import Compiler, allocations, compiler, down, emulated, gpus, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order, in_tree_order, unlike_numbers
 
@@ -605,6 +605,7 @@ def test_a_graph_of_pack_nccl_and_unpack(comm: Intracomm) -> None:
     stream.synchronize()
     del graph  # `destroy` waits until no graph holds the communicator: no failed comparison may keep it
     communicator.destroy()
+    assert problems() == ""
     assert all(are_right)
 
 
