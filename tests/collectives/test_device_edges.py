@@ -124,8 +124,11 @@ def on_gpu(index: int) -> Iterator[None]:
         arrays.wait_for_stream()
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
 @pytest.mark.parametrize("is_value", [True, False], ids=["the value", "another array"])
-def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm, is_value: bool) -> None:
+def test_results_go_to_no_other_gpu(
+    gpus: cuda.Cuda, group: SyncGroup, comm: Intracomm, call: str, is_value: bool
+) -> None:
     """Kernels that wrote there would lose CUDA's context. Values from there are copied."""
     ops, other = NcclAllReduce().bound_to(group), comm.size
     if gpus.support.num_devices <= other:
@@ -135,7 +138,10 @@ def test_results_go_to_no_other_gpu(gpus: cuda.Cuda, group: SyncGroup, comm: Int
         with on_gpu(other):
             value, out = up(np.ones(5)), up(np.zeros(5))
     with raises_everywhere(comm, InvalidArgumentError, f"out 0 must lie on GPU 0, .* lies on GPU {other}: make it"):
-        ops.all_reduce("SUM", value, out=value if is_value else out)
+        if call == "all_reduce":
+            ops.all_reduce("SUM", value, out=value if is_value else out)
+        else:
+            ops.broadcast(value, "all", out=value if is_value else out)
     assert (down(ops.all_reduce("SUM", value)) == comm.size).all()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from host_cuda.gpus import gpus
+from host_cuda.gpus import gpus, one_node
 from support.everywhere import raises_everywhere
 
 from mpidist import InputContext, InputOptions, MirroredStrategy, PerReplica, get_replica_context
@@ -22,7 +22,7 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus"]
+__all__ = ["gpus", "one_node"]
 
 NUMBERS: dict[str, Callable[[int], int]] = {
     "P": lambda size: size,
@@ -448,6 +448,7 @@ def test_steps_are_read_ahead(comm: Intracomm, strategy: MultiWorker, num_replic
     assert len(list(ahead)) == len(list(now))
 
 
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("first_kind", ["GPU", "CPU"])
 def test_parts_are_put_on_the_devices_of_their_replicas(
     comm: Intracomm, gpus: Any, monkeypatch: pytest.MonkeyPatch, first_kind: str

@@ -32,6 +32,7 @@ __all__ = [
     "gpus",
     "group",
     "keep_busy",
+    "one_node",
     "opened",
     "up",
     "use_own_settings",
@@ -65,6 +66,12 @@ def use_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let device memory go as the test says, and not as who has started the tests (see benchmarks/gpu/parts.py)."""
     for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks be on one node, whatever who has started the tests pretends: some strategies need that."""
+    monkeypatch.delenv("MPIDIST_PRETEND_NODES", raising=False)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -42,6 +43,7 @@ struct Communicator {
     std::map<int, long> num_sent, num_received;  // by peer
     std::set<std::string> connections;
     std::vector<std::string> last_files;  // which the others may still read
+    std::shared_ptr<int> holds = std::make_shared<int>();  // kept by all work with it, in streams and in graphs
 };
 
 struct Call {
@@ -288,7 +290,9 @@ Status launch(const std::vector<Call>& calls) {
             call.its->stream = stream;
         }
         host_cuda::count("launches of NCCL under way", 1);
-        const auto work = [held = its] {
+        std::vector<std::shared_ptr<int>> holds;
+        for (auto& call : its) holds.push_back(call.its->holds);
+        const auto work = [held = its, holds] {
             run(held);
             for (auto& call : held) call.its->num_under_way--;
             host_cuda::count("launches of NCCL under way", -1);
@@ -315,11 +319,17 @@ Status meet(Communicator* its) {
     return is_shared ? INVALID_USAGE : SUCCESS;  // as NCCL's "Duplicate GPU detected"
 }
 
+bool is_held(Communicator* its) {  // by work that is not done, or by a graph
+    for (int turn = 0; turn < 2500 && its->holds.use_count() > 1; turn++) usleep(200);
+    return its->holds.use_count() > 1;
+}
+
 void end(const char* how, const std::vector<Communicator*>& communicators) {
     host_cuda::met(how, communicators.size());
     for (auto its : communicators) {
         its->is_aborted = !strcmp(how, "abort");
         if (its->is_aborted) put(its, "aborted", "");
+        else if (is_held(its)) problem("a communicator is destroyed that a graph holds, for which NCCL waits without end");
         leave(its);
     }
 }

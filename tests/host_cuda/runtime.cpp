@@ -516,7 +516,7 @@ RUNTIME(cudaDeviceSynchronize)() {
     return cudaSuccess;
 }
 
-// ---- Graphs. A handle is a Graph, which is never destroyed, as it may still be under way.
+// ---- Graphs. A handle is a Graph, of which streams get copies.
 
 RUNTIME(cudaStreamBeginCapture)(cudaStream_t handle, cudaStreamCaptureMode) {
     WITH_STREAM(handle);
@@ -534,7 +534,7 @@ RUNTIME(cudaStreamEndCapture)(cudaStream_t handle, cudaGraph_t* graph) {
 }
 
 RUNTIME(cudaGraphInstantiate)(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-    *executable = (cudaGraphExec_t)graph;
+    *executable = (cudaGraphExec_t) new Graph(*(Graph*)graph);
     return cudaSuccess;
 }
 
@@ -546,9 +546,15 @@ RUNTIME(cudaGraphLaunch)(cudaGraphExec_t executable, cudaStream_t handle) {
 
 RUNTIME(cudaGraphUpload)(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-RUNTIME(cudaGraphDestroy)(cudaGraph_t) { return cudaSuccess; }
+RUNTIME(cudaGraphDestroy)(cudaGraph_t graph) {
+    delete (Graph*)graph;
+    return cudaSuccess;
+}
 
-RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t) { return cudaSuccess; }
+RUNTIME(cudaGraphExecDestroy)(cudaGraphExec_t executable) {
+    delete (Graph*)executable;
+    return cudaSuccess;
+}
 
 // ---- Events.
 

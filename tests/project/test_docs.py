@@ -32,7 +32,7 @@ NOT_RUN = {
     "a part of a program": 7,
     "changes the library": 14,
     "for any program": 5,
-    "installs packages": 7,
+    "installs packages": 8,
     "measures the machine": 4,
     "needs a GPU": 4,
     "needs a running job": 3,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import gpus
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import emulated, gpus
 from mpi_session import clean_environment
 
 from mpidist.transport import cuda
 
-__all__ = ["gpus"]  # a fixture
+__all__ = ["emulated", "gpus"]  # fixtures
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -157,6 +158,9 @@ def test_part_is_not_started_without_time_or_mpi(environment: Environment, tmp_p
     assert said_of(late) == {"is it there": ("not measured", "no time was left")}
     two = running.run(Part("answers", "answers:ask", "is it there", 30, ranks=2), 100, environment, tmp_path)
     assert said_of(two)["is it there"] == ("not measured", "needs MPI: there is no mpiexec")
+    tests = Part("tests", "gpu.programs:tests", "are they right", 30, words=("1", "1 rank", "tests/test_nowhere.py"))
+    started = running.run(tests, 100, environment, tmp_path)  # one process, which would start mpiexec
+    assert said_of(started) == {"are they right": ("not measured", "needs MPI: there is no mpiexec")}
 
 
 @pytest.mark.no_mpi
@@ -300,6 +304,26 @@ def test_files_with_gpu_tests_are_found() -> None:
 
 
 @pytest.mark.no_mpi
+@pytest.mark.parametrize("named", [(), ("tests/some/test_it.py",)], ids=["no file", "a file"])
+def test_tiny_check_runs_tests_that_keep_the_settings_of_their_part(
+    monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]
+) -> None:
+    """MPIDIST_NCCL=0 and pretended nodes: tests with the fixtures `emulated` and `group` have their own."""
+    given: list[str] = []
+    monkeypatch.setattr(programs.pytest, "main", lambda words, plugins: given.extend(words) or 0)
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    programs.tests(Bench(is_tiny=True), Report(None), "2", "2 ranks", *named)
+    files = tuple(word for word in given if word.endswith(".py"))
+    if named:
+        assert files == named
+        return
+    assert set(files) < set(programs.files_with_gpu_tests())
+    for file in files:
+        (names,) = re.findall(r"^from host_cuda.gpus import (.*)", (programs.ROOT / file).read_text(), re.M)
+        assert not {"emulated", "group", "use_own_settings"} & set(names.split(", ")), file
+
+
+@pytest.mark.no_mpi
 @pytest.mark.usefixtures("outside_mpi")
 @pytest.mark.parametrize(
     ("body", "got", "verdict", "note"),
@@ -386,7 +410,7 @@ def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracom
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize(
     ("ask", "answers"),
-    [("kernels:machine", 3), ("kernels:measure", 15), ("calls:public_call", 4), ("kernels:small", 1)],
+    [("kernels:machine", 3), ("kernels:measure", 17), ("calls:public_call", 5), ("kernels:small", 1)],
 )
 def test_measurement_of_one_rank(
     gpus: cuda.Cuda, tmp_path: Path, capfd: pytest.CaptureFixture[str], ask: str, answers: int
@@ -400,6 +424,24 @@ def test_measurement_of_one_rank(
     assert not any(row.got == "not measured" for row in others), [row.note for row in report.rows]
 
 
+@pytest.mark.ranks(max=1)
+def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place one rank has nothing to write: the row of that says nothing of others."""
+    launches = {}
+
+    def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
+        for name, (call,) in ways.items():
+            call()
+            emulated.forget()
+            call()
+            launches[name] = len(emulated.calls("a kernel"))
+        return dict.fromkeys(ways, np.zeros(1))
+
+    monkeypatch.setattr(Bench, "times", count)
+    measured(cuda.current(), "calls:public_call")
+    assert launches == {"new results": 1, "out= given": 1, "in place": 0, "started, and waited for": 1}
+
+
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize(("ask", "answers"), [("calls:staging", 2), ("calls:overlap", 1), ("calls:faults", 2)])
 def test_measurement_of_two_ranks(
@@ -411,6 +453,9 @@ def test_measurement_of_two_ranks(
     report = measured(gpus, ask, comm=comm)
     assert len([row for row in report.rows if "torch" not in row.question]) == answers
     assert [row.note for row in report.rows if row.got == "not measured"] == []
+    if ask == "calls:faults":
+        (reset,) = (row for row in report.rows if row.question.startswith("reset()"))
+        assert reset.verdict == "at most 10 s on all ranks: open"
 
 
 @pytest.mark.ranks(max=1)
@@ -419,9 +464,9 @@ def test_wrong_results_are_not_timed(gpus: cuda.Cuda, monkeypatch: pytest.Monkey
     from gpu import kernels
 
     class Wrong(kernels.DeviceKernels):  # type: ignore[misc]
-        def pack(self, sources: Any, buffer: Any, *more: Any) -> None:
+        def pack(self, sources: Any, buffer: Any, layout: Any) -> None:
             if what != "nothing":
-                super().pack(sources, buffer)
+                super().pack(sources, buffer, layout=layout)
             if what == "one byte":
                 buffer.view(np.uint8)[7:8] = 1
             if what == "too late":

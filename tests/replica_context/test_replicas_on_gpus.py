@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import down, gpus, up
+from host_cuda.gpus import down, gpus, one_node, up
 
 from mpidist import CommunicationOptions, MirroredStrategy, get_replica_context
 from mpidist.transport import cuda
@@ -17,7 +17,9 @@ from mpidist.transport import cuda
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus"]
+__all__ = ["gpus", "one_node"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("one_node")
 
 
 def context() -> Any:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.gpus import down, gpus, up
+from host_cuda.gpus import down, gpus, one_node, up
 from support.everywhere import raises_everywhere
 
 from mpidist import IndexedSlices, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable
 from mpidist import get_replica_context as context
+from mpidist.checkpoint import Checkpoint
 from mpidist.errors import InvalidArgumentError
 from mpidist.experimental import CentralStorageStrategy
 from mpidist.transport import arrays
@@ -20,13 +21,20 @@ from mpidist.transport import arrays
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["gpus"]
+__all__ = ["gpus", "one_node"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("one_node")
 
 NAMED: dict[str, Callable[[Any], Any]] = {
     "one device": lambda comm: OneDeviceStrategy("GPU:0"),
     "a device of this rank": lambda comm: MirroredStrategy("GPU:0", comm=comm),
     "a device of each rank": lambda comm: MirroredStrategy(["GPU:0"] * comm.size, comm=comm),
     "several replicas": lambda comm: MirroredStrategy(["GPU:0"] * 2 * comm.size, comm=comm),
+}
+VALUES: dict[str, Callable[[float], Any]] = {
+    "number": lambda number: number,
+    "NumPy": lambda number: np.full(3, number, np.float32),
+    "CuPy": lambda number: up(np.full(3, number, np.float32)),
 }
 SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_max", "scatter_min", "scatter_update")
 
@@ -128,6 +136,27 @@ def test_numpy_and_cupy_values_are_assigned(strategy: Any) -> None:
     assert other.numpy().tolist() == weights.numpy().tolist()
 
 
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_of_any_memory_are_assigned_in_replica_context(strategy: Any, kind: str, aggregation: str) -> None:
+    total = strategy.num_replicas_in_sync
+    variable = make(strategy, np.zeros(3, np.float32), aggregation=aggregation)
+
+    def step() -> None:
+        variable.assign(VALUES[kind](context().replica_id_in_sync_group + 1.0))
+        variable.assign_add(VALUES[kind](0.5))
+
+    if (kind, aggregation) == ("number", "SUM") and total > 1:
+        with pytest.raises(ValueError, match=f"it would count {total} times"):
+            strategy.run(step)
+        return
+    strategy.run(step)
+    assigned = {"SUM": total * (total + 1) / 2, "MEAN": (total + 1) / 2, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
+    added = 0.5 * total if aggregation == "SUM" else 0.5
+    assert is_on_gpu(variable)
+    assert variable.numpy().tolist() == [assigned + added] * 3
+
+
 def test_expressions_take_numpy_by_a_copy_and_cupy_as_it_is(strategy: Any) -> None:
     """The result is NumPy's beside NumPy's arrays, and CuPy's else."""
     numbers = np.array([1.0, 2.0, 4.0])
@@ -214,6 +243,23 @@ def test_program_trains_counts_and_is_saved(strategy: Any, tmp_path: Path) -> No
     assert make(strategy, lambda: saved["weights"]).numpy().tolist() == expected
     seen.assign(saved["seen"])
     assert int(seen) == 8 * total
+
+
+def test_checkpoints_hold_variables(strategy: Any, comm: Intracomm, tmp_path: Path) -> None:
+    shared = Path(comm.bcast(str(tmp_path)))
+    folder = tmp_path if isinstance(strategy, OneDeviceStrategy) else shared  # whose ranks know nothing of each other
+    with strategy.scope():
+        weights = Variable(np.arange(6.0, dtype=np.float32).reshape(2, 3))
+        seen = Variable(3, dtype=np.int64, synchronization="ON_READ", aggregation="SUM")
+        checkpoint = Checkpoint(weights=weights, seen=seen)
+    before, count = weights.numpy().tolist(), int(seen)
+    path = checkpoint.write(folder / "one")
+    weights.assign(np.zeros((2, 3)))
+    seen.assign(0)
+    checkpoint.restore(path)
+    assert is_on_gpu(weights)
+    assert is_on_gpu(seen)
+    assert (weights.numpy().tolist(), int(seen)) == (before, count)
 
 
 def test_symmetric_arrays_are_reduced(strategy: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
+from host_cuda.emulated import Emulated, problems
 from host_cuda.gpus import Compiler, allocations, compiler, down, emulated, gpus, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order, in_tree_order, unlike_numbers
 
@@ -515,26 +515,29 @@ def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emula
 
 
 def test_a_call_that_comes_again_allocates_nothing(emulated: Emulated) -> None:
-    kernels = DeviceKernels(cuda.current())
+    """Nor if its arrays are others of the same sizes, as gradients are in each step."""
+    kernels, turns = DeviceKernels(cuda.current()), 20
     host = [numbers_of(F32, size) for size in SIZES]
-    arrays, buffer = [up(its) for its in host], empty(sum(SIZES), BF16)
-    parts, out = [up(numbers_of(F32, 40, at)) for at in (2, 0, 1)], empty(40, F32)
+    arrays = [[up(its) for its in host] for _ in range(1 + turns)]
+    buffers = [empty(sum(SIZES), BF16) for _ in range(1 + turns)]
+    parts = [[up(numbers_of(F32, 40, at)) for at in (2, 0, 1)] for _ in range(1 + turns)]
+    outs = [empty(40, F32) for _ in range(1 + turns)]
 
-    def step() -> None:
-        kernels.pack(arrays, buffer)
-        kernels.unpack(buffer, arrays, 2)
-        kernels.combine(parts, Reduction(), out)
+    def step(turn: int) -> None:
+        kernels.pack(arrays[turn], buffers[turn])
+        kernels.unpack(buffers[turn], arrays[turn], 2)
+        kernels.combine(parts[turn], Reduction(), outs[turn])
 
-    step()
+    step(0)
     before = emulated.held()
     emulated.forget()
     with allocations() as made:
-        for _ in range(20):
-            step()
+        for turn in range(1, 1 + turns):
+            step(turn)
     assert made == []
     assert emulated.held() == before
-    assert len(emulated.calls("a kernel")) == 3 * 20
-    assert emulated.calls("copy up", "copy down", "copy") == []
+    assert len(emulated.calls("a kernel")) == 3 * turns
+    assert emulated.calls("copy up", "copy down", "copy", "cudaHostAlloc") == []
 
 
 def test_a_kernel_is_compiled_when_it_is_needed(gpus: cuda.Cuda, compiler: Compiler) -> None:
@@ -602,6 +605,7 @@ def test_a_graph_of_pack_nccl_and_unpack(comm: Intracomm) -> None:
     stream.synchronize()
     del graph  # `destroy` waits until no graph holds the communicator: no failed comparison may keep it
     communicator.destroy()
+    assert problems() == ""
     assert all(are_right)
 
 

@@ -464,6 +464,27 @@ def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, comm: Intracom
 
 
 @pytest.mark.ranks(min=2)
+def test_a_failure_ends_the_communicators_of_all_groups(emulated: Emulated, comm: Intracomm) -> None:
+    """NCCL wants those of a process aborted together; each group is reset."""
+    groups = [SyncGroup.from_mpi(comm) for _ in range(2)]
+    one, other = (NcclAllReduce().bound_to(group) for group in groups)
+    for ops in (one, other):
+        ops.all_reduce("SUM", up(np.ones(5)))
+    if comm.rank != 1:
+        with pytest.raises(DeadlineExceededError, match="rank 1"):
+            one.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
+    comm.Barrier()
+    groups[0].reset()
+    with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
+        other.all_reduce("SUM", up(np.ones(5)))
+    comm.Barrier()
+    groups[1].reset()
+    for ops, group in zip((one, other), groups, strict=True):
+        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+        group.close()
+
+
+@pytest.mark.ranks(min=2)
 def test_a_missing_rank_is_named_and_reset_goes_on(emulated: Emulated, comm: Intracomm) -> None:
     group = SyncGroup.from_mpi(comm)
     ops = NcclAllReduce().bound_to(group)
@@ -513,13 +534,20 @@ def test_a_rank_that_stops_within_a_call_is_noticed(
 
 
 @pytest.mark.ranks(min=2)
-def test_kernels_and_copies_go_before_the_users(emulated: Emulated, comm: Intracomm) -> None:
+@pytest.mark.parametrize("way", ["NCCL", "through the host", "RING"])
+def test_kernels_and_copies_go_before_the_users(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """Which fill the GPU in a backward pass; only streams of a higher priority get on meanwhile."""
+    monkeypatch.setenv("MPIDIST_NCCL", "1" if way == "NCCL" else "0")
     group = SyncGroup.from_mpi(comm)
-    for ops in (NcclAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
-        ops.all_reduce("SUM", [up(np.ones(count)) for count in (5, 7000)])
+    options = CommunicationOptions(implementation="RING" if way == "RING" else "AUTO")
+    for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+        values = [up(np.ones(count)) for count in (5, 7000)]
+        ops.all_reduce("SUM", values, options)
+        ops.start_all_reduce("SUM", values, options).wait()
     made = [priority for _, priority in emulated.calls("a stream of its own")]
-    assert made
+    assert len(made) == 3, "NCCL's own and two of packs; or copies down, copies up, and work that waits for no caller"
     assert all(priority < 0 for priority in made)
     group.close()
 
