@@ -326,8 +326,6 @@ def test_a_closed_strategy_says_so(comm: Intracomm) -> None:
 @several
 def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> None:
     """Their number is the time of a small call: each takes 0.1 us."""
-    if not shares_memory(strategy):
-        pytest.skip("needs ranks of one node")
     calls: dict[str, int] = {}
 
     def note(frame: Any, event: str, _: Any) -> None:
