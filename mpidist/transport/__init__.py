@@ -58,22 +58,18 @@ from mpidist.transport.mpi import (
 )
 from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, reason_against_nccl
+from mpidist.transport.node_memory import LINE_BYTES, Place, SharedArena, SharedArrays, places_digest
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
 from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
-    LINE_BYTES,
     FusedArrays,
     FusedReducer,
     InPlace,
     OneShot,
-    Place,
     Schedule,
-    SharedArena,
-    SharedArrays,
     SharedMemoryCommunicator,
     TwoShot,
-    places_digest,
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
 from mpidist.transport.topology import Topology

@@ -15,7 +15,8 @@ import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 from mpidist.transport import RecycledResults, native
-from mpidist.transport.shared_memory import NodeBarrier, TwoShot
+from mpidist.transport.node_memory import NodeBarrier
+from mpidist.transport.shared_memory import TwoShot
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

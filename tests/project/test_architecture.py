@@ -395,10 +395,11 @@ LOOK_INTO = {
     "transport/device_over_mpi/test_device_mpi.py": {"mpidist.cli.cuda_aware_mpi"},
     "transport/device_over_mpi/test_host_staging.py": {
         "mpidist.cli.cuda_aware_mpi",
-        "mpidist.transport.shared_memory.window",
+        "mpidist.transport.node_memory.window",
     },
     "transport/failures/test_deadlines.py": {"mpidist.transport.agreement.comparison_rounds"},
-    "transport/test_communicator.py": {"mpidist.transport.shared_memory.window"},
+    "transport/shared_memory/test_native.py": {"mpidist.transport.node_memory.barrier"},
+    "transport/test_communicator.py": {"mpidist.transport.node_memory.window"},
 }
 
 
@@ -440,7 +441,7 @@ TOUCH_PRIVATES = {
     "transport/failures/test_deadlines.py": {"_rest"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl.py": {"_run"},
-    "transport/shared_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
+    "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
     "variables/test_per_node_variables.py": {"_value"},
 }

@@ -28,9 +28,10 @@ from support.everywhere import same_everywhere
 
 from mpidist.transport.communicator import Communicator, SoloCommunicator, shard_bounds
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, MpiCommunicator
+from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory.window import LINE_BYTES
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
-from mpidist.transport.shared_memory.window import LINE_BYTES
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator
 from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:

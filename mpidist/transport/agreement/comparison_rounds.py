@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.mpi import Intracomm, load_mpi
-from mpidist.transport.shared_memory import Barrier
+from mpidist.transport.node_memory import Barrier
 
 __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 

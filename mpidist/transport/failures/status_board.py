@@ -14,7 +14,7 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
 from mpidist.transport.failures.process_state import GONE, STOPPED, UNKNOWN, Process
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory import SharedWindow
+from mpidist.transport.node_memory import SharedWindow
 
 __all__ = ["RESET", "StatusBoard", "Status", "name_call"]
 

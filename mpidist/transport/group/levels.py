@@ -18,8 +18,9 @@ from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
+from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator, Slots
+from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]

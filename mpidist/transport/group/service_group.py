@@ -28,9 +28,9 @@ from mpidist.transport.group.discovery import (
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.node_memory import SharedArena
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import following_of, is_shared_by
-from mpidist.transport.shared_memory import SharedArena
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep

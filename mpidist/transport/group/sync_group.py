@@ -32,9 +32,9 @@ from mpidist.transport.group.started_calls import PendingCalls, Workplace
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.host_memory import ResultMemory
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, load_mpi, ranks_in_world
+from mpidist.transport.node_memory import SharedArrays
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_errors import is_shared_by, mark_shared
-from mpidist.transport.shared_memory import SharedArrays
 from mpidist.transport.text import text_of
 from mpidist.transport.topology import Topology
 

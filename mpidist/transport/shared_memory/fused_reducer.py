@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Traffic
+from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule
-from mpidist.transport.shared_memory.staging_slots import Slots
 from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 

@@ -10,8 +10,8 @@ import numpy as np
 from mpidist.transport.communicator import Array
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.native import native
+from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.staging_slots import Slots
 
 __all__ = ["OneShot"]
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.native import native
+from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
-from mpidist.transport.shared_memory.staging_slots import Slots
 
 __all__ = ["FusedArrays", "TwoShot"]
 

@@ -27,7 +27,8 @@ from mpidist.options import CommunicationOptions
 from mpidist.transport import accumulator_dtype
 from mpidist.transport.communicator import Traffic
 from mpidist.transport.group import Levels
-from mpidist.transport.shared_memory import FusedReducer, InterNode, Slots
+from mpidist.transport.node_memory import Slots
+from mpidist.transport.shared_memory import FusedReducer, InterNode
 
 pytestmark = pytest.mark.no_mpi
 

@@ -31,10 +31,11 @@ from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging
 from mpidist.transport.group import SyncGroup
 from mpidist.transport.mpi import MpiCommunicator
+from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory.window import LINE_BYTES
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, Settings
-from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator, Slots
-from mpidist.transport.shared_memory.window import LINE_BYTES
+from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -17,8 +17,9 @@ from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport.native import native
+from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import barrier, in_place, one_shot, two_shot
+from mpidist.transport.shared_memory import in_place, one_shot, two_shot
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -20,10 +20,10 @@ from support.contributions import (
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.node_memory import SharedArrays
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.in_place import InPlace
-from mpidist.transport.shared_memory.symmetric import SharedArrays
 from mpidist.transport.shared_memory.two_shot import FusedArrays
 from mpidist.transport.topology import Topology
 from mpidist.transport.tree import ReplicaTree

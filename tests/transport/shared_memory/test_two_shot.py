@@ -28,9 +28,9 @@ from support.everywhere import same_everywhere
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport.node_memory import SharedArrays
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
-from mpidist.transport.shared_memory.symmetric import SharedArrays
 from mpidist.transport.shared_memory.two_shot import FusedArrays
 from mpidist.transport.waiting import complete
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Final, final
 
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory.barrier import Fence
-from mpidist.transport.shared_memory.window import LINE_BYTES, discard, file_system_bytes, map_file
+from mpidist.transport.node_memory.barrier import Fence
+from mpidist.transport.node_memory.window import LINE_BYTES, discard, file_system_bytes, map_file
 
 __all__ = ["SharedArena"]
 

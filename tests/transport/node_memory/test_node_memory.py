@@ -26,10 +26,10 @@ from support.everywhere import raises_everywhere
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.errors import UnavailableError
-from mpidist.transport.shared_memory import barrier as barrier_module
-from mpidist.transport.shared_memory import window as window_module
-from mpidist.transport.shared_memory.barrier import Fence, NodeBarrier
-from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory import barrier as barrier_module
+from mpidist.transport.node_memory import window as window_module
+from mpidist.transport.node_memory.barrier import Fence, NodeBarrier
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.shared_memory import LINE_BYTES, SharedArena
-from mpidist.transport.shared_memory import arena as arena_module
+from mpidist.transport.node_memory import LINE_BYTES, SharedArena
+from mpidist.transport.node_memory import arena as arena_module
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -9,8 +9,8 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory.barrier import Fence, make_barrier
-from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory.barrier import Fence, make_barrier
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
 

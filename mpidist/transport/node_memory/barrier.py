@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, final
 
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.native import native
-from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 from mpidist.transport.waiting import SPINS
 
 __all__ = ["Barrier", "Fence", "NodeBarrier", "make_barrier"]

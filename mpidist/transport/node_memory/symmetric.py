@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
-from mpidist.transport.shared_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Place", "Run", "SharedArrays", "places_digest"]
 
