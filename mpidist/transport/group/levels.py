@@ -18,9 +18,16 @@ from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory import PeerMemory, Slots
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import FusedReducer, InterNode, ShardExchange, SharedMemoryCommunicator
+from mpidist.transport.settings import Settings
+from mpidist.transport.shared_memory import (
+    FusedReducer,
+    InterNode,
+    ShardExchange,
+    SharedMemoryCommunicator,
+    Trials,
+)
 from mpidist.transport.topology import Topology
 
 __all__ = ["Levels", "NcclReach"]
@@ -37,6 +44,7 @@ _PACK_BYTES: Final = (256 << 10, 4 << 20)
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
 _SAME_STREAM: Final = nullcontext()
+_DEFAULTS: Final = Settings()
 
 
 @final
@@ -96,7 +104,7 @@ class Levels:
         comm: Intracomm,
         topology: Topology,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        transport: str = "auto",
+        settings: Settings = _DEFAULTS,
         cost_model: CostModel | None = None,
     ) -> Levels:
         """Split a communicator by nodes. Collective.
@@ -105,7 +113,7 @@ class Levels:
             comm: The communicator of the group, which is duplicated and split.
             topology: The nodes of the ranks.
             max_chunk_bytes: Larger arrays are sent in several calls.
-            transport: `"mpi"` for MPI alone, `"shared_memory"` to require shared memory within nodes, or `"auto"`.
+            settings: How the ranks of a node communicate.
             cost_model: The speeds of the machine, the same on all ranks; by default those of a common machine.
 
         Raises:
@@ -119,20 +127,22 @@ class Levels:
         across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, short)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
-        if transport != "mpi":
+        if settings.transport != "mpi":
             slots, reason = _make_slots(comm, within, topology, model)
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._report_no_shared_memory(reason, transport)
+                levels._report_no_shared_memory(reason, settings.transport)
             return levels
-        on_node = FusedReducer(slots, within.size, model.one_shot_bytes((within.size,)), within.traffic)
+        trials = _make_trials(slots, within, settings.single_copy, model)
+        small = model.one_shot_bytes((within.size,))
+        on_node = FusedReducer(slots, within.size, small, within.traffic, trials=trials)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, model.one_shot_bytes(topology.node_sizes), world.traffic)
+            fused = FusedReducer(slots, world.size, small, world.traffic, trials=trials)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
@@ -254,6 +264,16 @@ def _make_slots(
     if slots is not None:
         slots.free()
     return None, reasons[0]
+
+
+def _make_trials(slots: Slots, within: Communicator, single_copy: str, model: CostModel) -> Trials | None:
+    """Ask whether the ranks of a node may copy out of each other's memory. Collective over the node."""
+    if single_copy == "never" or not isinstance(within, MpiCommunicator):
+        return None
+    memory = PeerMemory.open(within.comm)
+    if memory is None:
+        return None
+    return Trials(slots, memory, model.single_copy_bytes(), is_always=single_copy == "always")
 
 
 def _split(comm: Intracomm, color: int, key: int) -> Intracomm:

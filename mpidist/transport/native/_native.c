@@ -18,7 +18,7 @@
 #define BLOCK_BYTES 4096   /* what is added at once of more than two parts */
 #define MOST_PARTS 1024
 #define FREES_GIL_BYTES (64 << 10)
-#define STREAMS_BYTES (4 << 20)     /* from here on, results are not in the cache when they are written */
+#define STREAMS_BYTES (16 << 20)    /* from here on, results are not in the cache when they are written */
 #define STREAMED_BLOCK (16 << 10)   /* added while it is in the cache, and streamed from there */
 #define TIMED_BYTES (8 << 10)
 #define MOST_NANOSECONDS 4000       /* of that many bytes; among cores that share a cache they take 300 to 2,000, else to 14,000 */

@@ -7,7 +7,9 @@ from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.rows import all_reduce_rows, fits_into_slots
 from mpidist.transport.shared_memory.schedule import Schedule
-from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
+from mpidist.transport.shared_memory.transfer import FusedArrays, Transfer
+from mpidist.transport.shared_memory.trials import Trials
+from mpidist.transport.shared_memory.two_shot import TwoShot
 
 __all__ = [
     "InPlace",
@@ -16,8 +18,10 @@ __all__ = [
     "OneShot",
     "Schedule",
     "SharedMemoryCommunicator",
+    "Transfer",
     "FusedArrays",
     "FusedReducer",
+    "Trials",
     "TwoShot",
     "all_reduce_rows",
     "fits_into_slots",

@@ -6,14 +6,23 @@ without regard to the ends of pieces, and each chunk into one shard for each lan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, final
 
-from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.communicator import Array, shard_bounds
 
-__all__ = ["BLOCK_BYTES", "Chunk", "Move", "Schedule", "chunk_bounds", "fused_schedule", "scatter_schedule"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Chunk",
+    "Move",
+    "Schedule",
+    "chunk_bounds",
+    "fused_schedule",
+    "pieces_of",
+    "scatter_schedule",
+]
 
 BLOCK_BYTES: Final = 128 << 10  # what is added, divided and copied to several places while it is in the cache
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
@@ -63,7 +72,7 @@ class Schedule:
 
     Attributes:
         count: Number of elements.
-        num_pieces: Number of pieces.
+        lengths: [pieces], number of elements of each piece.
         chunks: The chunks, in order.
         is_fine: Whether the pieces are so small that to copy them into the slot and add them there is faster than to
             add piece by piece.
@@ -71,7 +80,7 @@ class Schedule:
     """
 
     count: int
-    num_pieces: int
+    lengths: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     is_fine: bool
     is_scattered: bool = False
@@ -105,7 +114,7 @@ def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sche
             moves, piece = _moves(lengths, ends, piece, begin, begin + start, begin + stop)
             shards.append(moves)
         chunks.append(Chunk(bounds[-1], bounds, tuple(shards)))
-    return Schedule(total, len(lengths), tuple(chunks), total < FINE_COUNT * len(lengths))
+    return Schedule(total, tuple(lengths), tuple(chunks), total < FINE_COUNT * len(lengths))
 
 
 def _moves(
@@ -148,4 +157,18 @@ def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
             places.append(at + last - first)
             shards.append((Move(piece, piece + 1, first, last, at, places[-1]),) if last > first else ())
         chunks.append(Chunk(places[-1], tuple(places), tuple(shards)))
-    return Schedule(bounds[-1], lanes, tuple(chunks), is_fine=False, is_scattered=True)
+    lengths = tuple(stop - start for start, stop in pairwise(bounds))
+    return Schedule(bounds[-1], lengths, tuple(chunks), is_fine=False, is_scattered=True)
+
+
+def pieces_of(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield a move's pieces: the piece, its first and last element, and their place in the chunk."""
+    if move.last == move.first + 1:
+        yield move.first, move.start, move.stop, move.at
+        return
+    at = move.at
+    for piece in range(move.first, move.last):
+        count = arrays[piece].size
+        if count:
+            yield piece, 0, count, at
+            at += count

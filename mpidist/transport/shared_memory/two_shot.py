@@ -14,8 +14,7 @@ Sums of private arrays on one node are made by compiled code, where there is som
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, final
@@ -27,37 +26,14 @@ from mpidist.transport.native import native
 from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Move, Schedule
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Schedule, pieces_of
+from mpidist.transport.shared_memory.transfer import FusedArrays, Transfer
 
-__all__ = ["FusedArrays", "TwoShot"]
-
-
-@final
-@dataclass
-class FusedArrays:
-    """The arrays of one all-reduce, flat and contiguous; the small pieces of a fine schedule may have any layout.
-
-    Attributes:
-        dtype: The dtype in which numbers are sent.
-        sources: [pieces], this rank's contribution.
-        results: [pieces], the arrays that take the results, of dtype `result_dtype`; may be the sources. Empty on a
-            rank that gets no results.
-        peers: [ranks][pieces], the contributions of all ranks of the node, if all lie in shared memory.
-        shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
-            each rank of the node, or the node's one array.
-        result_dtype: The dtype of the results; `None` if it is `dtype`.
-    """
-
-    dtype: np.dtype[Any]
-    sources: Sequence[Array]
-    results: Sequence[Array] = ()
-    peers: Sequence[Sequence[Array]] | None = None
-    shared: Sequence[Sequence[Array]] | None = None
-    result_dtype: np.dtype[Any] | None = None
+__all__ = ["TwoShot"]
 
 
 @final
-class TwoShot:
+class TwoShot(Transfer):
     """All-reduces of arrays, in steps: of one list, or of one after the other with the same schedule.
 
     Args:
@@ -152,8 +128,7 @@ class TwoShot:
                 self._copy_out(done)
 
     def forget(self) -> None:
-        """Let the arrays go, after `steps`. Local; others are set before `begin`."""
-        self.arrays.sources = self.arrays.results = ()
+        super().forget()
         self._begun = None
         if self._compiled is not None:
             self._compiled.forget()
@@ -229,7 +204,7 @@ class TwoShot:
                 self.overflowed += self._reduction.combine(parts, own[start:stop])
             return
         for move in chunk.shards[self._lane]:
-            for piece, first_element, last, at in _pieces(move, self.arrays.sources):
+            for piece, first_element, last, at in pieces_of(move, self.arrays.sources):
                 end = at + last - first_element
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
@@ -249,7 +224,7 @@ class TwoShot:
         places = self.arrays.shared or ()
         block = BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
-            for piece, first, last, at in _pieces(move, self.arrays.sources):
+            for piece, first, last, at in pieces_of(move, self.arrays.sources):
                 for start in range(first, last, block):
                     stop = min(last, start + block)
                     total = places[0][piece][start:stop]
@@ -270,7 +245,7 @@ class TwoShot:
             total /= self._divide_by
         for place in self.arrays.shared or ():
             for move in chunk.shards[self._lane]:
-                for piece, first, last, at in _pieces(move, place):
+                for piece, first, last, at in pieces_of(move, place):
                     place[piece][first:last] = slot[at : at + last - first]
 
     def _copy_out(self, index: int) -> None:
@@ -279,19 +254,6 @@ class TwoShot:
         converts = divide_by != 1 and not self._keeps_dtype
         for moves, slot in zip(self._results_chunks[index].shards, self._views[index], strict=False):
             for move in moves:
-                for piece, first, last, at in _pieces(move, results):
+                for piece, first, last, at in pieces_of(move, results):
                     part = slot[at : at + last - first]
                     results[piece].reshape(-1)[first:last] = part / divide_by if converts else part
-
-
-def _pieces(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield a move's pieces: the piece, its first and last element, and their place in the chunk."""
-    if move.last == move.first + 1:
-        yield move.first, move.start, move.stop, move.at
-        return
-    at = move.at
-    for piece in range(move.first, move.last):
-        count = arrays[piece].size
-        if count:
-            yield piece, 0, count, at
-            at += count

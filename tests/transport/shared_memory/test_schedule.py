@@ -66,7 +66,7 @@ def test_every_element_is_in_one_place_of_the_list(lengths: list[int], lanes: in
     schedule = fused_schedule(lengths, lanes, chunk_count)
     check_shards(schedule, lanes, lengths)
     total = sum(lengths)
-    assert (schedule.count, schedule.num_pieces) == (total, len(lengths))
+    assert (schedule.count, schedule.lengths) == (total, tuple(lengths))
     counts = [chunk.count for chunk in schedule.chunks]
     assert sum(counts) == total
     assert counts == [min(chunk_count, total - begin) for begin in range(0, total, chunk_count)]
@@ -127,7 +127,7 @@ def check_scattered(schedule: Schedule, bounds: Sequence[int], chunk_count: int)
     lanes = len(bounds) - 1
     lengths = [stop - start for start, stop in pairwise(bounds)]
     check_shards(schedule, lanes, lengths)
-    assert (schedule.count, schedule.num_pieces) == (sum(lengths), lanes)
+    assert (schedule.count, schedule.lengths) == (sum(lengths), tuple(lengths))
     assert schedule.count == bounds[-1]
     assert not schedule.is_fine
     seen: list[list[int]] = [[] for _ in range(lanes)]
