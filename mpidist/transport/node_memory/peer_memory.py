@@ -84,8 +84,9 @@ class PeerMemory:
         It cannot where memory is no ordinary memory, as that of some devices.
         """
         address, sample = _address(array), np.empty(1, np.uint8)
+        last = address + max(array.nbytes - 1, 0)
         try:
-            can_read = all(self._copy(os.getpid(), at, sample) for at in (address, address + array.nbytes - 1))
+            can_read = all(self._copy(os.getpid(), at, sample) for at in (address, last))
         except OSError:
             return 0
         return address if can_read else 0
