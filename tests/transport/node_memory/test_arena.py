@@ -49,6 +49,7 @@ def test_memory_is_given_back_and_has_no_name(comm: Intracomm) -> None:
 
     files = len(os.listdir("/proc/self/fd"))
     arena = SharedArena(comm, 1 << 20)
+    comm.Barrier()  # the first rank takes the name away, when all have the file
     place = arena.take(64 << 20)
     assert place is not None
     own = arena.own[place : place + (64 << 20)]
