@@ -111,7 +111,14 @@ def _row_of_tests(part: Part, why: str, said: str) -> list[Row]:
     if not re.search(r"[1-9]\d* (passed|failed|error)", last) and not why:
         return []
     notes = re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", said, re.MULTILINE)
-    return [Row(part.question, last.partition(" in ")[0], WRONG if why else "right", "; ".join([why, *notes])[:700])]
+    return [
+        Row(
+            part.question,
+            last.partition(" in ")[0],
+            WRONG if why else "right",
+            "; ".join(filter(None, [why, *notes]))[:700],
+        )
+    ]
 
 
 def kill_all(token: str = OWN) -> None:

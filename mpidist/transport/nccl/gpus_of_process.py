@@ -167,28 +167,24 @@ class GpusOfProcess:
             parts[at] = buffers[at][start:stop]
             received.append(parts)
         with nccl_handles.group_of_calls(self._nccl):
-            for at, gpu in enumerate(self._gpus):
-                for peer, (start, stop) in enumerate(pairwise(bounds)):
-                    if peer != at:
-                        self._send(gpu, _address(buffers[at]) + start * width, (stop - start) * width, peer)
-                        self._receive(gpu, received[at][peer], peer)
+            for at, buffer in enumerate(buffers):
+                for peer in (peer for peer in range(self.size) if peer != at):
+                    self._send(at, _address(buffer) + bounds[peer] * width, peer, received[peer][at])
         return received
 
     def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
         """Send the shards of the rows to the first GPU."""
         with nccl_handles.group_of_calls(self._nccl):
-            for at, (start, stop) in enumerate(pairwise(bounds)):
-                for shard, row in zip(shards[at] if at else (), rows, strict=bool(at)):
-                    self._send(self._gpus[at], _address(shard), shard.nbytes, 0)
-                    self._receive(self._gpus[0], row[start:stop], at)
+            for at in range(1, self.size):
+                for shard, row in zip(shards[at], rows, strict=True):
+                    self._send(at, _address(shard), 0, row[bounds[at] : bounds[at + 1]])
 
-    def _send(self, gpu: _Gpu, address: int, nbytes: int, peer: int) -> None:
-        if nbytes:
-            gpu.handle.comm.send(address, nbytes, self._byte, peer, gpu.stream.ptr)
-
-    def _receive(self, gpu: _Gpu, array: Array, peer: int) -> None:
-        if array.nbytes:
-            gpu.handle.comm.recv(_address(array), array.nbytes, self._byte, peer, gpu.stream.ptr)
+    def _send(self, at: int, address: int, peer: int, into: Array) -> None:
+        """Send bytes from an address of one GPU to an array of another one."""
+        if into.nbytes:
+            sender, receiver = self._gpus[at], self._gpus[peer]
+            sender.handle.comm.send(address, into.nbytes, self._byte, peer, sender.stream.ptr)
+            receiver.handle.comm.recv(_address(into), into.nbytes, self._byte, at, receiver.stream.ptr)
 
     def _flat(self, at: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         """Return arrays of a GPU one after the other: a single one without a copy where possible."""
