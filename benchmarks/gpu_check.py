@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,27 +45,22 @@ class Check:
     """One run of some parts, with results in a folder, within some seconds."""
 
     def __init__(self, parts: Sequence[Part], out: Path, seconds: float) -> None:
-        self.outcomes: dict[str, running.Outcome] = {}
+        self.outcomes: list[running.Outcome] = []
         self.facts: dict[str, str] = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
         self.facts["commit"] = os.environ.get("GPU_CHECK_COMMIT") or commit_of(ROOT)
-        self._parts, self._out, self._start = parts, out, time.monotonic()
-        self._until, self._lock = self._start + seconds, threading.Lock()
+        self._parts, self._out, self._until = parts, out, time.monotonic() + seconds
 
     def run(self, environment: Environment, folder: Path) -> None:
         """Do all parts: those that measure one by one, then the others, two at a time."""
-        for part in (its for its in self._parts if its.alone):
-            self._one(part, environment, folder)
-        with ThreadPoolExecutor(LANES) as lanes:
-            for one in [lanes.submit(self._one, its, environment, folder) for its in self._parts if not its.alone]:
-                one.result()
 
-    def _one(self, part: Part, environment: Environment, folder: Path) -> None:
-        outcome = running.run(part, self._until - time.monotonic(), environment, folder)
-        with self._lock:
-            self.note(outcome)
-            now, wrong = time.monotonic() - self._start, sum(row.verdict == WRONG for row in outcome.rows)
-            said = f"{len(outcome.rows)} answers, {wrong} wrong, {outcome.why}".removesuffix(", ")
-            print(f"[{now:6.1f} s] {part.name}: {outcome.seconds:.1f} s, {said}", flush=True)
+        def run(part: Part) -> running.Outcome:
+            return running.run(part, self._until - time.monotonic(), environment, folder)
+
+        for part in (its for its in self._parts if its.alone):
+            self.note(run(part))
+        with ThreadPoolExecutor(LANES) as lanes:
+            for outcome in lanes.map(run, (its for its in self._parts if not its.alone)):
+                self.note(outcome)
 
     def stop(self, number: int, _: Any) -> None:
         """End what runs, and start no more: a handler of signals."""
@@ -76,13 +70,15 @@ class Check:
     @property
     def is_all_right(self) -> bool:
         """Whether everything was measured and is right."""
-        rows = [row for its in self.outcomes.values() for row in its.rows]
+        rows = [row for its in self.outcomes for row in its.rows]
         return bool(rows) and not any(row.verdict == WRONG or row.got == NOT_MEASURED for row in rows)
 
     def note(self, outcome: running.Outcome) -> None:
         """Write what is known so far."""
-        self.outcomes[outcome.name] = outcome
-        done = [self.outcomes[part.name] for part in self._parts if part.name in self.outcomes]
+        self.outcomes.append(outcome)
+        done, wrong = self.outcomes, sum(row.verdict == WRONG for row in outcome.rows)
+        said = f"{len(outcome.rows)} answers, {wrong} wrong, {outcome.why}".removesuffix(", ")
+        print(f"{outcome.name}: {outcome.seconds:.1f} s, {said}", flush=True)
         failed = [f"* {its.name}: {its.why}" for its in done if its.why]
         notes = [", ".join(f"{its.name} {its.seconds:.0f} s" for its in done), "", *failed]
         (self._out / "gpu_check.md").write_text(table(self.facts, {its.name: its.rows for its in done}, notes))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +18,6 @@ from gpu.report import NOT_MEASURED, Report
 
 if __name__ == "__main__":
     faulthandler.enable()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that tests end with a summary
     comm: Any = None
     if int(os.environ.get("GPU_CHECK_RANKS", "0")):
         from mpi4py import MPI
@@ -28,5 +26,5 @@ if __name__ == "__main__":
     bench, out = Bench(os.environ.get("GPU_CHECK_TINY") == "1", comm), os.environ.get("GPU_CHECK_OUT")
     report = Report(Path(out) if out and bench.rank == 0 else None, bench.rank == 0, not bench.is_tiny)
     module, _, function = sys.argv[1].partition(":")
-    getattr(import_module(module), function)(bench, report, *sys.argv[2:])
+    getattr(import_module(module), function)(bench, report)
     sys.exit(any(row.got == NOT_MEASURED for row in report.rows))

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from gpu.report import Report, text_of, time_text
 from mpidist.transport import cuda
 
-__all__ = ["Bench", "Call", "text_of", "time_text"]
+__all__ = ["Bench", "Call", "compare", "text_of", "time_text", "torch_of_gpus"]
 
 NOT_READY = 600  # of CUDA, for an event that has not come
 LAST_HOLD = 20e-3
@@ -58,9 +60,9 @@ class Bench:
         """Say how many bytes to take, of so many; a multiple of 256."""
         return max(4096, number >> 12 if self.is_tiny else number) // 256 * 256
 
-    def numbers(self, count: int) -> Any:
-        """Return fresh random numbers of both signs on the host, float32 [count]."""
-        return self.random.random(count, np.float32) - np.float32(0.5)
+    def numbers(self, shape: Any) -> Any:
+        """Return fresh random numbers of both signs on the host, float32 of a shape."""
+        return self.random.random(shape, np.float32) - np.float32(0.5)
 
     def poison(self, array: Any) -> None:
         """Fill an array with what no result is: NaN, or the largest number."""
@@ -138,15 +140,23 @@ class Bench:
         return self._roofs[half]
 
 
-def text_of(times: np.ndarray) -> str:
-    """Write as `47.5 us (47.1 us to 48.9 us)`: the median, and where the middle 90 % lie."""
-    low, median, high = (time_text(float(one)) for one in np.percentile(times, (5, 50, 95)))
-    return f"{median} ({low} to {high})"
+def compare(
+    report: Report, question: str, times: Mapping[str, np.ndarray], least: float | None, note: str = ""
+) -> None:
+    """Say how long each other way takes beside `ours`: at least so many times as long, or just how long."""
+    for name in (name for name in times if name != "ours"):
+        ratio = float(np.median(times[name]) / np.median(times["ours"]))
+        got = f"{text_of(times[name])} / {text_of(times['ours'])} = {ratio:.2f}"
+        goal = None if least is None else (f"at least {least:g}", ratio >= least)
+        report.add(f"{question}: {name} / ours", got, goal=goal, note=note)
 
 
-def time_text(seconds: float) -> str:
-    """Write a time with three digits and its unit."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if seconds * factor < 999.5:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
+def torch_of_gpus(report: Report, what: str) -> Any:
+    """Return torch; `None`, with an answer that says so, where it is not installed, or has no CUDA."""
+    if find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            return torch
+    report.add(f"{what} beside torch", "torch is not installed, or has no CUDA")
+    return None

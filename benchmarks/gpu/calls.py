@@ -1,4 +1,4 @@
-"""What calls cost on a GPU: for the caller, through the host, behind a backward pass, and after a failure.
+"""What calls cost on a GPU: for the caller, beside others, through the host, behind a backward pass, after a failure.
 
 Two ranks that share the GPU pretend to be on two nodes, so that MPI carries between them, through shared memory. They
 take turns on the GPU, which real ranks do not: of the overlap, the hidden part is what is looked at, not the times.
@@ -6,9 +6,11 @@ take turns on the GPU, which real ranks do not: of the overlap, the hidden part 
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,24 +18,44 @@ from typing import Any
 import numpy as np
 
 import mpidist
-from gpu.bench import Bench, Call, text_of, time_text
+from gpu.bench import Bench, Call, compare, text_of, torch_of_gpus
 from gpu.kernels import shapes_of
+from gpu.parts import HOSTIDS, settings_of
 from gpu.report import Report
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 
-__all__ = ["faults", "overlap", "public_call", "staging"]
+__all__ = ["faults", "overlap", "peers", "public_call", "staging"]
 
 MOST_BYTES = 4 << 20  # of the host: the driver's own memory grows, too
 PIECE = 4 << 20  # of a message between hosts
 PACK = 40  # gradients: the first ones, of the last layers, are the large ones
 MOST_HOST = 0.4e-3  # seconds that the caller of 161 arrays waits
+SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes of an array
+LEAST_OF_PEERS = 0.9  # of what NCCL and torch take, which compare no calls between ranks
 DEADLINE, HELD, MOST_RESET = 1.0, 4.0, 10.0
 COUNT = 1 << 18
+
+Peer = Callable[[Sequence[Any]], Call]  # makes the call that reduces arrays in place
 
 
 def reduce(strategy: Any, value: Any, op: str = "sum", **more: Any) -> Any:
     """Call `all_reduce` as a user does."""
     return strategy.run(lambda: mpidist.get_replica_context().all_reduce(op, value, **more))
+
+
+def start(value: Any, out: Any, op: str = "sum") -> Any:
+    """Call `start_all_reduce` as a user does in `run`."""
+    return mpidist.get_replica_context().start_all_reduce(op, value, out=out)
+
+
+def sums(bench: Bench, arrays: Sequence[Any], call: Call) -> None:
+    """Let each rank contribute its number, plus 1, and look at the sums. Collective."""
+    for array in arrays:
+        array[...] = bench.rank + 1
+    call()
+    bench.synchronize()
+    for array in arrays:
+        bench.require_equal("a sum", array, np.full(array.shape, sum(range(bench.size + 1)), array.dtype))
 
 
 def strategy_over_mpi(bench: Bench) -> Any:
@@ -53,20 +75,15 @@ def public_call(bench: Bench, report: Report) -> None:
     for out in outs:
         bench.poison(out)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
-
-        def started() -> None:
-            strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("mean", arrays, out=outs).wait())
-
         ways: dict[str, list[Call]] = {
             "new results": [partial(reduce, strategy, arrays, "mean")],
             "out= given": [partial(reduce, strategy, arrays, "mean", out=outs)],
             "in place": [partial(reduce, strategy, arrays, "mean", out=arrays)],
-            "started, and waited for": [started],
+            "started, and waited for": [lambda: strategy.run(lambda: start(arrays, outs, "mean").wait())],
         }
         for name, times in bench.times(ways, 50, "host").items():
             question = f"all_reduce of {len(arrays)} arrays, 1 rank, {name}: what the caller waits"
-            goal = f"at most {time_text(MOST_HOST)}", bool(np.median(times) <= MOST_HOST)
-            report.add(question, text_of(times), goal=goal)
+            report.at_most(question, times, MOST_HOST)
         for array in (*arrays, *outs):
             bench.require_equal("mean of one rank", array, np.ones(array.shape, np.float32))
         look_for_leaks(bench, report, [call for (call,) in ways.values()])
@@ -90,6 +107,70 @@ def look_for_leaks(bench: Bench, report: Report, calls: list[Call]) -> None:
     report.add(f"memory that {turns * len(calls)} calls leave behind", got, goal=("none", is_clean))
 
 
+def peers(bench: Bench, report: Report) -> None:
+    """Time the public call beside NCCL that CuPy calls, and `torch.distributed`, on the same arrays. Collective."""
+    shares_gpus = bench.cuda.support.num_devices < bench.size
+    if shares_gpus:
+        os.environ["NCCL_HOSTID"] = f"rank{bench.rank}"
+    else:  # NCCL as it is
+        for name in settings_of(HOSTIDS):
+            os.environ.pop(name, None)
+    least, note = (None, "ranks share a GPU") if shares_gpus else (LEAST_OF_PEERS, "")
+    others = {"NCCL alone": over_nccl(bench), "torch.distributed": over_torch(bench, report)}
+    lists = {f"{nbytes} bytes": [(nbytes // 4,)] for nbytes in map(bench.nbytes, SIZES)}
+    lists |= {f"{len(shapes)} arrays": shapes for shapes in [shapes_of(bench)]}
+    with mpidist.MultiWorkerMirroredStrategy() as strategy:
+        for name, shapes in lists.items():
+            with report.question(f"all_reduce of {name} beside others"):
+                arrays = [bench.cupy.empty(shape, np.float32) for shape in shapes]
+                ways: dict[str, Call] = {"ours": partial(reduce, strategy, arrays, out=arrays)}
+                ways |= {name: peer(arrays) for name, peer in others.items() if peer is not None}
+                for way in ways.values():
+                    sums(bench, arrays, way)
+                for array in arrays:
+                    array[...] = 0  # and stays it, however often it is added
+                times = bench.times({way: [call] for way, call in ways.items()}, 40, "end")
+                compare(report, f"all_reduce of {name}, {bench.size} ranks", times, least, note)
+
+
+def over_nccl(bench: Bench) -> Peer:
+    """Return what calls NCCL's all-reduce for each array, in one group. Collective."""
+    nccl, cupy = bench.cuda.nccl, bench.cupy
+    unique_id = bench.comm.bcast(nccl.get_unique_id() if bench.rank == 0 else None)
+    comm = nccl.NcclCommunicator(bench.size, unique_id, bench.rank)
+
+    def all_reduce(arrays: Sequence[Any]) -> None:
+        stream = cupy.cuda.get_current_stream().ptr
+        nccl.groupStart()
+        for array in arrays:
+            comm.allReduce(array.data.ptr, array.data.ptr, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+        nccl.groupEnd()
+
+    return lambda arrays: partial(all_reduce, arrays)
+
+
+def over_torch(bench: Bench, report: Report) -> Peer | None:
+    """Return what calls torch's all-reduce, for a list on one buffer of all; `None` without torch. Collective."""
+    torch = torch_of_gpus(report, "all_reduce")
+    if torch is None:
+        return None
+    distributed = torch.distributed
+    torch.cuda.set_device(int(bench.cupy.cuda.runtime.getDevice()))
+    place = bench.comm.bcast(tempfile.mkdtemp() if bench.rank == 0 else None)
+    distributed.init_process_group("nccl", f"file://{place}/meeting", rank=bench.rank, world_size=bench.size)
+    atexit.register(distributed.destroy_process_group)
+
+    def all_reduce(flats: Sequence[Any]) -> None:
+        if len(flats) == 1:
+            distributed.all_reduce(flats[0])
+            return
+        whole = torch.cat(flats)
+        distributed.all_reduce(whole)
+        torch._foreach_copy_(flats, torch.split(whole, [flat.numel() for flat in flats]))
+
+    return lambda arrays: partial(all_reduce, [torch.from_dlpack(array.reshape(-1)) for array in arrays])
+
+
 def staging(bench: Bench, report: Report) -> None:
     """Time 100 MB beside the slowest of their stages, and beside whole messages. Collective, for 2 ranks."""
     from mpi4py import MPI
@@ -109,21 +190,17 @@ def staging(bench: Bench, report: Report) -> None:
             for part in (slice(at, at + PIECE) for at in range(0, nbytes, PIECE)):
                 bench.comm.Sendrecv(sent[part], peer, 7, received[part], peer, 7)
 
-        sums: dict[str, Call] = {"ours": partial(reduce, strategy, array, out=array), "whole messages": whole}
-        down, up = (lambda: room.get(out=sent)), (lambda: room.set(sent))
-        stages: dict[str, Call] = {"stage: down": down, "stage: up": up, "stage: MPI": exchange}
-        rows = [np.random.default_rng([3, at]).integers(-9, 9, array.size).astype(np.float32) for at in (0, 1)]
-        for name, call in sums.items():  # of numbers whose sums are exact
-            array.set(rows[bench.rank])
-            call()
-            bench.require_equal(name, array, rows[0] + rows[1])
-        times = bench.times({name: [call] for name, call in (sums | stages).items()}, 8, "end")
+        ways: dict[str, Call] = {"ours": partial(reduce, strategy, array, out=array), "whole messages": whole}
+        for call in ways.values():
+            sums(bench, [array], call)
+        array[...] = 0
+        stages: dict[str, Call] = {"down": lambda: room.get(out=sent), "up": lambda: room.set(sent), "MPI": exchange}
+        times = bench.times({name: [call] for name, call in (ways | stages).items()}, 8, "end")
         slowest = max(stages, key=lambda name: np.median(times[name]))
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
         for name, least in ((slowest, 0.8), ("whole messages", 1.5)):
-            ratio = float(np.median(times[name]) / np.median(times["ours"]))
-            question = f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI: {name} / ours"
-            report.add(question, f"{ratio:.2f}", goal=(f"at least {least}", ratio >= least), note=note)
+            question, own = f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI", {"ours": times["ours"]}
+            compare(report, question, own | {name: times[name]}, least, note)
 
 
 def overlap(bench: Bench, report: Report) -> None:
@@ -133,12 +210,12 @@ def overlap(bench: Bench, report: Report) -> None:
         packs = [gradients[at : at + PACK] for at in range(0, len(gradients), PACK)]
         elements, seconds = sum(int(its.size) for its in gradients), 0.0
 
-        def compute(start: Callable[[Any], object] = len) -> None:
+        def compute(begin: Callable[[Any], object] = len) -> None:
             for pack in packs:
                 for array in pack:
                     bench.hold(seconds * int(array.size) / elements)
                     array[...] = bench.rank + 1
-                start(pack)
+                begin(pack)
 
         def after() -> None:
             compute()
@@ -146,23 +223,15 @@ def overlap(bench: Bench, report: Report) -> None:
 
         def early() -> None:
             handles: list[Any] = []
-            start = mpidist.get_replica_context
-            strategy.run(lambda: compute(lambda its: handles.append(start().start_all_reduce("sum", its, out=its))))
+            strategy.run(lambda: compute(lambda pack: handles.append(start(pack, pack))))
             for handle in handles:
                 handle.wait()
 
-        def check() -> None:
-            for array in gradients:
-                total = np.full(array.shape, sum(range(bench.size + 1)), np.float32)
-                bench.require_equal("a gradient", array, total)
-
         for way in (after, early):
-            way()
-            check()
+            sums(bench, gradients, way)
         seconds = 2 * float(np.median(bench.times({"": [after]}, 5, "end")[""])) / bench.size
         times = bench.times({"compute": [compute], "after": [after], "early": [early]}, 8, "end")
-        early()
-        check()
+        sums(bench, gradients, early)
         alone, late, soon = (float(np.median(its)) for its in times.values())
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
         if late <= alone and not bench.is_tiny:
@@ -175,27 +244,23 @@ def overlap(bench: Bench, report: Report) -> None:
 def faults(bench: Bench, report: Report) -> None:
     """Over real NCCL: a deadline and an abort with a kernel in flight, a new start, torch's tensors. Collective."""
     os.environ["NCCL_HOSTID"] = f"rank{bench.rank}"  # as NCCL wants a GPU for each rank of a host
-    array = bench.cupy.ones(COUNT, np.float32)
+    array = bench.cupy.empty(COUNT, np.float32)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
-        total = np.full(COUNT, bench.size, np.float32)
-        bench.require_equal("a sum", reduce(strategy, array), total)
+        call = partial(reduce, strategy, array, out=array)
+        sums(bench, [array], call)
         with report.question("a deadline with a kernel in flight"):
-            slowest = max(bench.comm.allgather(ended_by_deadline(bench, strategy, array)))
-            goal = "on all ranks at most 1 s later", slowest < DEADLINE + 1
-            report.add(
-                f"a deadline of {DEADLINE:g} s with a kernel in flight", f"an error within {slowest:.2f} s", goal=goal
-            )
-            start = perf_counter()
+            took = np.array(bench.comm.allgather(ended_by_deadline(bench, call)))
+            report.at_most(f"a deadline of {DEADLINE:g} s with a kernel in flight", took.max(), DEADLINE + 1)
+            begun = perf_counter()
             strategy.reset()
-            bench.require_equal("a sum after reset()", reduce(strategy, array), total)
-            slowest = max(bench.comm.allgather(perf_counter() - start))
-            goal = f"at most {MOST_RESET:g} s on all ranks", slowest <= MOST_RESET
-            report.add("reset() after the abort, and a call", f"{slowest:.2f} s", goal=goal)
+            sums(bench, [array], call)
+            took = np.array(bench.comm.allgather(perf_counter() - begun))
+            report.at_most("reset() after the abort, and a call, on all ranks", took.max(), MOST_RESET)
         with report.question("tensors of torch, bfloat16, on a side stream"):
             reduce_tensors(bench, report, strategy)
 
 
-def ended_by_deadline(bench: Bench, strategy: Any, array: Any) -> float:
+def ended_by_deadline(bench: Bench, call: Callable[..., object]) -> float:
     """Reduce while the last rank's GPU is busy: NCCL's kernel of the others is in flight. Return what the error took.
 
     Raises:
@@ -203,22 +268,18 @@ def ended_by_deadline(bench: Bench, strategy: Any, array: Any) -> float:
     """
     if bench.rank == bench.size - 1:
         bench.hold(HELD)
-    start = perf_counter()
+    begun = perf_counter()
     try:
-        reduce(strategy, array, options=mpidist.CommunicationOptions(timeout_seconds=DEADLINE))
+        call(options=mpidist.CommunicationOptions(timeout_seconds=DEADLINE))
     except (DeadlineExceededError, PeerFailedError):
-        return perf_counter() - start
+        return perf_counter() - begun
     raise ArithmeticError(f"a call of {HELD:g} s was done before its deadline of {DEADLINE:g} s")
 
 
 def reduce_tensors(bench: Bench, report: Report, strategy: Any) -> None:
     """Reduce tensors that a side stream is about to write. Collective."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        report.add("tensors of torch on a side stream", "torch is not installed")
-        return
-    for dtype in (torch.bfloat16, torch.float32):
+    torch = torch_of_gpus(report, "tensors")
+    for dtype in () if torch is None else (torch.bfloat16, torch.float32):
         tensor = torch.zeros(COUNT, dtype=dtype, device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()) as stream, bench.cupy.cuda.ExternalStream(stream.cuda_stream):
             bench.hold(0.01)

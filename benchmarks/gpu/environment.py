@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Environment", "output_of", "prepare"]
+__all__ = ["ROOT", "Environment", "output_of", "prepare"]
 
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {

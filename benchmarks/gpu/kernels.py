@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import distributions
-from itertools import pairwise
+from math import prod
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 from record import shapes_of_list
 
-from gpu.bench import Bench, Call, text_of, time_text
+from gpu.bench import Bench, Call, compare, text_of, time_text, torch_of_gpus
 from gpu.report import Report
 from mpidist.transport.cuda import nccl_version_text
 from mpidist.transport.gpu.kernels import DeviceKernels
@@ -32,6 +32,7 @@ __all__ = ["Kernels", "Lists", "machine", "measure", "shapes_of", "small"]
 SETS = 3  # of arrays, used in turn; one set of ResNet-50 is three times the cache
 UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no multiple of 16 bytes
 SMALL = (1, 7, 64, 2048, 2049, 5000)  # below, at and above what a block takes, and none a multiple of the other
+LEAST = 0.85  # of the speed of the device's own copy
 # What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays. As long as each
 # array is looked at, and a launch takes but 168 of them, it takes more, and the table says that the goal is missed.
 MOST_HOST, MOST_HOST_OF_MANY = 25e-6, 50e-6
@@ -40,35 +41,33 @@ Shape = tuple[int, ...]
 
 
 class Lists:
-    """Sets of tensors with random numbers, buffers for them, and tensors to unpack into.
+    """Sets of tensors with random numbers, laid out once, as the library does it, and what they are copied to."""
 
-    The layout is made once, as the library does it, which also pads what lies on a GPU.
-    """
-
-    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any, is_padded: bool = False) -> None:
-        up, empty = bench.cupy.asarray, bench.cupy.empty
-        self.sizes = [int(np.prod(shape)) for shape in shapes]
-        self.total, self.dtype = sum(self.sizes), np.dtype(dtype)
-        self.layout = PackLayout(self.sizes, self.dtype, is_padded)
-        self.bounds = list(pairwise([0, *np.cumsum(self.sizes).tolist()]))
-        self.host = [bench.numbers(self.total) for _ in range(count)]
-        cut = list(zip(self.bounds, shapes, strict=True))
-        self.tensors = [[up(flat[a:b].reshape(shape)) for (a, b), shape in cut] for flat in self.host]
+    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any, is_padded: bool) -> None:
+        empty, sizes = bench.cupy.empty, list(map(prod, shapes))
+        self.sizes, self.dtype, self._host = sizes, np.dtype(dtype), bench.cupy.asnumpy
+        self.layout = PackLayout(sizes, self.dtype, is_padded)
+        self.starts = (self.layout.offsets // self.dtype.itemsize).tolist()
+        self.tensors = [[bench.cupy.asarray(bench.numbers(shape)) for shape in shapes] for _ in range(count)]
         self.buffers = [empty(self.layout.size, dtype) for _ in range(count)]
-        self.targets = [[empty(size, np.float32) for size in self.sizes] for _ in range(count)]
+        self.targets = [[empty(size, np.float32) for size in sizes] for _ in range(count)]
+
+    def cut(self, buffer: Any) -> list[Any]:
+        """Return the part of each tensor."""
+        return [buffer[start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)]
 
     def packed(self, at: int) -> np.ndarray:
         """Return what packing set `at` must give, [layout.size]: rounded, and 0 in what is padding."""
-        rounded, whole = self.host[at].astype(self.dtype), np.zeros(self.layout.size, self.dtype)
-        for (a, b), start in zip(self.bounds, (self.layout.offsets // self.dtype.itemsize).tolist(), strict=True):
-            whole[start : start + b - a] = rounded[a:b]
+        whole = np.zeros(self.layout.size, self.dtype)
+        for part, tensor in zip(self.cut(whole), self.tensors[at], strict=True):
+            part[...] = self._host(tensor).reshape(-1)
         return whole
 
 
 def shapes_of(bench: Bench, copies: int = 1) -> list[Shape]:
     """Return the shapes of ResNet-50's gradients, so many times."""
     shapes = shapes_of_list("resnet50")
-    return [shape for shape in shapes if int(np.prod(shape)) <= 512][:20] if bench.is_tiny else shapes * copies
+    return [shape for shape in shapes if prod(shape) <= 512][:20] if bench.is_tiny else shapes * copies
 
 
 def machine(bench: Bench, report: Report) -> None:
@@ -100,15 +99,15 @@ class Kernels:
     ) -> Lists:
         """Pack into buffers and unpack, divided, over what is no result; look at all numbers."""
         lists = Lists(self._bench, shapes, sets, dtype, is_padded)
-        for at, host in enumerate(lists.host):
-            rounded = host.astype(lists.dtype)
-            for array in (lists.buffers[at], *lists.targets[at]):
+        for at, (tensors, buffer, targets) in enumerate(zip(lists.tensors, lists.buffers, lists.targets, strict=True)):
+            for array in (buffer, *targets):
                 self._bench.poison(array)
-            self.kernels.pack(lists.tensors[at], lists.buffers[at], layout=lists.layout)
-            self._bench.require_equal(f"pack to {lists.dtype}", lists.buffers[at], lists.packed(at))
-            self.kernels.unpack(lists.buffers[at], lists.targets[at], divisor, lists.layout)
-            for target, (a, b) in zip(lists.targets[at], lists.bounds, strict=True):
-                quotients = rounded[a:b].astype(np.float32) / np.float32(divisor)
+            packed = lists.packed(at)
+            self.kernels.pack(tensors, buffer, layout=lists.layout)
+            self._bench.require_equal(f"pack to {lists.dtype}", buffer, packed)
+            self.kernels.unpack(buffer, targets, divisor, lists.layout)
+            for target, part in zip(targets, lists.cut(packed), strict=True):
+                quotients = part.astype(np.float32) / np.float32(divisor)
                 self._bench.require_equal(f"unpack from {lists.dtype}", target, quotients)
         return lists
 
@@ -128,7 +127,7 @@ class Kernels:
         dtype: Any = np.float32,
         divisor: int = 1,
         sets: int = SETS,
-        least: float = 0.85,
+        least: float = LEAST,
         most_host: float | None = None,
         is_padded: bool = False,
     ) -> Lists:
@@ -142,20 +141,19 @@ class Kernels:
         }
         for name, times in self._bench.times(ways, 60, "GPU").items():
             question = f"{name}, buffer of {lists.dtype}: {len(lists.sizes)} tensors"
-            self._beside_roof(question, (4 + lists.dtype.itemsize) * lists.total, times, least)
+            self._beside_roof(question, (4 + lists.dtype.itemsize) * sum(lists.sizes), times, least)
         if most_host is not None:
             both = [lambda its=its: [call() for call in its] for its in zip(*ways.values(), strict=True)]
             times = self._bench.times({"": both}, 60, "host")[""]
             question = f"pack and unpack of {len(lists.sizes)} tensors: what launching takes the host"
-            goal = f"at most {time_text(most_host)}", bool(np.median(times) <= most_host)
-            self._report.add(question, text_of(times), goal=goal)
+            self._report.at_most(question, times, most_host)
         return lists
 
     def sum(self, dtype: Any) -> None:
         """Time adding the parts of 4 ranks."""
         add, nbytes = self.checked_sum(self._bench.nbytes(25 << 20) // 4, dtype)
         times = self._bench.times({"": [add]}, 60, "GPU")[""]
-        self._beside_roof(f"sum of 4 parts of {np.dtype(dtype)}", nbytes, times, 0.85)
+        self._beside_roof(f"sum of 4 parts of {np.dtype(dtype)}", nbytes, times, LEAST)
 
     def _beside_roof(self, question: str, nbytes: int, times: np.ndarray, least: float) -> None:
         roof = self._bench.roof(nbytes)
@@ -169,14 +167,10 @@ class Kernels:
         """Time packing ResNet-50's gradients, then beside other libraries."""
         lists = self.lists(shapes_of(self._bench), most_host=MOST_HOST)
         ways: dict[str, list[Call]] = defaultdict(list)
-        try:
-            import torch
-        except ModuleNotFoundError:
-            torch = None
-            self._report.add("pack beside torch", "torch is not installed")
+        torch = torch_of_gpus(self._report, "pack")
         for tensors, buffer in zip(lists.tensors, lists.buffers, strict=True):
             ways["ours"].append(partial(self.kernels.pack, tensors, buffer, layout=lists.layout))
-            pairs = [(buffer[a:b], one.reshape(-1)) for (a, b), one in zip(lists.bounds, tensors, strict=True)]
+            pairs = list(zip(lists.cut(buffer), (one.reshape(-1) for one in tensors), strict=True))
             ways["a CuPy copy per tensor"].append(lambda pairs=pairs: [its.__setitem__(..., one) for its, one in pairs])
             if torch is not None:
                 flats, whole = [torch.from_dlpack(one) for _, one in pairs], torch.from_dlpack(buffer)
@@ -184,17 +178,13 @@ class Kernels:
                 copy, views = torch._foreach_copy_, list(torch.split(whole, lists.sizes))
                 ways["torch._foreach_copy_"].append(partial(copy, views, flats))
         for name, calls in ways.items():
-            for call, buffer, host in zip(calls, lists.buffers, lists.host, strict=True):
+            for at, (call, buffer) in enumerate(zip(calls, lists.buffers, strict=True)):
                 self._bench.poison(buffer)
                 call()
                 self._bench.synchronize()
-                self._bench.require_equal(name, buffer, host)
+                self._bench.require_equal(name, buffer, lists.packed(at))
         for clock in ("GPU", "host", "end"):
-            times = self._bench.times(ways, 30, clock)
-            for name in list(ways)[1:]:
-                ratio = float(np.median(times[name]) / np.median(times["ours"]))
-                got = f"{text_of(times[name])} / {text_of(times['ours'])} = {ratio:.2f}"
-                self._report.add(f"pack beside {name}, {clock}: theirs / ours", got, goal=("at least 1", ratio >= 1))
+            compare(self._report, f"pack, {clock}", self._bench.times(ways, 30, clock), 1)
 
 
 def measure(bench: Bench, report: Report) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["PARTS", "Part"]
+__all__ = ["HOSTIDS", "PARTS", "Part", "settings_of"]
 
 
-def _settings(text: str) -> Mapping[str, str]:
+def settings_of(text: str) -> Mapping[str, str]:
+    """Read settings as a shell does."""
     return dict(word.split("=", 1) for word in text.split())
 
 
@@ -27,11 +28,11 @@ class Part:
     """One process, or one job of several ranks."""
 
     name: str  # its files are named after it
-    ask: str  # module and function, which takes a bench, a report, and `words`
+    ask: str  # module and function, which takes a bench and a report; or "tests"
     question: str  # for the table, if it never gets to an answer
     limit: float  # seconds that it may take
     ranks: int = 0  # 0 for a process without MPI
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # of tests: numbers of ranks, and files; by default all that have tests of GPUs
     environment: Mapping[str, str] = field(default_factory=dict)
     tool: tuple[str, ...] = ()  # a program under which it runs, with options
     must_say: str = ""  # what the tool says if it found nothing
@@ -39,35 +40,31 @@ class Part:
 
 
 def _tests(name: str, ranks: str, words: str, limit: float, settings: str, *files: str) -> Part:
-    question, said = f"tests that need a GPU, {words}", (ranks, words, *files)
-    return Part(name, "gpu.programs:tests", question, limit, 0, said, _settings(settings), alone=False)
-
-
-def _sanitizer(tool: str) -> Part:
-    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "99")
-    question, clean = f"compute-sanitizer {tool} on a small run of the kernels", "ERROR SUMMARY: 0 errors"
-    return Part(f"sanitizer-{tool}", "gpu.kernels:small", question, 120, tool=command, must_say=clean, alone=False)
+    question = f"tests that need a GPU, {words}"
+    return Part(name, "tests", question, limit, 0, (ranks, *files), settings_of(settings), alone=False)
 
 
 # In the order of their importance: what comes last is left out if time runs short. Those that measure come first, and
 # their limits leave a third of the time to the others.
 PARTS: tuple[Part, ...] = (
     Part("machine", "gpu.kernels:machine", "what the machine is", 30),
-    Part("kernels", "gpu.kernels:measure", "lists of tensors into one buffer and back, and sums", 95),
-    Part("public-call", "gpu.calls:public_call", "the public call, and what it leaves behind", 45),
-    Part("staging", "gpu.calls:staging", "all-reduce of device memory that MPI carries", 45, 2),
-    Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 45, 2),
-    Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 45, 2, environment=_settings(HOSTIDS)),
+    Part("kernels", "gpu.kernels:measure", "lists of tensors into one buffer and back, and sums", 80),
+    Part("public-call", "gpu.calls:public_call", "the public call, and what it leaves behind", 38),
+    Part("peers", "gpu.calls:peers", "all_reduce beside NCCL alone and torch.distributed", 38, 2,
+         environment=settings_of(HOSTIDS)),
+    Part("staging", "gpu.calls:staging", "all-reduce of device memory that MPI carries", 38, 2),
+    Part("overlap", "gpu.calls:overlap", "reductions that hide behind the backward pass", 38, 2),
+    Part("faults", "gpu.calls:faults", "an abort with a kernel in flight", 38, 2, environment=settings_of(HOSTIDS)),
     _tests("right-1", "1", "1 rank, real NCCL", 140, ""),
     _tests("right-staged", "2,3,4", "2 to 4 ranks through the host", 150, "MPIDIST_NCCL=0"),
     _tests("right-hostid-2", "2", "2 ranks, real NCCL by NCCL_HOSTID", 120, HOSTIDS),
     _tests("right-one-process", "1", "several communicators of one process on a GPU", 60, ONE_PROCESS,
            "tests/transport/nccl/test_gpus_of_process.py"),
-    Part("digits-1", "gpu.programs:digits", "digits on the GPU, 1 rank", 60, alone=False),
-    Part("digits-4", "gpu.programs:digits", "digits on the GPU, 4 ranks", 60, 4, alone=False),
-    _sanitizer("memcheck"),
+    Part("digits-1", "gpu.digits:digits", "digits on the GPU, 1 rank", 60, alone=False),
+    Part("digits-4", "gpu.digits:digits", "digits on the GPU, 4 ranks", 60, 4, alone=False),
+    Part("sanitizer", "gpu.kernels:small", "compute-sanitizer on a small run of the kernels", 120, alone=False,
+         tool=("compute-sanitizer", "--error-exitcode", "99"), must_say="ERROR SUMMARY: 0 errors"),
     _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}"),
     _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS),
     _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110, f"{HOSTIDS} {TWO_NODES}"),
-    _sanitizer("initcheck"),
 )  # fmt: skip

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table"]
+import numpy as np
+import record
+
+__all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of", "time_text"]
 
 NOT_MEASURED = "not measured"
 WRONG = "**wrong**"
@@ -58,6 +61,11 @@ class Report:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
 
+    def at_most(self, question: str, times: np.ndarray, most: float, note: str = "") -> None:
+        """Note times whose median is to be at most so many seconds."""
+        goal = f"at most {time_text(most)}", bool(np.median(times) <= most)
+        self.add(question, text_of(times), goal=goal, note=note)
+
     @contextmanager
     def question(self, question: str) -> Iterator[None]:
         """Ask one; an error becomes its answer, and the next one is asked."""
@@ -87,3 +95,14 @@ def table(facts: Mapping[str, str], rows: Mapping[str, Sequence[Row]], notes: Se
             cells = (part, row.question, row.got, row.verdict, row.note)
             lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
     return "\n".join([*lines, "", *notes, ""])
+
+
+def text_of(times: np.ndarray) -> str:
+    """Write as `47.5 us (47.1 us to 48.9 us)`: the median, and where the middle 90 % lie."""
+    low, median, high = (time_text(float(one)) for one in np.percentile(times, (5, 50, 95)))
+    return f"{median} ({low} to {high})"
+
+
+def time_text(seconds: float) -> str:
+    """Write a time with three digits and its unit."""
+    return record.text_of(1e6 * seconds)

@@ -6,10 +6,9 @@ and no device is touched before CuPy says that there is one.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import Any, Final, final
 
 from mpidist.transport.text import first_line
 
-__all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text", "provided_by"]
+__all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text"]
 
 LEAST_NCCL: Final = 22203  # 2.22.3: the oldest that aborts all communicators of a device together, as a group
 _LEAST_CUPY: Final = 14
@@ -47,37 +46,17 @@ class GpuSupport:
     reason: str = ""
 
 
-def _import(name: str) -> Any:
-    if name == "cupy":
-        import cupy  # guarded: `import mpidist` must not start CUDA
-
-        return cupy
-    from cupy.cuda import nccl  # guarded, as above
-
-    return nccl
-
-
 @final
 class Cuda:
-    """CuPy and its binding of NCCL, loaded when they are first asked for.
-
-    Args:
-        load: Imports a module by name.
-        has: Says whether there is such a module, without importing it.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[str], Any] = _import,
-        has: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
-    ) -> None:
-        self._load = load
-        self._has = has
+    """CuPy and its binding of NCCL, loaded when they are first asked for."""
 
     @cached_property
     def cupy(self) -> Any:
         """The module `cupy`."""
-        return self._quietly("cupy")
+        with _no_warnings():
+            import cupy  # guarded: `import mpidist` must not start CUDA
+
+        return cupy
 
     @property
     def is_loaded(self) -> bool:
@@ -87,16 +66,19 @@ class Cuda:
     @cached_property
     def nccl(self) -> Any:
         """The module `cupy.cuda.nccl`."""
-        return self._quietly("cupy.cuda.nccl")
+        with _no_warnings():
+            from cupy.cuda import nccl  # guarded, as above
+
+        return nccl
 
     @cached_property
     def support(self) -> GpuSupport:
         """What there is, found out in five steps, once; what fails says how to mend it."""
-        if not self._has("cupy"):
-            return GpuSupport(reason=f"CuPy is not installed; {INSTALL_CUPY}")
         try:
             cupy = self.cupy
         except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+                return GpuSupport(reason=f"CuPy is not installed; {INSTALL_CUPY}")
             return GpuSupport(reason=f"CuPy cannot be imported: {first_line(error)}")
         version, runtime = str(cupy.__version__), cupy.cuda.runtime
         if int(version.partition(".")[0]) < _LEAST_CUPY:
@@ -122,10 +104,13 @@ class Cuda:
             return number, f"NCCL {nccl_version_text(number)} is older than {least}; {install}"
         return number, ""
 
-    def _quietly(self, name: str) -> Any:
-        with warnings.catch_warnings():  # of what is missing, which `support` says in its own words
-            warnings.simplefilter("ignore")
-            return self._load(name)
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Leave out those of what is missing, which `support` says in its own words."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def nccl_version_text(number: int) -> str:
@@ -146,19 +131,9 @@ def _why_no_device(runtime: Any) -> str:
     return f"the driver shows {count}. See what `nvidia-smi` lists"
 
 
-_providers: Final = [Cuda()]
+_CURRENT: Final = Cuda()
 
 
 def current() -> Cuda:
-    """Return what serves this process: CuPy itself, but for tests."""
-    return _providers[-1]
-
-
-@contextmanager
-def provided_by(cuda: Cuda) -> Iterator[Cuda]:
-    """Let another object serve this process for a while, for tests."""
-    _providers.append(cuda)
-    try:
-        yield cuda
-    finally:
-        _providers.remove(cuda)
+    """Return what serves this process."""
+    return _CURRENT

@@ -34,6 +34,7 @@ _SPINS_OF_A_MESSAGE: Final = 200  # one wait of a call: a message arrives after 
 _YIELD_SECONDS: Final = 0.002
 _CHECK_SECONDS: Final = 0.001
 _NAP_SECONDS: Final = 0.0002
+_SHORT_NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what an end may be late
 _LONG_NAP_SECONDS: Final = 0.001
 _LONG_WAIT_SECONDS: Final = 1.0
 _NAPS_IN_A_WAIT: Final = 64
@@ -208,4 +209,4 @@ def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS, is_message: bool 
     elif is_message:
         time.sleep(_NAP_SECONDS if waited < _LONG_WAIT_SECONDS else _LONG_NAP_SECONDS)
     else:
-        time.sleep(min(max(waited / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
+        time.sleep(min(max(waited / _NAPS_IN_A_WAIT, _SHORT_NAP_SECONDS), _LONG_NAP_SECONDS))

@@ -73,11 +73,10 @@ def test_without_mpi_it_says_what_brings_it(capfd: pytest.CaptureFixture[str], m
 def test_it_says_what_is_missing_and_what_to_do(
     comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(name: str) -> Any:
-        raise ImportError(f"no {name}")
-
-    with cuda.provided_by(cuda.Cuda(load, lambda name: False)):
-        text = said(capfd, comm)
+    its = cuda.Cuda()
+    monkeypatch.setattr(cuda, "current", lambda: its)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    text = said(capfd, comm)
     assert text.count("none: CuPy is not installed; `pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings it") == 1
     assert "NCCL" not in text.replace("cupy-cuda13x[ctk]", "")
 
@@ -96,10 +95,11 @@ def test_it_tells_ranks_apart_and_nodes(
     emulated: Emulated, comm: Intracomm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
-    with cuda.provided_by(cuda.Cuda()):
-        one_node = said(capfd, comm, status=1)
-        monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
-        each_alone = said(capfd, comm)
+    its = cuda.Cuda()
+    monkeypatch.setattr(cuda, "current", lambda: its)
+    one_node = said(capfd, comm, status=1)
+    monkeypatch.setenv("MPIDIST_PRETEND_NODES", ",".join(map(str, range(comm.size))))
+    each_alone = said(capfd, comm)
     assert row(one_node, "NCCL") == "rank 0: 2.30.4"
     others = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
     assert f"{others}: 2.28.9\n" in one_node

@@ -87,7 +87,7 @@ def test_all_packs_are_launched_and_the_host_waits_once(
     emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, in_flight, kernels = DeviceQueue.wait, [], []
-    arrays, queue = arrays_of_packs(comm.rank, 6), queue_of(group)
+    arrays = arrays_of_packs(comm.rank, 6)
     down(arrays[-1])
     emulated.hold()
 
@@ -102,11 +102,10 @@ def test_all_packs_are_launched_and_the_host_waits_once(
         wait(*arguments)
 
     monkeypatch.setattr(DeviceQueue, "wait", look)
-    waits, before = queue.num_waits, emulated.count("kernels")
+    before = emulated.count("kernels")
     results = NcclAllReduce().bound_to(group).all_reduce("SUM", arrays, PACKS)
-    assert in_flight == [6]
+    assert in_flight == [6], "the host waits once"
     assert kernels == [before + 2], "the second pack was packed, and no third: memory is bounded"
-    assert queue.num_waits == waits + 1
     assert all(is_total(result, comm.size, 100) for result in results)
 
 
@@ -190,37 +189,62 @@ def test_results_into_arrays_and_arguments_overwritten_afterwards(anywhere: Sync
 
 
 @pytest.mark.ranks(min=2)
-def test_a_call_is_launched_when_all_have_come(emulated: Emulated, group: SyncGroup, comm: Intracomm) -> None:
+def test_a_call_is_launched_when_all_have_come(
+    emulated: Emulated, group: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of it, before anybody waits, and asking never blocks: not even while NCCL is held back."""
-    ops, queue = NcclAllReduce().bound_to(group), queue_of(group)
+    ops, waits = NcclAllReduce().bound_to(group), []
+    monkeypatch.setattr(DeviceQueue, "wait", lambda queue, launched, *_: waits.append(launched))
     emulated.hold()
     comm.Barrier()
-    waits = queue.num_waits
     handles = [ops.start_all_reduce("SUM", arrays_of_packs(comm.rank, 3), PACKS) for _ in range(3)]
     until = time.monotonic() + 20
     while emulated.count("launches of NCCL under way") < 9 and time.monotonic() < until:
         assert not any(handle.is_done() for handle in handles)
     assert emulated.count("launches of NCCL under way") == 9
-    assert queue.num_waits == waits
     comm.Barrier()
     emulated.hold(False)
     while not all(handle.is_done() for handle in handles):
         assert time.monotonic() < until
-    assert queue.num_waits == waits
     for handle in handles:
         assert all(is_total(result, comm.size, 100) for result in handle.wait())
-    assert queue.num_waits == waits
+    assert not waits
 
 
 @pytest.mark.ranks(min=2)
-def test_memory_of_a_pack_stream_is_allocated_on_it(emulated: Emulated, group: SyncGroup) -> None:
+def test_the_next_call_is_packed_while_nccl_reduces_the_last_one(
+    emulated: Emulated, group: SyncGroup, comm: Intracomm
+) -> None:
+    ops, arrays = NcclAllReduce().bound_to(group), arrays_of_packs(comm.rank, 1)
+    down(arrays[-1])
+    emulated.hold()
+    before, until = emulated.count("kernels"), time.monotonic() + 20
+    handles = [ops.start_all_reduce("SUM", arrays, PACKS) for _ in range(3)]
+    while emulated.count("launches of NCCL under way") < 3 and time.monotonic() < until:
+        handles[0].is_done()
+    while emulated.count("kernels") < before + 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert emulated.count("kernels") == before + 2, "the pack of the second call, and not that of the third one"
+    comm.Barrier()
+    emulated.hold(False)
+    assert all(is_total(result, comm.size, 100) for handle in handles for result in handle.wait())
+
+
+@pytest.mark.ranks(min=2)
+def test_memory_is_lent_to_the_stream_that_it_was_allocated_on(emulated: Emulated, group: SyncGroup) -> None:
     """What a call outside of launches was lent belongs to the caller's stream, which may have it back at any time."""
     queue = queue_of(group)
+
+    def of_a_pack() -> Any:
+        with queue.packing():
+            return queue.buffer("lent", 64)
+
     outside = [queue.buffer("lent", 64) for _ in range(2)]
-    inside = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
-    addresses = [memory.data.ptr for memory in (*outside, *inside)]
-    assert addresses[0] == addresses[1]
-    assert len(set(addresses)) == 3
+    between = [queue.launch("work", lambda: queue.buffer("lent", 64)).result for _ in range(2)]
+    packs = [queue.launch("work", of_a_pack).result for _ in range(4)]
+    addresses = [memory.data.ptr for memory in (*outside, *between, *packs)]
+    assert [addresses.index(one) for one in addresses] == [0, 0, 2, 2, 4, 5, 4, 5]
 
 
 @pytest.mark.ranks(min=2)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from support.contributions import contribution, reduction_of
+from support.contributions import HALVES, contribution, in_rank_order, reduction_of
 
 from host_cuda.gpus import down, up
 from mpidist.transport import Communicator, Reduction, shard_bounds
 
-__all__ = ["check_gathers", "check_reductions", "check_uneven_shards"]
+__all__ = ["CHECKS", "check_gathers", "check_reductions", "check_uneven_shards"]
 
+A_FEW = [np.dtype(name) for name in ("int8", "int16", "int32", "float64")] + list(HALVES)
+LENGTH = 600  # of several chunks of the tests of staging
 Counts = Callable[[Any], Iterable[int]]  # of elements, for a dtype
 
 
@@ -76,3 +78,41 @@ def check_gathers(its: Communicator, dtypes: Iterable[Any], counts_of: Counts) -
                 assert rows is None or (down(rows) == np.stack(everyone)).all(), (dtype, count, root)
                 its.broadcast(buffer, root)
                 assert (down(buffer) == everyone[root]).all(), (dtype, count, root)
+
+
+def check_exchange(its: Communicator) -> None:
+    """Arrays of any length, passed round."""
+    to, source = (its.rank + 1) % its.size, (its.rank - 1) % its.size
+    for dtype, times in itertools.product(A_FEW, (0, 1, 50)):
+        outgoing = up(contribution("sum", its.rank, times * (its.rank + 1), dtype))
+        incoming = up(np.zeros(times * (source + 1), dtype))
+        its.send_receive(outgoing, to, incoming, source)
+        assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
+
+
+def check_halves(its: Communicator) -> None:
+    """They are joined in float32, in rank order."""
+    rows = np.random.default_rng(7).standard_normal((its.size, LENGTH + 5))
+    for dtype in HALVES:
+        parts = [row.astype(dtype) for row in rows]
+        buffer = up(parts[its.rank])
+        its.all_reduce(buffer, Reduction("sum", divisor=3))
+        assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
+
+
+def check_neighbours(its: Communicator) -> None:
+    """What lies beside a slice stays as it is."""
+    for dtype in A_FEW:
+        around = up(np.full(LENGTH + 12, 99, dtype))
+        buffer = around[5:-5]
+        for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
+            buffer[...] = 1
+            its.all_reduce(buffer, reduction)
+            its.reduce_scatter(buffer, reduction)
+        its.all_gather(buffer)
+        its.broadcast(buffer, 0)
+        assert (down(around)[:5] == 99).all()
+        assert (down(around)[-5:] == 99).all()
+
+
+CHECKS = [check_exchange, check_halves, check_neighbours]

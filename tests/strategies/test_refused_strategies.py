@@ -201,16 +201,20 @@ def test_strategies_of_one_worker_have_no_resolver(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("make", [MirroredStrategy, MultiWorkerMirroredStrategy])
-def test_driver_that_fails_on_one_rank_is_every_ranks_error(make: Callable[[], Strategy]) -> None:
+def test_driver_that_fails_on_one_rank_is_every_ranks_error(
+    make: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And leaves nothing behind: the next strategy is built as if nothing had been."""
 
-    def load(name: str) -> Any:
+    def fail() -> Any:
         raise RuntimeError("CUDA driver error")
 
     failing = WORLD.size - 1
     text = f"rank {failing}: RuntimeError: CUDA" if failing else "CUDA driver error"
     kind = InvalidArgumentError if failing else RuntimeError
-    with cuda.provided_by(cuda.Cuda(load, lambda name: WORLD.rank == failing)), raises_everywhere(WORLD, kind, text):
+    with monkeypatch.context() as patch, raises_everywhere(WORLD, kind, text):
+        if WORLD.rank == failing:
+            patch.setattr(cuda, "current", fail)
         make()
     MultiWorkerMirroredStrategy().close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -176,9 +177,8 @@ class PackedExecution(Execution):
                 for index, target in zip(part.indices, targets, strict=True):
                     results[index] = target
         if self._uses_device and call.outs is not None:
-            if queue is not None:
-                queue.join()
-            return write_outs(call.outs, results, self._group.shared)
+            with nullcontext() if queue is None else queue.unpacking():
+                return write_outs(call.outs, results, self._group.shared)
         return results
 
     def _kernels(self, levels: Levels) -> set[str]:
@@ -326,19 +326,22 @@ class DeviceMessages:
         kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
         is_moved = list(map(is_not, given, parts))
         if any(is_moved):
-            kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
+            with levels.packing():
+                kernels.copy(list(compress(given, is_moved)), list(compress(parts, is_moved)))
         if levels.world.size > 1:
             for message, part in zip(self._direct, parts, strict=True):
                 reduce(levels.compressed(message.half), part.reshape(-1), message.reduction)
         for message, pieces in self._packed:
-            with levels.pack_stream():
+            with levels.packing():
                 buffer = levels.pack_buffer(message.count, message.wire)
                 kernels.pack(pieces.of(arrays), buffer, message.is_compressed, message.layout)
-                reduce(levels.compressed(message.half), buffer, message.reduction)
+            reduce(levels.compressed(message.half), buffer, message.reduction)
+            with levels.unpacking():
                 kernels.unpack(buffer, pieces.of(results), message.divide_by, message.layout)
         for divide_by in self._divisors:
             mine = [its for message, its in zip(self._direct, parts, strict=True) if message.divide_by == divide_by]
-            kernels.copy(mine, mine, divide_by)
+            with levels.unpacking():
+                kernels.copy(mine, mine, divide_by)
 
 
 @final

@@ -24,30 +24,28 @@ class Pieces:
 
     Attributes:
         parts: What goes to MPI, for each piece.
-        copies: What passes between the device and the slot, for each piece; nothing where MPI takes device memory.
+        copies: What passes between the device and the slot, one for each piece; none where MPI takes device memory.
         whole: All parts as one array of bytes; `None` where MPI takes device memory.
     """
 
     parts: Sequence[Any]
-    copies: Sequence[Sequence[Copy]]
+    copies: Sequence[Copy] = ()
     whole: Any = None
 
     def all_copies(self, without: int = -1) -> list[Copy]:
         """List the copies of all pieces but piece `without`; copies of adjacent memory are joined."""
         joined: list[Copy] = []
-        for number, copies in enumerate(self.copies):
-            if number == without:
+        for number, (host, device, nbytes) in enumerate(self.copies):
+            if number == without or not nbytes:
                 continue
-            for host, device, nbytes in copies:
-                if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (host, device):
-                    host, device, nbytes = joined[-1][0], joined[-1][1], joined.pop()[2] + nbytes
-                if nbytes:
-                    joined.append((host, device, nbytes))
+            if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (host, device):
+                host, device, nbytes = joined[-1][0], joined[-1][1], joined.pop()[2] + nbytes
+            joined.append((host, device, nbytes))
         return joined
 
     def copies_of(self, number: int) -> list[Copy]:
-        """List the copies of one piece."""
-        return [copy for copies in self.copies[number : number + 1] for copy in copies if copy[2]]
+        """List the copy of one piece, if it has one."""
+        return [copy for copy in self.copies[number : number + 1] if copy[2]]
 
 
 def cut_evenly(count: int, size: int, num_chunks: int) -> list[list[Piece]]:

@@ -106,13 +106,13 @@ class Staging:
         places = [base + start * width for start, _ in pieces]
         if self.is_direct:
             view = load_mpi().buffer.fromaddress
-            return Pieces(list(map(view, places, sizes)), [()] * len(sizes))
+            return Pieces(list(map(view, places, sizes)))
         room = self._memory[slot * self._slot_nbytes : (slot + 1) * self._slot_nbytes]
         host: int = room.__array_interface__["data"][0]
         offsets = list(accumulate(sizes, initial=at))
         return Pieces(
             [room[start:stop] for start, stop in pairwise(offsets)],
-            [[(host + offset, *of_piece)] for offset, *of_piece in zip(offsets, places, sizes, strict=False)],
+            [(host + offset, *of_piece) for offset, *of_piece in zip(offsets, places, sizes, strict=False)],
             room[at : offsets[-1]],
         )
 

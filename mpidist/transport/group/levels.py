@@ -201,12 +201,18 @@ class Levels:
         return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in joined])
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return the pack buffer of `within_node`: `Communicator.pack_buffer`."""
-        return self.within_node.pack_buffer(count, dtype)
+        """Return memory to pack into: of the queue, which several streams use, or `Communicator.pack_buffer`."""
+        if self.queue is None:
+            return self.within_node.pack_buffer(count, dtype)
+        return self.queue.buffer("pack", count * dtype.itemsize).view(dtype)
 
-    def pack_stream(self) -> AbstractContextManager[None]:
-        """Take the stream on which a message can be packed while another is under way: `DeviceQueue.pack_stream`."""
-        return _SAME_STREAM if self.queue is None else self.queue.pack_stream()
+    def packing(self) -> AbstractContextManager[None]:
+        """Let the body pack a message, while another one may be under way: `DeviceQueue.packing`."""
+        return _SAME_STREAM if self.queue is None else self.queue.packing()
+
+    def unpacking(self) -> AbstractContextManager[None]:
+        """Let the body unpack the last message, while the next one may be under way: `DeviceQueue.unpacking`."""
+        return _SAME_STREAM if self.queue is None else self.queue.unpacking()
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
         """Set the function that communicators call while this rank waits for others; it may raise."""

@@ -94,16 +94,15 @@ def reason_against_nccl(facts: Sequence[GpuFacts], groups: Sequence[Sequence[int
 
 
 def _require_one_version(facts: Sequence[GpuFacts], ranks: Sequence[int], hosts: Sequence[str]) -> None:
-    having: dict[str, list[int]] = defaultdict(list)
+    having: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
-        having[nccl_version_text(facts[rank].nccl_version)].append(rank)
-    if len(having) == 1:
-        return
-    table = [
-        f"{version}: {name_ranks(ranks_with)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks_with))})"
-        for version, ranks_with in having.items()
-    ]
-    raise TopologyError(
-        "ranks that use NCCL together must have one version of NCCL. Install the same everywhere, or set "
-        "MPIDIST_NCCL=0 to do without NCCL\n  " + "\n  ".join(table)
-    )
+        having[facts[rank].nccl_version].append(rank)
+    if len(having) > 1:
+        found = [
+            f"{nccl_version_text(number)} on {name_ranks(own)} ({', '.join(dict.fromkeys(hosts[its] for its in own))})"
+            for number, own in having.items()
+        ]
+        raise TopologyError(
+            "ranks that use NCCL together must have one version of NCCL; install the same everywhere, or set "
+            f"MPIDIST_NCCL=0 to do without NCCL: {', '.join(found)}"
+        )

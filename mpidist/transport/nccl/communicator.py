@@ -87,9 +87,7 @@ class NcclCommunicator(Communicator):
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
         native = self._native(buffer.dtype, reduction)
         if native is None:
-            bounds = shard_bounds(buffer.size, self.size)
-            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
-            self._all_gather(buffer, bounds)
+            self._all_gather(buffer, self._join_in_place(buffer, reduction))
             return
         at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
         self._run("all_reduce", [buffer], lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
@@ -98,9 +96,7 @@ class NcclCommunicator(Communicator):
         self.traffic.add("reduce", buffer.nbytes)
         native = self._native(buffer.dtype, reduction)
         if native is None:
-            bounds = shard_bounds(buffer.size, self.size)
-            self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
-            self._collect(buffer, bounds, root)
+            self._collect(buffer, self._join_in_place(buffer, reduction), root)
             return
         at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
         self._run("reduce", [buffer], lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
@@ -192,6 +188,11 @@ class NcclCommunicator(Communicator):
             return None
         code = self._codes.get(f"{dtype.kind}{dtype.itemsize}")
         return None if code is None else (code, 1)
+
+    def _join_in_place(self, buffer: Array, reduction: Reduction) -> Sequence[int]:
+        bounds = shard_bounds(buffer.size, self.size)
+        self._join_shard(buffer, bounds, reduction, buffer[bounds[self.rank] : bounds[self.rank + 1]])
+        return bounds
 
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""

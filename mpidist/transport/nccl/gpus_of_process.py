@@ -132,7 +132,7 @@ class GpusOfProcess:
             DeadlineExceededError: As for `add`.
         """
         everywhere = [sources, *targets]
-        with self._launches("a broadcast", everywhere), self._group():
+        with self._launches("a broadcast", everywhere), nccl_handles.group_of_calls(self._nccl):
             for at, source in enumerate(sources):
                 for gpu, arrays in zip(self._gpus, everywhere, strict=True):
                     if source.size:
@@ -166,29 +166,25 @@ class GpusOfProcess:
                 parts = self._empty(self.size, stop - start, buffers[at].dtype)
             parts[at] = buffers[at][start:stop]
             received.append(parts)
-        with self._group():
-            for at, gpu in enumerate(self._gpus):
-                for peer, (start, stop) in enumerate(pairwise(bounds)):
-                    if peer != at:
-                        self._send(gpu, _address(buffers[at]) + start * width, (stop - start) * width, peer)
-                        self._receive(gpu, received[at][peer], peer)
+        with nccl_handles.group_of_calls(self._nccl):
+            for at, buffer in enumerate(buffers):
+                for peer in (peer for peer in range(self.size) if peer != at):
+                    self._send(at, _address(buffer) + bounds[peer] * width, peer, received[peer][at])
         return received
 
     def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
         """Send the shards of the rows to the first GPU."""
-        with self._group():
-            for at, (start, stop) in enumerate(pairwise(bounds)):
-                for shard, row in zip(shards[at] if at else (), rows, strict=bool(at)):
-                    self._send(self._gpus[at], _address(shard), shard.nbytes, 0)
-                    self._receive(self._gpus[0], row[start:stop], at)
+        with nccl_handles.group_of_calls(self._nccl):
+            for at in range(1, self.size):
+                for shard, row in zip(shards[at], rows, strict=True):
+                    self._send(at, _address(shard), 0, row[bounds[at] : bounds[at + 1]])
 
-    def _send(self, gpu: _Gpu, address: int, nbytes: int, peer: int) -> None:
-        if nbytes:
-            gpu.handle.comm.send(address, nbytes, self._byte, peer, gpu.stream.ptr)
-
-    def _receive(self, gpu: _Gpu, array: Array, peer: int) -> None:
-        if array.nbytes:
-            gpu.handle.comm.recv(_address(array), array.nbytes, self._byte, peer, gpu.stream.ptr)
+    def _send(self, at: int, address: int, peer: int, into: Array) -> None:
+        """Send bytes from an address of one GPU to an array of another one."""
+        if into.nbytes:
+            sender, receiver = self._gpus[at], self._gpus[peer]
+            sender.handle.comm.send(address, into.nbytes, self._byte, peer, sender.stream.ptr)
+            receiver.handle.comm.recv(_address(into), into.nbytes, self._byte, at, receiver.stream.ptr)
 
     def _flat(self, at: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         """Return arrays of a GPU one after the other: a single one without a copy where possible."""
@@ -213,14 +209,6 @@ class GpusOfProcess:
             self._first.use()
 
     @contextmanager
-    def _group(self) -> Iterator[None]:
-        self._nccl.groupStart()
-        try:
-            yield
-        finally:
-            self._nccl.groupEnd()
-
-    @contextmanager
     def _launches(self, what: str, memory: Any) -> Iterator[list[Any]]:
         """Launch what the body launches after the current streams, and wait for it. Keeps `memory`, if it fails."""
         held, names = [memory], ", ".join(str(gpu.handle.device) for gpu in self._gpus)
@@ -237,7 +225,7 @@ class GpusOfProcess:
                 self._wait(text)
         except BaseException as error:
             self._first.use()
-            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
+            nccl_handles.abort_all(error)
             never_free((self, held))
             raise
 
@@ -257,12 +245,8 @@ class GpusOfProcess:
         self._require_usable(what)  # an abort ends work, too
 
     def _require_usable(self, what: str) -> None:
-        ended = next((gpu.handle.ended for gpu in self._gpus if gpu.handle.ended), "")
-        if ended:
-            raise RuntimeError(
-                f"{what}: NCCL's communicators cannot be used any more, because {ended}; call strategy.reset() on all "
-                "ranks"
-            )
+        for gpu in self._gpus:
+            gpu.handle.require_usable(what)
 
 
 def _address(array: Array) -> int:

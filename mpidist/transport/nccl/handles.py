@@ -14,12 +14,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.cuda import Cuda
 from mpidist.transport.gpu import Background
+from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Handle",
     "abort_all",
     "destroy",
+    "group_of_calls",
     "num_open",
     "start_init",
     "wait_for_endings",
@@ -70,6 +73,14 @@ class Handle:
             if not self.ended:
                 self.comm.check_async_error()
 
+    def require_usable(self, what: str, kind: type[Exception] = RuntimeError) -> None:
+        """Raise an error of a kind, if the communicator has ended. `what`: the call, for people."""
+        if self.ended:
+            raise kind(
+                f"{what}: the communicator cannot be used any more, because {self.ended}; call strategy.reset() on all "
+                "ranks"
+            )
+
 
 _lock: Final = threading.Lock()
 _open: Final[list[Handle]] = []
@@ -78,7 +89,7 @@ _ending: Final[list[_Ending]] = []
 
 @final
 class _Ending:
-    """Something that may hang, done by a daemon thread.
+    """An abort or a destruction, which may hang, in a daemon thread.
 
     Args:
         what: For people.
@@ -87,47 +98,33 @@ class _Ending:
     """
 
     def __init__(self, what: str, work: Callable[[], None], keeps: Iterable[Any]) -> None:
-        self.what = what
-        self._work = work
-        self._keeps = tuple(keeps)
-        self._error: Exception | None = None
+        self._what, self._work, self._keeps = what, work, tuple(keeps)
         self._until = time.monotonic() + LIMIT_SECONDS
         self._thread = threading.Thread(target=self._run, name=f"mpidist {what}", daemon=True)
-        _ending.append(self)
+        with _lock:
+            _ending.append(self)
         self._thread.start()
 
-    def join(self, seconds: float) -> bool:
-        """Wait for at most so long; say whether it is done."""
+    def wait(self, seconds: float = LIMIT_SECONDS) -> None:
+        """Wait for at most so long. After all the time that it may take, it is left alone for ever."""
         self._thread.join(min(seconds, max(0.0, self._until - time.monotonic())))
-        if self._thread.is_alive():
-            return False
-        if self._forget() and self._error is not None:
-            logger.warning("NCCL: %s failed: %s", self.what, self._error)
-        return True
-
-    def wait(self) -> None:
-        """Wait for as long as it may take; then leave it alone for ever."""
-        if self.join(LIMIT_SECONDS):
+        is_late = self._thread.is_alive()
+        if is_late and time.monotonic() < self._until:
             return
-        never_free((self._keeps, self))
-        if self._forget():
-            logger.warning(
-                "NCCL: %s did not end within %g s; end this process soon, its GPU is not free", self.what, LIMIT_SECONDS
-            )
-
-    def _forget(self) -> bool:
-        """Take this end off the list of ends that are waited for; say whether it was there."""
         with _lock:  # two threads may see it end
-            was_waited_for = self in _ending
-            if was_waited_for:
-                _ending.remove(self)
-        return was_waited_for
+            if self not in _ending:
+                return
+            _ending.remove(self)
+        if is_late:
+            never_free((self,))
+            late = "NCCL: %s did not end within %g s; end this process soon, its GPU is not free"
+            logger.warning(late, self._what, LIMIT_SECONDS)
 
     def _run(self) -> None:
         try:
             self._work()
         except Exception as error:
-            self._error = error
+            logger.warning("NCCL: %s failed: %s", self._what, error)
 
 
 def num_open() -> int:
@@ -135,16 +132,18 @@ def num_open() -> int:
     return len(_open)
 
 
-def abort_all(reason: str, handles: Iterable[Handle] | None = None) -> None:
+def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = None) -> None:
     """Abort communicators of this process, in one group, after a failure. Local; returns soon.
 
     Args:
-        reason: What the error of a later use says.
+        reason: What the error of a later use says, or the failure itself.
         handles: Those that are aborted, if nothing has ended them yet; by default all.
     """
+    if isinstance(reason, BaseException):
+        reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
     taken = _take(handles, reason)
     if taken:
-        _Ending("the abort of communicators", lambda: _abort(taken), taken).join(_PROMPT_SECONDS)
+        _Ending("the abort of communicators", lambda: _abort(taken), taken).wait(_PROMPT_SECONDS)
 
 
 def destroy(handles: Iterable[Handle]) -> None:
@@ -171,34 +170,36 @@ def _take(handles: Iterable[Handle] | None, reason: str) -> list[Handle]:
     return taken
 
 
-def _abort(handles: list[Handle]) -> None:
-    nccl = handles[0].cuda.nccl
-    handles[0].cuda.cupy.cuda.Device(handles[0].device).use()
+@contextmanager
+def group_of_calls(nccl: Any) -> Iterator[None]:
+    """Make NCCL's calls as one group, which is launched at the end: an error in the middle ends the group, too."""
     nccl.groupStart()
-    for handle in handles:
-        handle.comm.abort()
-    nccl.groupEnd()
+    try:
+        yield
+    finally:
+        nccl.groupEnd()
+
+
+def _abort(handles: list[Handle]) -> None:
+    first = handles[0]
+    first.cuda.cupy.cuda.Device(first.device).use()
+    with group_of_calls(first.cuda.nccl):
+        for handle in handles:
+            handle.comm.abort()
 
 
 def _destroy(handles: list[Handle]) -> None:
-    nccl = handles[0].cuda.nccl
-    nccl.groupStart()  # GPUs of one process wait for each other
-    for handle in handles:
-        handle.cuda.cupy.cuda.Device(handle.device).use()
-        handle.comm.destroy()
-    nccl.groupEnd()
-
-
-def _connect_at_start() -> None:
-    """Let NCCL connect the ranks for collectives in its constructor, unless the user says otherwise.
-
-    Else the first call of each algorithm does that, and waits for the other ranks in `ncclGroupEnd`, without end.
-    """
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    with group_of_calls(handles[0].cuda.nccl):  # GPUs of one process wait for each other
+        for handle in handles:
+            handle.cuda.cupy.cuda.Device(handle.device).use()
+            handle.comm.destroy()
 
 
 def start_init(cuda: Cuda, size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:
     """Start to make communicators in a daemon thread, all in one group: NCCL waits for all ranks, for ever.
+
+    NCCL connects the ranks for collectives then, unless the user says otherwise. Else the first call of each algorithm
+    does that, and waits for the other ranks in `ncclGroupEnd`, without end.
 
     Args:
         cuda: What makes them.
@@ -206,21 +207,18 @@ def start_init(cuda: Cuda, size: int, unique_id: bytes | None, devices: Mapping[
         unique_id: NCCL's, which the first of the ranks made; `None` to make one, if all ranks are here.
         devices: The index of the GPU of each rank of this process. The first one is the current device.
     """
-    first = next(iter(devices.values()))
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     def make() -> list[Handle]:
         comms: list[Any] = []
-        _connect_at_start()
+        device_of = cuda.cupy.cuda.Device
         try:
             shared = bytes(cuda.nccl.get_unique_id()) if unique_id is None else unique_id
-            cuda.nccl.groupStart()
-            try:
+            with group_of_calls(cuda.nccl):
                 for rank, device in devices.items():
-                    cuda.cupy.cuda.Device(device).use()
+                    device_of(device).use()
                     comms.append(cuda.nccl.NcclCommunicator(size, shared, rank))
-            finally:
-                cuda.cupy.cuda.Device(first).use()
-                cuda.nccl.groupEnd()
+                device_of(next(iter(devices.values()))).use()
         except BaseException as error:
             never_free(tuple(comms))
             if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones

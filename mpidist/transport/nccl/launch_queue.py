@@ -1,9 +1,14 @@
 """The launches of a rank on its GPU, in one order, and how the host waits for them.
 
-A stream carries NCCL's work of all communicators of a group, so that their launches have one order on the GPU, too.
-Kernels that pack and unpack run on two lanes in turn, streams with memory: while NCCL reduces one pack, the next one is
-packed. Streams wait for each other by events; the host waits once, at the end of a call, and polls while it does, so
-that errors, deadlines and Ctrl-C end the wait.
+Work goes one way, through three streams that wait for each other by events: arrays are packed on the first one; NCCL's
+calls of all communicators of a group, and the kernels between them, have the second one, and so one order on the GPU,
+too; results are unpacked on the third one. While NCCL reduces one pack, the next one is packed, of the same call or of
+a later one that was started, and the last one is unpacked.
+
+With one stream for both ends, a pack of the next call would wait until the last call's is unpacked, and NCCL for both:
+by bandwidths of an H200 for some 30 us, next to the 140 us that NCCL takes for 32 MB on 8 of them. Not measured.
+
+The host waits once, at the end of a call, and polls while it does, so that errors, deadlines and Ctrl-C end the wait.
 """
 
 from __future__ import annotations
@@ -11,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, final
 
@@ -24,44 +28,13 @@ from mpidist.transport.gpu import Background, Events, Launched, is_complete, new
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
-from mpidist.transport.text import first_line
-from mpidist.transport.waiting import never_free, poll, tell_wait
+from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["DeviceQueue"]
 
 _CONNECTS: Final = "mpidist NCCL connects"  # the name of the thread that may wait in NCCL
-_SPIN_SECONDS: Final = 0.00005
-_NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what completion may be late
-_LONG_NAP_SECONDS: Final = 0.001
-_NAPS_IN_A_WAIT: Final = 64  # a nap is at most this part of the wait before it, and so is what it adds
-_CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors and at the other ranks
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """A stream for kernels, and the memory that they pack into."""
-
-    stream: Any
-    memory: dict[Any, Array] = field(default_factory=dict)
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _Launching:
-    """A launch that the host is in the middle of.
-
-    Attributes:
-        fork: The event that the work begins after.
-        memory: What must live as long as the work.
-        lane: The lane whose stream is current: the first one, but for packs.
-        num_packs: Number of calls of `pack_stream`.
-    """
-
-    fork: Any
-    memory: list[Any]
-    lane: _Lane
-    num_packs: int = 0
+_BUSY_SECONDS: Final = 0.00005  # of a wait before its first nap
+_CHECK_SECONDS: Final = 0.01  # between two looks at NCCL's own errors
 
 
 @final
@@ -74,21 +47,19 @@ class DeviceQueue:
 
     Attributes:
         stream: NCCL's stream.
-        num_waits: How often the host has waited.
     """
 
     def __init__(self, cuda: Cuda, events: Events | None = None) -> None:
-        self.num_waits = 0
         self._cuda = cuda
         self._events = Events(cuda) if events is None else events
         cupy = cuda.cupy.cuda
-        self.stream = new_stream(cupy)
-        self._lanes = [_Lane(new_stream(cupy)) for _ in range(2)]
-        self._ready, self._done, self._fork, self._end = (cupy.Event(disable_timing=True) for _ in range(4))
-        self._outside: dict[Any, Array] = {}  # memory for calls that the host waits for
+        self._packs, self.stream, self._unpacks = (new_stream(cupy) for _ in range(3))
+        self._begin, self._ready, self._done, *self._unpacked = (cupy.Event(disable_timing=True) for _ in range(5))
+        self._turn = 0  # which of two packs in memory is the last one
+        self._memory: dict[tuple[str, Any], Array] = {}
         self._names: dict[Handle, str] = {}
         self._flying: list[Launched] = []
-        self._under_way: _Launching | None = None
+        self._held: list[Any] | None = None  # what must live as long as the launch that the host is in the middle of
         self._next_check = 0.0
         self._failure: BaseException | None = None
         self._check_peers: Callable[[], None] = lambda: None
@@ -106,19 +77,19 @@ class DeviceQueue:
         """Forget a communicator that was freed, and with the last communicator all memory for packs."""
         self._names.pop(handle, None)
         if not self._names:
-            for memory in (self._outside, *(lane.memory for lane in self._lanes)):
-                memory.clear()
+            self._memory.clear()
 
-    def buffer(self, key: Any, nbytes: int) -> Array:
-        """Lend memory [nbytes] to the current lane, whose stream orders the work that uses the memory.
+    def buffer(self, what: str, nbytes: int) -> Array:
+        """Lend memory [nbytes], which the current stream orders the use of: two packs have memory of their own in turn.
 
-        Outside of `launch` the host waits for that work. Memory lent there is never lent to a lane: CuPy allocated
-        the memory on the caller's stream, and could give it away while a lane still works on it.
+        Outside of `launch` the host waits for that use. Memory lent there is never lent within: CuPy allocated the
+        memory on the caller's stream, and could give it away while a stream of the queue still works on it.
         """
-        memory = self._outside if self._under_way is None else self._under_way.lane.memory
-        buffer = memory.get(key)
+        in_turn = self._turn if self._cuda.cupy.cuda.get_current_stream() == self._packs else None
+        key = what, "outside" if self._held is None else in_turn
+        buffer = self._memory.get(key)
         if buffer is None or buffer.size < nbytes:
-            memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
+            self._memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
@@ -128,7 +99,7 @@ class DeviceQueue:
 
         Args:
             what: The call, for errors.
-            work: Calls transports and works on arrays; its current stream is a lane's.
+            work: Calls transports and works on arrays; its current stream is NCCL's.
             memory: Arrays that must live as long as the work.
             after: An event of `Events.record` that the work on the GPU begins after; by default the work begins after
                 what the caller's current stream holds now.
@@ -139,68 +110,66 @@ class DeviceQueue:
         current = self._cuda.cupy.cuda.get_current_stream()
         self._require_usable(what)
         if after is None:
-            self._fork.record(current)
-        first, fork = self._lanes[0], self._fork if after is None else after
-        self._under_way = launching = _Launching(fork, [memory], first)
+            self._begin.record(current)
+        self._held = held = [memory]
         try:
-            first.stream.wait_event(fork)
-            with on_stream(self._cuda.cupy, first.stream):
+            for stream in (self._packs, self.stream):
+                stream.wait_event(self._begin if after is None else after)
+            with on_stream(self._cuda.cupy, self.stream):
                 result = work()
-                self.join()
-                event = self._events.record()
+                with self.unpacking():
+                    event = self._events.record()
             if after is None:
                 current.wait_event(event)
             else:
                 self._events.give_back(after)
         except BaseException as error:
-            self.give_up(error, launching.memory)
+            self.give_up(error, held)
             raise
         finally:
-            self._under_way = None
-            self._lanes.reverse()  # the next launch begins on the other one
-        launched = Launched(what, result, event, launching.memory)
-        self._flying.append(launched)
-        return launched
+            self._held = None
+        return self._launched(what, result, event, held)
 
     @contextmanager
-    def pack_stream(self) -> Iterator[None]:
-        """Take the next lane, for a pack that needs nothing of the last one. Nothing outside of `launch`."""
-        launching = self._under_way
-        if launching is None:
+    def packing(self) -> Iterator[None]:
+        """Pack, when the pack before the last one is unpacked; what comes then waits. Nothing outside of `launch`."""
+        if self._held is None:
             yield
             return
-        first, lane = self._lanes[0], self._lanes[launching.num_packs % len(self._lanes)]
-        launching.num_packs += 1
-        launching.lane = lane
-        lane.stream.wait_event(launching.fork)
-        try:
-            with on_stream(self._cuda.cupy, lane.stream):
-                yield
-        finally:
-            launching.lane = first
+        self._turn ^= 1
+        self._packs.wait_event(self._unpacked[self._turn])
+        with on_stream(self._cuda.cupy, self._packs):
+            yield
+        self._ready.record(self._packs)
+        self.stream.wait_event(self._ready)
 
-    def join(self) -> None:
-        """Let the lane that a launch began on wait for the other one. Nothing outside of `launch`."""
-        if self._under_way is not None and self._under_way.num_packs > 1:
-            first, second = self._lanes
-            self._end.record(second.stream)
-            first.stream.wait_event(self._end)
+    @contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """Unpack the last pack, after all that was launched; nothing waits for it. Nothing outside of `launch`."""
+        if self._held is None:
+            yield
+            return
+        self._done.record(self.stream)
+        self._unpacks.wait_event(self._done)
+        with on_stream(self._cuda.cupy, self._unpacks):
+            yield
+        self._unpacked[self._turn].record(self._unpacks)
 
     def wait_for_stream(self, what: str) -> None:
         """Wait on the host until the current stream is done, within `launch`; elsewhere nothing is under way.
 
         For calls that go on on the host, which no stream can be told to wait for.
         """
-        if self._under_way is not None:
-            event = self._events.record()
-            self._poll(event, what)
-            self._events.give_back(event)
+        if self._held is not None:
+            self.wait(self._launched(what, None, self._events.record(), None))
 
     def issue(self, what: str, handle: Handle, memory: Any, launch: Callable[[Any, int], None], kind: Any = "") -> None:
         """Give NCCL a group of calls, after what the current stream holds, and let that stream wait for them.
 
-        Outside of `launch` the host waits for them, too. The first calls of a kind connect ranks, for which NCCL waits
-        in `ncclGroupEnd`: they are made in a thread of their own, so that this one notices that a rank has stopped.
+        Within `launch` that stream is NCCL's own. Outside of `launch` the host waits for the calls, too.
+
+        The first calls of a kind connect ranks, for which NCCL waits in `ncclGroupEnd`: they are made in a thread of
+        their own, so that this one notices that a rank has stopped.
 
         Args:
             what: The primitive, for errors.
@@ -209,26 +178,24 @@ class DeviceQueue:
             launch: Makes the calls: with CuPy's communicator, and the address of the stream.
             kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
         """
-        current, launching = self._cuda.cupy.cuda.get_current_stream(), self._under_way
+        current, held = self._cuda.cupy.cuda.get_current_stream(), self._held
         self._require_usable(what)
         try:
             with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
-                self._ready.record(current)
-                self.stream.wait_event(self._ready)
+                if held is None:
+                    self._ready.record(current)
+                    self.stream.wait_event(self._ready)
                 group = partial(self._call_as_group, handle, launch)
                 if (kind or what) in handle.connected:
                     group()
                 else:
                     self._connect(what, group)
                     handle.connected.add(kind or what)
-            if launching is not None:
-                launching.memory.append(memory)
-                self._done.record(self.stream)
-                current.wait_event(self._done)
+            if held is not None:
+                held.append(memory)
                 return
-            launched = Launched(what, None, self._events.record(self.stream), memory)
+            launched = self._launched(what, None, self._events.record(self.stream), memory)
             current.wait_event(launched.event)
-            self._flying.append(launched)
         except BaseException as error:
             self.give_up(error, memory)
             raise
@@ -243,10 +210,10 @@ class DeviceQueue:
         if launched.is_done:
             return True
         try:
-            if not self._has_ended(launched.event, launched.what):
-                if time.monotonic() >= self._next_check:
-                    self._check(launched.what)
+            if not is_complete(self._cuda.cupy, launched.event, launched.what, "with NCCL"):
+                self._check(launched.what)
                 return False
+            self._require_usable(launched.what)  # an abort ends work, too
         except BaseException as error:
             self.give_up(error)
             raise
@@ -265,14 +232,16 @@ class DeviceQueue:
         Raises:
             Exception: What the hook raises, or NCCL's failure. All communicators of NCCL are aborted then.
         """
-        if launched.is_done:
-            return
+
+        def look() -> None:
+            self._check_peers()
+            meanwhile()
+
         try:
-            self._poll(launched.event, launched.what, meanwhile)
+            poll(lambda: self.is_complete(launched), look, _BUSY_SECONDS, is_message=False)
         except BaseException as error:
             self.give_up(error)
             raise
-        self.is_complete(launched)
 
     def drain(self) -> None:
         """Wait on the host for all that is under way."""
@@ -283,62 +252,42 @@ class DeviceQueue:
         """Abort NCCL's communicators. What the GPU may still work on is never freed."""
         if self._failure is None:
             self._failure = error
-            nccl_handles.abort_all(f"an earlier call failed ({type(error).__name__}: {first_line(error)})")
-            if self._flying or self._under_way is not None:
+            nccl_handles.abort_all(error)
+            if self._flying or self._held is not None:
                 never_free((self,))
         if memory is not None:
             never_free((self, memory))
 
+    def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
+        self._flying.append(Launched(what, result, event, memory))
+        return self._flying[-1]
+
     def _call_as_group(self, handle: Handle, launch: Callable[[Any, int], None]) -> None:
-        self._cuda.nccl.groupStart()
-        try:
+        with nccl_handles.group_of_calls(self._cuda.nccl):
             launch(handle.comm, self.stream.ptr)
-        finally:
-            self._cuda.nccl.groupEnd()
 
     def _connect(self, what: str, group: Callable[[], None]) -> None:
         """Make a group of calls in a thread, and watch the other ranks until it returns."""
-        making = Background(self._cuda, _CONNECTS, group)
-        poll(lambda: making.outcome()[0], lambda: self._look(what), is_message=False)
-        making.take()
 
-    def _poll(self, event: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        self.num_waits += 1
-        start, begun = time.monotonic(), time.monotonic_ns()
-        while not self._has_ended(event, what):
-            now = time.monotonic()
-            if now < start + _SPIN_SECONDS:
-                continue
-            self._look(what)
-            meanwhile()
-            time.sleep(min(max((now - start) / _NAPS_IN_A_WAIT, _NAP_SECONDS), _LONG_NAP_SECONDS))
-        tell_wait(begun, time.monotonic_ns())
-
-    def _has_ended(self, event: Any, what: str) -> bool:
-        if not is_complete(self._cuda.cupy, event, what, "with NCCL"):
-            return False
-        self._require_usable(what)  # an abort ends work, too
-        return True
-
-    def _look(self, what: str) -> None:
-        """Look at NCCL's errors and at the other ranks, now and then."""
-        if time.monotonic() >= self._next_check:
+        def look() -> None:
             self._check(what)
             self._check_peers()
 
+        making = Background(self._cuda, _CONNECTS, group)
+        poll(lambda: making.outcome()[0], look, is_message=False)
+        making.take()
+
     def _check(self, what: str) -> None:
+        """Look at NCCL's own errors, now and then."""
+        if time.monotonic() < self._next_check:
+            return
         self._next_check = time.monotonic() + _CHECK_SECONDS
         for handle, name in self._names.items():
             with translated(self._cuda.nccl, f"{what} with NCCL on {name}"):
                 handle.check()
 
     def _require_usable(self, what: str) -> None:
+        shared = DeadlineExceededError, PeerFailedError  # which all ranks have
+        kind = next((kind for kind in shared if isinstance(self._failure, kind)), RuntimeError)
         for handle, name in self._names.items():
-            if handle.ended:
-                kind = type(self._failure)
-                if kind not in (DeadlineExceededError, PeerFailedError):
-                    kind = RuntimeError
-                raise kind(
-                    f"{what} with NCCL on {name}: the communicator cannot be used any more, because {handle.ended}; "
-                    "call strategy.reset() on all ranks"
-                )
+            handle.require_usable(f"{what} with NCCL on {name}", kind)

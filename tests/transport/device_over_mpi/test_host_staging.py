@@ -7,16 +7,16 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 from host_cuda import are_emulated
-from host_cuda.device_checks import check_gathers, check_reductions, check_uneven_shards
+from host_cuda.device_checks import CHECKS, check_gathers, check_reductions, check_uneven_shards
 from host_cuda.emulated import Emulated
 from host_cuda.gpus import down, emulated, gpus, up
-from support.contributions import DTYPES, HALVES, contribution, in_rank_order, reduction_of
+from support.contributions import DTYPES, HALVES, contribution, reduction_of
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
@@ -24,7 +24,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllRed
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.communicator import shard_bounds
+from mpidist.transport.communicator import Communicator, shard_bounds
 from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.pieces import cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
@@ -142,38 +142,9 @@ def test_all_gather_broadcast_and_gather(rig: Rig) -> None:
     check_gathers(rig.its, A_FEW, lambda dtype: counts_of(dtype, rig.its.size))
 
 
-def test_exchange_passes_arrays_of_any_length_round(rig: Rig) -> None:
-    its, size, rank = rig.its, rig.its.size, rig.its.rank
-    to, source = (rank + 1) % size, (rank - 1) % size
-    for dtype in A_FEW:
-        for times in (0, 1, 50):
-            outgoing = up(contribution("sum", rank, times * (rank + 1), dtype))
-            incoming = up(np.zeros(times * (source + 1), dtype))
-            its.send_receive(outgoing, to, incoming, source)
-            assert (down(incoming) == contribution("sum", source, incoming.size, dtype)).all()
-
-
-def test_halves_are_joined_in_float32_in_rank_order(rig: Rig) -> None:
-    rows = np.random.default_rng(7).standard_normal((rig.its.size, 3 * CHUNK))
-    for dtype in HALVES:
-        parts = [row.astype(dtype) for row in rows]
-        buffer = up(parts[rig.its.rank])
-        rig.its.all_reduce(buffer, Reduction("sum", divisor=3))
-        assert (down(buffer) == in_rank_order(np.add, parts, dtype, 3)).all(), dtype
-
-
-def test_neighbours_of_a_slice_are_untouched(rig: Rig) -> None:
-    for dtype in A_FEW:
-        around = up(np.full(3 * CHUNK + 12, 99, dtype))
-        buffer = around[5:-5]
-        for reduction in (Reduction(), Reduction("max"), Reduction(in_rank_order=True)):
-            buffer[...] = 1
-            rig.its.all_reduce(buffer, reduction)
-            rig.its.reduce_scatter(buffer, reduction)
-        rig.its.all_gather(buffer)
-        rig.its.broadcast(buffer, 0)
-        assert (down(around)[:5] == 99).all()
-        assert (down(around)[-5:] == 99).all()
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_every_communicator_must_do(rig: Rig, check: Callable[[Communicator], None]) -> None:
+    check(rig.its)
 
 
 def test_work_follows_the_current_stream(rig: Rig) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,7 @@ class CudaError(RuntimeError):
 
 
 def modules(count: int | Exception = 2, version: str = "14.2.0", nccl: int = 22809, available: bool = True) -> Any:
-    """Make what `Cuda` loads."""
+    """Make what `Cuda` imports."""
 
     def device_count() -> int:
         if isinstance(count, Exception):
@@ -31,59 +34,59 @@ def modules(count: int | Exception = 2, version: str = "14.2.0", nccl: int = 228
         return count
 
     runtime = SimpleNamespace(
-        runtimeGetVersion=lambda: 12090, driverGetVersion=lambda: 13000, getDeviceCount=device_count
-    )
-    has_gpu = isinstance(count, int) and count > 0
-    cupy = SimpleNamespace(
-        __version__=version, cuda=SimpleNamespace(is_available=lambda: has_gpu, runtime=runtime)
+        runtimeGetVersion=lambda: 12090, driverGetVersion=lambda: 13000, getDeviceCount=device_count,
+        getDevice=lambda: 1,
     )  # fmt: skip
-    binding = SimpleNamespace(available=available)
-    if available:
-        binding.get_version = lambda: nccl
-    return {"cupy": cupy, "cupy.cuda.nccl": binding}.__getitem__
+    has_gpu = isinstance(count, int) and count > 0
+    binding = SimpleNamespace(available=available, get_version=lambda: nccl)
+    its = SimpleNamespace(
+        is_available=lambda: has_gpu, runtime=runtime, nccl=binding,
+        Device=lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0"),
+    )  # fmt: skip
+    return SimpleNamespace(__version__=version, cuda=its)
 
 
-def failing(name: str) -> Any:
-    raise ImportError("libcudart.so.12: cannot open shared object file\nand more")
+def found(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Cuda:
+    """Return what looks at these modules."""
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy and cupy.cuda)
+    return Cuda()
 
 
 @pytest.mark.parametrize(
-    ("load", "has", "reason"),
+    ("cupy", "reason"),
     [
-        (failing, False, "CuPy is not installed; `pip install .cupy-cuda13x.ctk.. nvidia-nccl-cu13`"),
-        (failing, True, "CuPy cannot be imported: libcudart.so.12: cannot open shared object file"),
-        (modules(version="13.4.1"), True, "CuPy 13.4.1 is too old; version 14 or later is needed"),
-        (modules(CudaError("cudaErrorInsufficientDriver: too old")), True, "cudaErrorInsufficientDriver.*nvidia-smi"),
-        (modules(0), True, "CuPy finds no GPU: the driver shows 0"),
-        (modules(available=False), True, "libnccl.so.2, is not found; `pip install nvidia-nccl-cu12`"),
-        (modules(nccl=22105), True, "NCCL 2.21.5 is older than 2.22.3"),
-        (modules(), True, "^$"),
+        (None, "CuPy is not installed; `pip install .cupy-cuda13x.ctk.. nvidia-nccl-cu13`"),
+        (modules(version="13.4.1"), "CuPy 13.4.1 is too old; version 14 or later is needed"),
+        (modules(CudaError("cudaErrorInsufficientDriver: too old")), "cudaErrorInsufficientDriver.*nvidia-smi"),
+        (modules(0), "CuPy finds no GPU: the driver shows 0"),
+        (modules(available=False), "libnccl.so.2, is not found; `pip install nvidia-nccl-cu12`"),
+        (modules(nccl=22105), "NCCL 2.21.5 is older than 2.22.3"),
+        (modules(), "^$"),
     ],
 )
-def test_what_is_missing_is_said_with_its_remedy(
-    load: Any, has: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said_with_its_remedy(cupy: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    support = Cuda(load, lambda name: has).support
-    assert re.search(reason, support.reason)
-    assert reason != "^$" or (support.num_devices, support.nccl_version) == (2, 22809)
+    its = found(monkeypatch, cupy)
+    assert re.search(reason, its.support.reason)
+    assert reason != "^$" or (its.support.num_devices, its.support.nccl_version) == (2, 22809)
+    assert its.support is its.support, "looking is done once"
+
+
+def test_a_cupy_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = "libcudart.so.12: cannot open shared object file"
+    (tmp_path / "cupy.py").write_text(f"import warnings; warnings.warn('no'); raise ImportError({error!r} + '\\nmore')")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings(record=True) as warned:
+        assert Cuda().support.reason == f"CuPy cannot be imported: {error}"
+    assert not warned
 
 
 def test_hidden_gpus_are_told_from_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES='' hides all but 0" in Cuda(modules(0), lambda name: True).support.reason
-
-
-def test_looking_is_done_once_and_imports_nothing_that_is_not_there() -> None:
-    asked: list[str] = []
-
-    def has(name: str) -> bool:
-        asked.append(name)
-        return False
-
-    its = Cuda(failing, has)
-    assert its.support is its.support
-    assert asked == ["cupy"]
+    reason = found(monkeypatch, modules(0)).support.reason
+    assert "CUDA_VISIBLE_DEVICES='' hides all but 0" in reason
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="needs a GPU: CuPy is installed here")
@@ -121,19 +124,14 @@ def test_ranks_need_a_gpu_each(facts: list[GpuFacts], reason: str) -> None:
 def test_versions_must_agree_where_ranks_meet() -> None:
     facts = [GOOD, OTHER, *(replace(GOOD, gpu=("n2", gpu), nccl_version=23004) for gpu in "ab")]
     assert reason_against_nccl(facts, [[0, 1], [2, 3]], HOSTS) == ""
-    with pytest.raises(
-        TopologyError, match=r"one version of NCCL.*\n  2.28.9: ranks 0-1 \(n1\)\n  2.30.4: ranks 2-3 \(n2\)"
-    ):
+    with pytest.raises(TopologyError, match=r"one version .*: 2.28.9 on ranks 0-1 \(n1\), 2.30.4 on ranks 2-3 \(n2\)"):
         reason_against_nccl(facts, [range(4)], HOSTS)
 
 
-def test_facts_are_read_from_the_process() -> None:
-    load = modules()
-    load("cupy").cuda.Device = lambda index: SimpleNamespace(pci_bus_id=f"0000:0{index}:00.0")
-    load("cupy").cuda.runtime.getDevice = lambda: 1
+def test_facts_are_read_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = found(monkeypatch, modules())
     environ = {"NCCL_HOSTID": "h", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    facts = GpuFacts.here(Cuda(load, lambda name: True), environ, "n1")
+    facts = GpuFacts.here(its, environ, "n1")
     assert facts == GpuFacts(("h", "0000:01:00.0"), 22809, False)  # 2.28 shares none
-    assert GpuFacts.here(Cuda(load, lambda name: True), {}, "n1").gpu[0].startswith("n1 ")
-    facts = GpuFacts.here(Cuda(load, lambda name: True), {"NCCL_COMM_BLOCKING": "0"}, "n1")
-    assert "NCCL_COMM_BLOCKING=0 is set, " in facts.reason
+    assert GpuFacts.here(its, {}, "n1").gpu[0].startswith("n1 ")
+    assert "NCCL_COMM_BLOCKING=0 is set, " in GpuFacts.here(its, {"NCCL_COMM_BLOCKING": "0"}, "n1").reason
