@@ -490,7 +490,7 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) 
     for _ in range(2):
         arrays = made.take()
         assert [(its.shape, its.dtype) for its in arrays] == list(zip(shapes, dtypes, strict=True))
-        assert all(its.flags.c_contiguous and its.data.ptr % 64 == 0 for its in arrays if its.size)
+        assert all(its.flags.c_contiguous and its.data.ptr % 16 == 0 for its in arrays if its.size)
         for at, its in enumerate(arrays):
             its[...] = at
         assert all((down(its) == at).all() for at, its in enumerate(arrays))
@@ -500,7 +500,10 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda)
     with allocations() as made:
         arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
     assert len(arrays) == 63
-    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
+    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 400, 26 * 40_000, 26 * 40_000]
+    with allocations() as made:
+        NewArrays([(4,)] * 161, [F32] * 161).take()
+    assert made == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
 
 
 def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emulated) -> None:
