@@ -148,11 +148,15 @@ static void run_grid(Place grid, Place block, const std::function<void()>& call)
             }
 }
 
+template <class... Types> constexpr size_t parameter_bytes(void (*)(Types...) = nullptr) {
+    return (sizeof(typename std::decay<Types>::type) + ... + 0);
+}
+
 // Copies the parameters at once, as the caller may change them, and returns the work.
 template <class... Types, size_t... AT> std::function<void()>* prepare(
     void (*kernel)(Types...), void** parameters, const unsigned* grid, const unsigned* block, std::index_sequence<AT...>
 ) {
-    static_assert((sizeof(typename std::decay<Types>::type) + ... + 0) <= 4096, "no more parameters on every GPU");
+    static_assert(parameter_bytes<Types...>() <= HOST_CUDA_PARAMETERS, "NVRTC takes no more parameters for this GPU");
     auto held = std::make_tuple(*(typename std::decay<Types>::type*)parameters[AT]...);
     const Place blocks = {grid[0], grid[1], grid[2]}, threads = {block[0], block[1], block[2]};
     return new std::function<void()>([=] { run_grid(blocks, threads, [&] { kernel(std::get<AT>(held)...); }); });

@@ -7,6 +7,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -16,6 +17,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "device.h"
 
 typedef int nvrtcResult;
 
@@ -77,8 +80,21 @@ std::string with_launches(const std::string& preprocessed) {
     for (auto& name : kernels_of(preprocessed))
         text += "extern \"C\" std::function<void()>* launch_" + name +
                 "(void** parameters, const unsigned* grid, const unsigned* block) "
-                "{ return host_cuda::launch(" + name + ", parameters, grid, block); }\n";
+                "{ return host_cuda::launch(" + name + ", parameters, grid, block); }\n"
+                "extern \"C\" size_t parameters_" + name + "() { return host_cuda::parameter_bytes(" + name + "); }\n";
     return text;
+}
+
+int version() {  // as CUDA writes it
+    const long wished = host_cuda::wished("NVRTC's version");
+    return wished ? (int)wished : 12090;
+}
+
+// Whether parameters of more than 4,096 bytes are compiled: since CUDA 12.1, and for GPUs since Volta.
+bool takes_many(int number, const char* const* options) {
+    int capability = 0;
+    for (int at = 0; at < number; at++) sscanf(options[at], "-arch=%*[a-z]_%d", &capability);
+    return version() >= 12010 && capability >= 70;
 }
 
 bool compile(Program& program, const std::string& options, const std::string& path) {
@@ -104,8 +120,8 @@ extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
 }
 
 NVRTC nvrtcVersion(int* major, int* minor) {
-    *major = 12;
-    *minor = 9;
+    *major = version() / 1000;
+    *minor = version() / 10 % 100;
     return SUCCESS;
 }
 
@@ -124,7 +140,7 @@ NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* optio
     std::string used;
     for (int at = 0; at < number; at++)
         if (!strncmp(options[at], "-I", 2) || !strncmp(options[at], "-D", 2)) used += "'" + std::string(options[at]) + "' ";
-    used += "-I'" + folder() + "/include' ";
+    used += "-I'" + folder() + "/include' -DHOST_CUDA_PARAMETERS=" + (takes_many(number, options) ? "32764 " : "4096 ");
     const size_t digest = std::hash<std::string>()(used + program->source);
     const std::string path = folder() + "/kernels/" + std::to_string(digest) + ".so";
     const int lock = open((path + ".lock").c_str(), O_CREAT | O_RDWR, 0600);  // one process compiles it, and the others wait
