@@ -191,7 +191,13 @@ struct Array {
     u1 pad;             // elements after it that become 0
 };
 
-struct Table { Array arrays[168]; };  // with the other parameters not more than the 4 KiB that every GPU takes
+template <int NUM> struct Table { Array arrays[NUM]; };
+
+struct Launch {         // what else copy_table.py tells a kernel
+    u4 num_arrays, num_rows;
+    i8 divisor;
+    u4* overflows_seen;  // null: nothing counts
+};
 
 template <class From, class To, bool DIVIDES> struct Copy {
     static constexpr int WIDER = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
@@ -265,21 +271,22 @@ template <class From, class To, bool DIVIDES> struct Copy {
 
 // The table is a parameter: it needs no memory of its own, and lies in the constant cache, where a warp looks its array up.
 // Several kernels of it, because one with all kinds of copies takes long to compile and many registers.
-#define COPIER(NAME, CASES) \
-    extern "C" __global__ void NAME(const Table table, i8 num_arrays, i8 num_rows, i8 divisor, u4* overflows_seen) { \
+#define COPIER(NAME, NUM, CASES) \
+    extern "C" __global__ void NAME(const Table<NUM> table, const Launch launch) { \
         const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x; \
-        if (thread / WARP >= (u8)num_rows) return; \
+        if (thread / WARP >= launch.num_rows) return; \
         const u4 row = (u4)(thread / WARP), lane = (u4)(thread % WARP); \
-        u4 at = 0, end = (u4)num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
+        u4 at = 0, end = launch.num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
         while (end - at > 1) { \
             const u4 middle = (at + end) / 2; \
             if (table.arrays[middle].first_row <= row) at = middle; else end = middle; \
         } \
         const Array array = table.arrays[at]; \
-        const bool is_last = row + 1 == (end < (u4)num_arrays ? table.arrays[end].first_row : (u4)num_rows); \
+        const bool is_last = row + 1 == (end < launch.num_arrays ? table.arrays[end].first_row : launch.num_rows); \
+        const i8 divisor = launch.divisor; \
         u4 overflow = 0; \
         switch (array.kind) { CASES } \
-        if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
+        if (overflow && launch.overflows_seen) atomicAdd(launch.overflows_seen, overflow); \
     }
 
 // ---- Joining: several pieces, in order, into one.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.gpu.copy_table import CopyTables, copy_kind
+from mpidist.transport.gpu.copy_table import CopyTables, Dtypes, copy_kind
 
-__all__ = ["Dtypes", "PackLayout"]
+__all__ = ["PackLayout"]
 
 _STEP: Final = 16  # bytes, the most that a thread copies at once
-
-Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 
 @final
@@ -41,7 +39,14 @@ class PackLayout:
         self.offsets = (ends - taken) * dtype.itemsize
         self.size = int(ends[-1]) if counts else 0
         self._pads = taken - counts
+        self._address, self._places = 0, self.offsets
         self._tables: dict[tuple[Dtypes, bool, bool], CopyTables | None] = {}
+
+    def places(self, address: int) -> np.ndarray[Any, Any]:
+        """Return the address of each array in a buffer, [n]: the same object as at the last call, if the buffer is."""
+        if address != self._address:
+            self._address, self._places = address, self.offsets + address
+        return self._places
 
     def tables_in(self, read: Dtypes) -> CopyTables | None:
         """Return the tables that copy arrays of these dtypes to the buffer; `None` if some dtype has no kernel."""
