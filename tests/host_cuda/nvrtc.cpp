@@ -75,6 +75,23 @@ std::set<std::string> kernels_of(const std::string& preprocessed) {
     return names;
 }
 
+// `asm("add.rn.f32" " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b))` to `c = ptx_add_rn_f32(a, b)`, which kernel.h has
+std::string with_calls_of_ptx(std::string text) {
+    static const std::regex assembly("^asm\\s*\\(((?:\"[^\"]*\"\\s*)+):\\s*\"=\\w\"\\(([^)]*)\\)\\s*:([^;]*)\\)\\s*;");
+    static const std::regex word("[a-z]+(?:\\.[a-z]+)*(?:\\.f\\d\\d)+"), constraint("\"\\w\"");
+    for (size_t at = 0; (at = text.find("asm", at)) != text.npos; at++) {
+        const std::string after = text.substr(at, 300);
+        std::smatch found, instruction;
+        if (!std::regex_search(after, found, assembly)) continue;
+        const std::string code = found[1];
+        if (!std::regex_search(code, instruction, word)) continue;
+        const std::string name = std::regex_replace(instruction.str(), std::regex("\\."), "_");
+        const std::string call = found.str(2) + " = ptx_" + name + "(" + std::regex_replace(found.str(3), constraint, "") + ");";
+        text.replace(at, found.length(), call);
+    }
+    return text;
+}
+
 std::string with_launches(const std::string& preprocessed) {
     std::string text = "#define __global__\n#define __launch_bounds__(...)\n" + preprocessed + "\n";
     for (auto& name : kernels_of(preprocessed))
@@ -102,7 +119,7 @@ bool compile(Program& program, const std::string& options, const std::string& pa
     write(part + ".cu", for_the_host(program.source));
     bool is_done = succeeds(COMMAND + options + "-E '" + part + ".cu' -o '" + part + ".ii'", log);
     if (is_done) {
-        write(part + ".cpp", with_launches(read(part + ".ii")));
+        write(part + ".cpp", with_launches(with_calls_of_ptx(read(part + ".ii"))));
         is_done = succeeds(COMMAND + ("'" + part + ".cpp' -o '" + part + ".so'"), log);
     }
     program.log = read(log);

@@ -39,14 +39,14 @@ _COPIERS: Final = {
     "divide_f4": "DIVIDED(32, f4, f4)",  # the most common one, which all others delay
     "divide": "QUOTIENTS(DIVIDED)",
 }
-_LINES: Final = (
-    {kernel: f"COPIER(mpidist_{kernel}, {SHORT_TABLE}, {cases})" for kernel, cases in _COPIERS.items()}
-    | {kernel + LONG: f"COPIER(mpidist_{kernel + LONG}, {LONG_TABLE}, {cases})" for kernel, cases in _COPIERS.items()}
-    | {
-        f"combine_{'_'.join(pair)}": f"COMBINE({'_'.join(pair)}, {', '.join(pair)})"
-        for pair in (text.split() for text in COMBINED)
-    }
-)
+_LINES: Final = {
+    kernel + end: f"COPIER(mpidist_{kernel + end}, {size}, {cases})"
+    for end, size in (("", SHORT_TABLE), (LONG, LONG_TABLE))
+    for kernel, cases in _COPIERS.items()
+} | {
+    f"combine_{'_'.join(pair)}": f"COMBINE({'_'.join(pair)}, {', '.join(pair)})"
+    for pair in (text.split() for text in COMBINED)
+}
 KERNELS: Final = tuple(_LINES)
 
 

@@ -1,5 +1,5 @@
 // Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
-// header; the tests compile the same text for the host. compiled.py adds the line that makes a kernel of it, for one
+// header; the tests compile the same text for the host, PTX included. compiled.py adds the line that makes a kernel of it, for one
 // kernel at a time, as NVRTC takes long; kernels.py launches them, copy_table.py makes their tables.
 //
 // The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
@@ -50,8 +50,6 @@ INLINE bf to_bf(f4 x) {
     return result;
 }
 
-#ifdef __CUDA_ARCH__
-
 INLINE f4 widened(f2 x) {
     f4 result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
@@ -64,31 +62,7 @@ INLINE f2 to_f2(f4 x) {
     return result;
 }
 
-#else
-
-INLINE f4 widened(f2 x) {
-    const u4 sign = (u4)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | (rest << 13));
-    return float_of(sign | bits_of(float_of(rest << 13) * float_of((127 + 112) << 23)));  // exact, also subnormals
-}
-
-INLINE f2 to_f2(f4 x) {
-    const u4 bits = bits_of(x), size = bits & 0x7fffffffu;
-    u4 rest;
-    if (size > 0x7f800000u) rest = 0x7e00u;
-    else if (size >= 0x477ff000u) rest = 0x7c00u;  // 65520 is the least that rounds to infinity
-    else if (size < 0x38800000u) rest = bits_of(float_of(size) + 0.5f) - 0x3f000000u;  // subnormal: the sum rounds it
-    else rest = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
-    f2 result;
-    result.bits = (u2)((bits >> 16 & 0x8000u) | rest);
-    return result;
-}
-
-#endif
-
 // ---- Arithmetic that keeps subnormal numbers.
-
-#ifdef __CUDA_ARCH__
 
 #define IN_PTX(NAME, INSTRUCTION) \
     INLINE f4 NAME(f4 a, f4 b) { \
@@ -106,16 +80,6 @@ INLINE bool is_less(f4 a, f4 b) {
     asm("{.reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" : "=r"(is) : "f"(a), "f"(b));
     return is;
 }
-
-#else
-
-INLINE f4 plus(f4 a, f4 b) { return a + b; }
-INLINE f4 minus(f4 a, f4 b) { return a - b; }
-INLINE f4 times(f4 a, f4 b) { return a * b; }
-INLINE f4 over(f4 a, f4 b) { return a / b; }
-INLINE bool is_less(f4 a, f4 b) { return a < b; }
-
-#endif
 
 INLINE f8 plus(f8 a, f8 b) { return a + b; }
 INLINE f8 minus(f8 a, f8 b) { return a - b; }

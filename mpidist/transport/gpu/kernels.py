@@ -95,14 +95,14 @@ class DeviceKernels:
         """
         sources, layout = self._laid_out("pack", sources, buffer, layout)
         written, given = buffer.dtype, self._lists.of(sources)
-        tables = layout.tables_in(given.dtypes)
+        tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
             sources = [
                 _plain(its) if copy_kind(its.dtype, written, False) is not None else its.astype(written)
                 for its in sources
             ]
             given = self._lists.of(sources)
-            tables = layout.tables_in(given.dtypes)
+            tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
         self._copy(tables, given.places, layout.places(address_of(buffer)), 1, counter)
 
@@ -123,7 +123,7 @@ class DeviceKernels:
         """
         targets, layout = self._laid_out("unpack", targets, buffer, layout)
         divides, taken = divide_by != 1, self._writable(targets)
-        tables = layout.tables_out(taken.dtypes, divides)
+        tables = layout.tables(taken.dtypes, False, divides)
         if tables is not None:
             self._copy(tables, layout.places(address_of(buffer)), taken.places, divide_by)
             return

@@ -48,15 +48,14 @@ class PackLayout:
             self._address, self._places = address, self.offsets + address
         return self._places
 
-    def tables_in(self, read: Dtypes) -> CopyTables | None:
-        """Return the tables that copy arrays of these dtypes to the buffer; `None` if some dtype has no kernel."""
-        return self._tables_of(read, True, False)
+    def tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
+        """Return the tables of copies between arrays and the buffer; `None` if there is a dtype without a kernel.
 
-    def tables_out(self, written: Dtypes, divides: bool) -> CopyTables | None:
-        """Return those that copy the buffer to arrays of these dtypes, divided or not; `None` as in `tables_in`."""
-        return self._tables_of(written, False, divides)
-
-    def _tables_of(self, dtypes: Dtypes, is_in: bool, divides: bool) -> CopyTables | None:
+        Args:
+            dtypes: Those of the arrays.
+            is_in: Whether the buffer is written, and not the arrays.
+            divides: Whether the numbers are divided.
+        """
         key = dtypes, is_in, divides
         if key not in self._tables:
             pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
