@@ -17,7 +17,6 @@ _MAX_KNOWN: Final = 256
 
 address_of: Final = attrgetter("data.ptr")
 _is_contiguous: Final = attrgetter("_c_contiguous")  # CuPy makes an object of `flags`, which takes eight times as long
-_size_of: Final = attrgetter("size")
 _dtype_of: Final = attrgetter("dtype")
 
 Array = Any
@@ -28,28 +27,25 @@ class ArrayList(NamedTuple):
     """What is asked.
 
     Attributes:
-        sizes: The number of elements of each array, where that was asked.
         dtypes: The dtype of each array; one if all have the same, as hashing each takes longer.
         places: The address of each array, [n].
         are_plain: Whether kernels can use the arrays: they are contiguous, and aligned to their numbers' size, as no
             context of a GPU survives what is not.
     """
 
-    sizes: tuple[int, ...]
     dtypes: Dtypes
     places: np.ndarray[Any, Any]
     are_plain: bool
 
     @classmethod
-    def of(cls, arrays: list[Array], with_sizes: bool) -> ArrayList:
+    def of(cls, arrays: list[Array]) -> ArrayList:
         """Ask arrays of CuPy."""
         dtypes = tuple(map(_dtype_of, arrays))
         if dtypes and dtypes.count(dtypes[0]) == len(dtypes):
             dtypes = dtypes[:1]
         places = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
         widths = np.array([dtype.itemsize for dtype in dtypes], np.uint64)
-        sizes = tuple(map(_size_of, arrays)) if with_sizes else ()
-        return cls(sizes, dtypes, places, all(map(_is_contiguous, arrays)) and not (places % widths).any())
+        return cls(dtypes, places, all(map(_is_contiguous, arrays)) and not (places % widths).any())
 
 
 @final
@@ -57,18 +53,18 @@ class ArrayLists:
     """Asks lists of arrays, and knows those lists again whose arrays all live. Keeps no array alive."""
 
     def __init__(self) -> None:
-        # By the first array, their number, and what is asked: weak references to the arrays, and what they answered.
-        self._known: dict[tuple[int, int, bool], tuple[list[Any], ArrayList]] = {}
+        # By the first array, and their number: weak references to the arrays, and what they answered.
+        self._known: dict[tuple[int, int], tuple[list[Any], ArrayList]] = {}
 
-    def of(self, arrays: list[Array], with_sizes: bool = False) -> ArrayList:
+    def of(self, arrays: list[Array]) -> ArrayList:
         """Ask arrays of CuPy, or return what they answered before, which is the same object then."""
         if native is None or not arrays:
-            return ArrayList.of(arrays, with_sizes)
-        first, key = arrays[0], (id(arrays[0]), len(arrays), with_sizes)
+            return ArrayList.of(arrays)
+        first, key = arrays[0], (id(arrays[0]), len(arrays))
         refs, found = self._known.get(key, _NOTHING)
         if len(refs) == len(arrays) and native.are_known(arrays, arrays, refs, refs):
             return found
-        asked = ArrayList.of(arrays, with_sizes)
+        asked = ArrayList.of(arrays)
         if asked.are_plain:  # and stay so
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
@@ -78,7 +74,7 @@ class ArrayLists:
         return asked
 
 
-_NOTHING: Final[tuple[list[Any], ArrayList]] = [], ArrayList.of([], False)
+_NOTHING: Final[tuple[list[Any], ArrayList]] = [], ArrayList.of([])
 
 
 def is_plain(array: Array) -> bool:

@@ -97,6 +97,15 @@ class CopyTables:
             arguments = by_value(whole[part]), by_value(self._launches[at : at + 1])
             self._tables.append(CopyTable(kernel, -(-int(ends[-1]) * _WARP // BLOCK), arguments))
 
+    @classmethod
+    def between(
+        cls, counts: Numbers, pairs: Sequence[tuple[np.dtype[Any], np.dtype[Any]]], divides: bool, pads: Numbers = (0,)
+    ) -> CopyTables | None:
+        """Make tables for dtypes that are read and written, [n] or [1]; `None` if no kernel makes such a copy."""
+        kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divides)) is not None]
+        widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
+        return cls(counts, kinds, widths, pads) if len(kinds) == len(pairs) else None
+
     def fill(self, sources: Numbers, targets: Numbers, divisor: int = 1, counter: int = 0) -> Sequence[CopyTable]:
         """Fill in what the kernels are told, and return the tables, which are good until the next call.
 

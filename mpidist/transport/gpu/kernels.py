@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -19,7 +20,6 @@ from mpidist.transport.gpu.compiled import COMBINED, KERNELS, LONG, SHORT_TABLE,
 from mpidist.transport.gpu.copy_table import (
     BLOCK,
     CopyTables,
-    Dtypes,
     Numbers,
     by_value,
     copy_kind,
@@ -38,6 +38,8 @@ _MAX_ADDRESSES: Final = 480  # as in kernels.cu
 _ADDRESSES: Final = np.dtype((np.void, 8 * _MAX_ADDRESSES))
 _NO_ADDRESSES: Final = np.zeros(1, _ADDRESSES)
 _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
+
+_size_of: Final = attrgetter("size")
 
 Array = Any
 DeviceCopy: TypeAlias = tuple[
@@ -67,7 +69,7 @@ class DeviceKernels:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernel = cache(partial(compile_kernel, cuda))
-        self._tables_alike = lru_cache(_MAX_ALIKE)(_tables_of_copies)
+        self._tables_alike = lru_cache(_MAX_ALIKE)(CopyTables.between)
         self._layout_alike = lru_cache(_MAX_ALIKE)(PackLayout)
         self._lists = ArrayLists()
         self.num_launches = 0
@@ -144,18 +146,22 @@ class DeviceKernels:
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
         sources, targets = list(sources), list(targets)
-        given, taken = self._lists.of(sources, with_sizes=True), self._writable(targets, with_sizes=True)
-        if (given.sizes, given.dtypes) != (taken.sizes, taken.dtypes):
+        given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
+        if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
             pairs = zip(sources, targets, strict=True)
             source, target = next(pair for pair in pairs if _form_of(pair[0]) != _form_of(pair[1]))
             raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
-        if 0 in taken.sizes:
+        if 0 in sizes:
             self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
             return
         if not given.are_plain:
             sources = list(map(_plain, sources))
             given = self._lists.of(sources)
-        self._copy(self._tables_alike(taken.sizes, taken.dtypes, divide_by != 1), given.places, taken.places, divide_by)
+        tables = self._tables_alike(sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
+        if tables is None:
+            odd = next(dtype for dtype in taken.dtypes if copy_kind(dtype, dtype, True) is None)
+            raise TypeError(f"cannot divide {odd}: its quotients are no {odd}")
+        self._copy(tables, given.places, taken.places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
         """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
@@ -263,9 +269,9 @@ class DeviceKernels:
         for table in tables.fill(sources, targets, divide_by, counter):
             self._launch(*table)
 
-    def _writable(self, arrays: list[Array], with_sizes: bool = False) -> ArrayList:
+    def _writable(self, arrays: list[Array]) -> ArrayList:
         """Ask arrays that are to be written."""
-        taken = self._lists.of(arrays, with_sizes)
+        taken = self._lists.of(arrays)
         if not taken.are_plain:
             odd = next(array for array in arrays if not is_plain(array))
             raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
@@ -278,7 +284,7 @@ class DeviceKernels:
         arrays = arrays if isinstance(arrays, list) else list(arrays)
         if layout is None:
             arrays = [array for array in arrays if array.size]
-            layout = self._layout_alike(tuple(array.size for array in arrays), buffer.dtype)
+            layout = self._layout_alike(tuple(map(_size_of, arrays)), buffer.dtype)
         if buffer.size != layout.size or buffer.dtype != layout.dtype or not is_plain(buffer):
             raise ValueError(f"{what} needs a contiguous buffer of {layout.size} elements, got {_text(buffer)}")
         return arrays, layout
@@ -299,14 +305,6 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
         code = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if is_of_pairs else dtype)
         needed |= {f"combine_{code}_{code}"} & set(KERNELS)
     return needed
-
-
-def _tables_of_copies(counts: tuple[int, ...], dtypes: Dtypes, divides: bool) -> CopyTables:
-    """Return the tables of copies that keep the dtype of each array."""
-    kinds = [copy_kind(dtype, dtype, divides) for dtype in dtypes]
-    if None in kinds:
-        raise TypeError(f"cannot divide {dtypes[kinds.index(None)]}: its quotients are no {dtypes[kinds.index(None)]}")
-    return CopyTables(counts, [kind or 0 for kind in kinds], [dtype.itemsize for dtype in dtypes])
 
 
 def _plain(array: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.gpu.copy_table import CopyTables, Dtypes, copy_kind
+from mpidist.transport.gpu.copy_table import CopyTables, Dtypes
 
 __all__ = ["PackLayout"]
 
@@ -59,9 +59,5 @@ class PackLayout:
         key = dtypes, is_in, divides
         if key not in self._tables:
             pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
-            kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divides)) is not None]
-            widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
-            is_whole = len(kinds) == len(pairs)
-            pads = self._pads if is_in else [0]
-            self._tables[key] = CopyTables(self.counts, kinds, widths, pads) if is_whole else None
+            self._tables[key] = CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])
         return self._tables[key]
