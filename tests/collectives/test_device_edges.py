@@ -194,8 +194,10 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
 
 
 FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
+LONG_TOO = {"copy", "divide_f4", "copy_long", "divide_f4_long"}
 CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] = {
     "mean": ("MEAN", np.float32, CommunicationOptions(), {"copy", "divide_f4"}),
+    "mean of many": ("MEAN", np.float32, CommunicationOptions(), LONG_TOO),
     "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy", "f2_f2"}),
     "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy", "f8_f8"}),
     "compressed sum": ("SUM", np.float32, FP16, {"copy", "cast", "f2_f2"}),
@@ -210,7 +212,8 @@ def test_nor_is_the_time_that_the_kernels_of_later_calls_take(
     """Of those that it may need, and through the host that of a sum which messages might need."""
     op, dtype, options, kernels = CALLS_WITH_KERNELS[kind]
     options = options.merge(CommunicationOptions(timeout_seconds=1.0))
-    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in (50, 7)]
+    sizes = (50, 7) * (100 if kind == "mean of many" else 1)
+    ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in sizes]
     ops.all_reduce("SUM", up(np.ones(3, np.int32)))
     assert compiler.compiled == {"copy"}
     compiler.seconds = 1.5 if comm.rank else 0.0
@@ -219,6 +222,18 @@ def test_nor_is_the_time_that_the_kernels_of_later_calls_take(
     is_staged = group.devices.levels().queue is None
     assert compiler.compiled - kernels <= ({"f4_f4"} if is_staged else set())
     assert kernels <= compiler.compiled
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
+    emulated: Emulated, compiler: Compiler, group: SyncGroup, comm: Intracomm
+) -> None:
+    if comm.rank == 1:
+        emulated.wish("the driver's version", 12_000)
+    values = [up(np.full(3, at, np.float32)) for at in range(200)]
+    results = NcclAllReduce().bound_to(group).all_reduce("MEAN", values)
+    assert [down(its).tolist() for its in results] == [[at] * 3 for at in range(200)]
+    assert ("copy_long" in compiler.compiled) == (comm.rank != 1)
 
 
 @pytest.mark.ranks(min=2)

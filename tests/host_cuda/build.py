@@ -18,9 +18,9 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 SITE = Path(sysconfig.get_paths()["purelib"])
 TARGET = Path(sys.prefix) / "host_cuda"
-LIBRARIES = {  # in the order in which they are loaded, as NCCL needs the driver
+LIBRARIES = {  # in the order in which they are loaded, as the others need the first
     "libcuda.so.1": ["runtime.cpp", "driver.cpp", "accesses.cpp", "control.cpp"],
-    "libnvrtc.so.12": ["nvrtc.cpp"],
+    "libnvrtc.so.12": ["nvrtc.cpp", "-L.", "-l:libcuda.so.1"],
     "libnccl.so.2": ["nccl.cpp", "-L.", "-l:libcuda.so.1"],
 }
 COMPILER = ["g++", "-O1", "-g1", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]

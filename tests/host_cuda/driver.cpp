@@ -16,6 +16,8 @@
 
 using namespace host_cuda;
 
+extern "C" int host_cudaDriverGetVersion(int* version);  // of runtime.cpp
+
 namespace {
 
 typedef Work* (*Launch)(void** parameters, const unsigned* grid, const unsigned* block);
@@ -28,6 +30,7 @@ struct Module {
 struct Function {
     Launch launch;
     int device;
+    size_t parameter_bytes;
 };
 
 size_t size_of(const void* image) {
@@ -87,8 +90,9 @@ DRIVER cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // a kernel of it may 
 DRIVER cuModuleGetFunction(CUfunction* function, CUmodule handle, const char* name) {
     auto module = (Module*)handle;
     auto launch = (Launch)dlsym(module->library, (std::string("launch_") + name).c_str());
-    if (!launch) return CUDA_ERROR_NOT_FOUND;
-    *function = (CUfunction) new Function{launch, module->device};
+    auto parameter_bytes = (size_t(*)())dlsym(module->library, (std::string("parameters_") + name).c_str());
+    if (!launch || !parameter_bytes) return CUDA_ERROR_NOT_FOUND;
+    *function = (CUfunction) new Function{launch, module->device, parameter_bytes()};
     return CUDA_SUCCESS;
 }
 
@@ -103,6 +107,12 @@ DRIVER cuLaunchKernel(
     if (function->device != current_device() || function->device != device_of_stream(stream)) {
         problem("a kernel is launched on another device than its own");
         return CUDA_ERROR_INVALID_HANDLE;
+    }
+    int version = 0;
+    host_cudaDriverGetVersion(&version);
+    if (function->parameter_bytes > (version < 12010 ? 4096 : 32764)) {
+        problem("a kernel has more parameters than the driver takes");
+        return CUDA_ERROR_INVALID_VALUE;
     }
     Work* work = function->launch(parameters, grid, block);
     met("a kernel");

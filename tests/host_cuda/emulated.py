@@ -41,7 +41,9 @@ class Emulated:
     """The emulated GPUs of this process, and its NCCL.
 
     A wish has the name of what it changes: a call, which then fails with this status, or with `HANGS` does not return;
-    or "NCCL is held back", "NCCL's delay" in microseconds, "NCCL's version", "an error of NCCL" that is found later.
+    or "NCCL is held back", "NCCL's delay" in microseconds, "NCCL's version", "an error of NCCL" that is found later; or
+    "the driver's version" and "NVRTC's version", of which 12010 is CUDA 12.1; or "the compute capability", which CuPy
+    asks once, and of which 70 is Volta's.
     """
 
     def __init__(self) -> None:

@@ -65,6 +65,31 @@ inline void read_clock(long long& nanoseconds) {  // instead of PTX's %globaltim
 }
 }  // namespace host_cuda
 
+// ---- PTX: nvrtc.cpp makes a call of what `asm` says.
+
+static inline float ptx_add_rn_f32(float a, float b) { return a + b; }
+static inline float ptx_sub_rn_f32(float a, float b) { return a - b; }
+static inline float ptx_mul_rn_f32(float a, float b) { return a * b; }
+static inline float ptx_div_rn_f32(float a, float b) { return a / b; }
+static inline unsigned ptx_setp_lt_f32(float a, float b) { return a < b; }
+
+static inline float ptx_cvt_f32_f16(unsigned short half) {
+    const unsigned sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+    if (rest >= 0x7c00u) return host_cuda::bits<float>(sign | 0x7f800000u | (rest << 13));
+    const float size = host_cuda::bits<float>(rest << 13) * host_cuda::bits<float>((127 + 112) << 23);  // exact
+    return host_cuda::bits<float>(sign | host_cuda::bits<unsigned>(size));
+}
+
+static inline unsigned short ptx_cvt_rn_f16_f32(float x) {
+    const unsigned its = host_cuda::bits<unsigned>(x), size = its & 0x7fffffffu;
+    unsigned rest;
+    if (size > 0x7f800000u) rest = 0x7e00u;
+    else if (size >= 0x477ff000u) rest = 0x7c00u;  // 65520 is the least that rounds to infinity
+    else if (size < 0x38800000u) rest = host_cuda::bits<unsigned>(host_cuda::bits<float>(size) + 0.5f) - 0x3f000000u;
+    else rest = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+    return (its >> 16 & 0x8000u) | rest;
+}
+
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
@@ -148,11 +173,15 @@ static void run_grid(Place grid, Place block, const std::function<void()>& call)
             }
 }
 
+template <class... Types> constexpr size_t parameter_bytes(void (*)(Types...) = nullptr) {
+    return (sizeof(typename std::decay<Types>::type) + ... + 0);
+}
+
 // Copies the parameters at once, as the caller may change them, and returns the work.
 template <class... Types, size_t... AT> std::function<void()>* prepare(
     void (*kernel)(Types...), void** parameters, const unsigned* grid, const unsigned* block, std::index_sequence<AT...>
 ) {
-    static_assert((sizeof(typename std::decay<Types>::type) + ... + 0) <= 4096, "no more parameters on every GPU");
+    static_assert(parameter_bytes<Types...>() <= HOST_CUDA_PARAMETERS, "NVRTC takes no more parameters for this GPU");
     auto held = std::make_tuple(*(typename std::decay<Types>::type*)parameters[AT]...);
     const Place blocks = {grid[0], grid[1], grid[2]}, threads = {block[0], block[1], block[2]};
     return new std::function<void()>([=] { run_grid(blocks, threads, [&] { kernel(std::get<AT>(held)...); }); });

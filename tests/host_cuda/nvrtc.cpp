@@ -7,6 +7,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -16,6 +17,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "device.h"
 
 typedef int nvrtcResult;
 
@@ -72,13 +75,43 @@ std::set<std::string> kernels_of(const std::string& preprocessed) {
     return names;
 }
 
+// `asm("add.rn.f32" " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b))` to `c = ptx_add_rn_f32(a, b)`, which kernel.h has
+std::string with_calls_of_ptx(std::string text) {
+    static const std::regex assembly("^asm\\s*\\(((?:\"[^\"]*\"\\s*)+):\\s*\"=\\w\"\\(([^)]*)\\)\\s*:([^;]*)\\)\\s*;");
+    static const std::regex word("[a-z]+(?:\\.[a-z]+)*(?:\\.f\\d\\d)+"), constraint("\"\\w\"");
+    for (size_t at = 0; (at = text.find("asm", at)) != text.npos; at++) {
+        const std::string after = text.substr(at, 300);
+        std::smatch found, instruction;
+        if (!std::regex_search(after, found, assembly)) continue;
+        const std::string code = found[1];
+        if (!std::regex_search(code, instruction, word)) continue;
+        const std::string name = std::regex_replace(instruction.str(), std::regex("\\."), "_");
+        const std::string call = found.str(2) + " = ptx_" + name + "(" + std::regex_replace(found.str(3), constraint, "") + ");";
+        text.replace(at, found.length(), call);
+    }
+    return text;
+}
+
 std::string with_launches(const std::string& preprocessed) {
     std::string text = "#define __global__\n#define __launch_bounds__(...)\n" + preprocessed + "\n";
     for (auto& name : kernels_of(preprocessed))
         text += "extern \"C\" std::function<void()>* launch_" + name +
                 "(void** parameters, const unsigned* grid, const unsigned* block) "
-                "{ return host_cuda::launch(" + name + ", parameters, grid, block); }\n";
+                "{ return host_cuda::launch(" + name + ", parameters, grid, block); }\n"
+                "extern \"C\" size_t parameters_" + name + "() { return host_cuda::parameter_bytes(" + name + "); }\n";
     return text;
+}
+
+int version() {  // as CUDA writes it
+    const long wished = host_cuda::wished("NVRTC's version");
+    return wished ? (int)wished : 12090;
+}
+
+// Whether parameters of more than 4,096 bytes are compiled: since CUDA 12.1, and for GPUs since Volta.
+bool takes_many(int number, const char* const* options) {
+    int capability = 0;
+    for (int at = 0; at < number; at++) sscanf(options[at], "-arch=%*[a-z]_%d", &capability);
+    return version() >= 12010 && capability >= 70;
 }
 
 bool compile(Program& program, const std::string& options, const std::string& path) {
@@ -86,7 +119,7 @@ bool compile(Program& program, const std::string& options, const std::string& pa
     write(part + ".cu", for_the_host(program.source));
     bool is_done = succeeds(COMMAND + options + "-E '" + part + ".cu' -o '" + part + ".ii'", log);
     if (is_done) {
-        write(part + ".cpp", with_launches(read(part + ".ii")));
+        write(part + ".cpp", with_launches(with_calls_of_ptx(read(part + ".ii"))));
         is_done = succeeds(COMMAND + ("'" + part + ".cpp' -o '" + part + ".so'"), log);
     }
     program.log = read(log);
@@ -104,8 +137,8 @@ extern "C" const char* nvrtcGetErrorString(nvrtcResult code) {
 }
 
 NVRTC nvrtcVersion(int* major, int* minor) {
-    *major = 12;
-    *minor = 9;
+    *major = version() / 1000;
+    *minor = version() / 10 % 100;
     return SUCCESS;
 }
 
@@ -124,7 +157,7 @@ NVRTC nvrtcCompileProgram(Program* program, int number, const char* const* optio
     std::string used;
     for (int at = 0; at < number; at++)
         if (!strncmp(options[at], "-I", 2) || !strncmp(options[at], "-D", 2)) used += "'" + std::string(options[at]) + "' ";
-    used += "-I'" + folder() + "/include' ";
+    used += "-I'" + folder() + "/include' -DHOST_CUDA_PARAMETERS=" + (takes_many(number, options) ? "32764 " : "4096 ");
     const size_t digest = std::hash<std::string>()(used + program->source);
     const std::string path = folder() + "/kernels/" + std::to_string(digest) + ".so";
     const int lock = open((path + ".lock").c_str(), O_CREAT | O_RDWR, 0600);  // one process compiles it, and the others wait

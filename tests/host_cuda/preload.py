@@ -8,7 +8,7 @@ import mmap
 import os
 from pathlib import Path
 
-LIBRARIES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")  # NCCL needs the first
+LIBRARIES = ("libcuda.so.1", "libnvrtc.so.12", "libnccl.so.2")  # the others need the first
 HERE = Path(__file__).parent
 PAGE = mmap.PAGESIZE
 WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC

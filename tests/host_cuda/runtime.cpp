@@ -319,7 +319,8 @@ RUNTIME(cudaSetDevice)(int device) {
 }
 
 RUNTIME(cudaDriverGetVersion)(int* version) {
-    *version = 13000;
+    const long wanted = wished("the driver's version");
+    *version = wanted ? (int)wanted : 13000;
     return cudaSuccess;
 }
 
@@ -337,6 +338,9 @@ RUNTIME(cudaDeviceGetAttribute)(int* value, cudaDeviceAttr attribute, int) {
     };
     auto found = values.find(attribute);
     *value = found == values.end() ? 1 : found->second;
+    const long capability = wished("the compute capability");  // CuPy asks once
+    if (capability && attribute == cudaDevAttrComputeCapabilityMajor) *value = capability / 10;
+    if (capability && attribute == cudaDevAttrComputeCapabilityMinor) *value = capability % 10;
     return cudaSuccess;
 }
 

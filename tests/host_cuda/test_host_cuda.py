@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from host_cuda import are_emulated
-from host_cuda.emulated import memory_is_given_back_late, problems
+from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
+from host_cuda.gpus import emulated, gpus
 from mpidist.transport import cuda
+
+__all__ = ["emulated", "gpus"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1)]
 
@@ -35,6 +38,7 @@ extern "C" __global__ void hold(long long nanoseconds, long long* at) {
     *at = 1;
 }
 """
+TAKING = 'struct Many {{ char of[{}]; }}; extern "C" __global__ void take_{}(const Many many) {{}}'
 
 
 @pytest.fixture
@@ -97,6 +101,34 @@ def test_kernel_of_another_device_is_a_problem(cupy: Any) -> None:
     with pytest.raises(cupy.cuda.driver.CUDADriverError):
         function((1,), (4,), (array,), stream=stream)
     assert "a kernel is launched on another device than its own" in problems()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "old", "refusal"),
+    [
+        (4096, "the driver's version", None),
+        (4097, "the driver's version", "CUDADriverError"),
+        (4096, "NVRTC's version", None),
+        (4097, "NVRTC's version", "CompileException"),
+        (32_764, "", None),
+        (32_765, "", "CompileException"),
+    ],
+)
+def test_kernel_takes_as_many_parameters_as_its_compiler_and_driver(
+    cupy: Any, emulated: Emulated, nbytes: int, old: str, refusal: str | None
+) -> None:
+    """4,096 bytes before CUDA 12.1, which is driver 530, and 32,764 since."""
+    emulated.wish(old, 12_000)
+    name = f"{nbytes}_{''.join(filter(str.isalpha, old))}"
+    kernel = cupy.RawKernel(TAKING.format(nbytes, name), f"take_{name}")
+    many = np.zeros(1, np.dtype((np.void, nbytes)))
+    if refusal is None:
+        kernel((1,), (1,), (many,))
+        return
+    with pytest.raises(Exception) as raised:
+        kernel((1,), (1,), (many,))
+    assert raised.typename == refusal
+    assert ("more parameters than the driver takes" in problems()) == (refusal == "CUDADriverError")
 
 
 def test_streams_that_use_the_same_memory_at_once_are_a_problem(cupy: Any) -> None:

@@ -314,7 +314,8 @@ class DeviceMessages:
             if not message.is_direct:
                 copies = [(self._specs[piece.index].dtype, wire, False) for piece in message.pieces]
                 copies += [(wire, self._result_dtypes[piece.index], divides) for piece in message.pieces]
-            needed |= levels.kernels_for(wire, message.half, message.reduction, copies)
+            num = len(self._direct if message.is_direct else message.pieces)
+            needed |= levels.kernels_for(wire, message.half, message.reduction, copies, num)
         return needed
 
     def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from mpidist.transport import cuda
+from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, longest_table
 from mpidist.transport.half import is_of_numpy
 
 __all__ = [
@@ -18,7 +20,9 @@ __all__ = [
     "QUOTIENTS",
     "CopyTable",
     "CopyTables",
+    "Dtypes",
     "Numbers",
+    "by_value",
     "copy_kind",
     "dtype_code",
     "kernel_of_copies",
@@ -38,10 +42,10 @@ QUOTIENTS: Final = {
 ARRAY: Final = np.dtype(
     [("source", "u8"), ("target", "u8"), ("first_row", "u4"), ("last", "u2"), ("kind", "u1"), ("pad", "u1")]
 )
-_ARRAYS: Final = 168  # in a table
-_TABLE: Final = np.dtype((np.void, _ARRAYS * ARRAY.itemsize))  # without fields, which CuPy would list at each launch
+_LAUNCH: Final = np.dtype([("num_arrays", "u4"), ("num_rows", "u4"), ("divisor", "i8"), ("counter", "u8")])
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
+Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 
 @final
@@ -49,23 +53,19 @@ class CopyTable(NamedTuple):
     """The copies of one launch.
 
     Attributes:
-        words: The table, [1]: CuPy passes it to the kernel by value.
-        num_arrays: Number of arrays in it.
-        num_rows: Number of rows that they are cut into.
         kernel: The kernel that makes such copies.
         num_blocks: How many blocks of threads it needs.
+        arguments: What it is given.
     """
 
-    words: np.ndarray[Any, Any]
-    num_arrays: int
-    num_rows: int
     kernel: str
     num_blocks: int
+    arguments: tuple[Any, ...]
 
 
 @final
 class CopyTables:
-    """The tables, of up to 168 arrays each, of copies whose sizes stay the same: each call fills in the addresses.
+    """The tables of copies whose sizes stay the same: each call fills in what has changed since the last one.
 
     Args:
         counts: The number of elements of each array, [n]; none is 0.
@@ -78,33 +78,59 @@ class CopyTables:
         counts = np.array(counts, np.int64)
         most = _ROW_BYTES // np.asarray(widths)
         rows = -(-counts // most)
-        whole = np.zeros(-(-counts.size // _ARRAYS) * _ARRAYS, ARRAY)
+        size = SHORT_TABLE if counts.size <= SHORT_TABLE else longest_table(cuda.current())
+        whole = np.zeros(-(-counts.size // size) * size, ARRAY)
         self._arrays = arrays = whole[: counts.size]
         arrays["kind"], arrays["pad"] = kinds, pads
         arrays["last"] = counts - (rows - 1) * most
+        self._launches = np.zeros(whole.size // size, _LAUNCH)
+        self._sources: Numbers = ()
+        self._targets: Numbers = ()
+        self._told = 1, 0
         self._tables = []
-        for at in range(whole.size // _ARRAYS):
-            part = slice(at * _ARRAYS, (at + 1) * _ARRAYS)
+        for at in range(self._launches.size):
+            part = slice(at * size, (at + 1) * size)
             ends = np.cumsum(rows[part])
             arrays["first_row"][part] = ends - rows[part]
-            kernel, num_rows = kernel_of_copies(int(arrays["kind"][part].max())), int(ends[-1])
-            table = whole.view(_TABLE)[at : at + 1]
-            self._tables.append(CopyTable(table, ends.size, num_rows, kernel, -(-num_rows * _WARP // BLOCK)))
+            self._launches[at] = ends.size, ends[-1], 1, 0
+            kernel = kernel_of_copies(int(arrays["kind"][part].max())) + LONG * (size > SHORT_TABLE)
+            arguments = by_value(whole[part]), by_value(self._launches[at : at + 1])
+            self._tables.append(CopyTable(kernel, -(-int(ends[-1]) * _WARP // BLOCK), arguments))
 
-    @property
-    def kernels(self) -> set[str]:
-        """The kernels that make the copies."""
-        return {table.kernel for table in self._tables}
+    @classmethod
+    def between(
+        cls, counts: Numbers, pairs: Sequence[tuple[np.dtype[Any], np.dtype[Any]]], divides: bool, pads: Numbers = (0,)
+    ) -> CopyTables | None:
+        """Make tables for dtypes that are read and written, [n] or [1]; `None` if no kernel makes such a copy."""
+        kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divides)) is not None]
+        widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
+        return cls(counts, kinds, widths, pads) if len(kinds) == len(pairs) else None
 
-    def fill(self, sources: Numbers, targets: Numbers) -> Sequence[CopyTable]:
-        """Fill in the addresses, and return the tables, which are good until the next call.
+    def fill(self, sources: Numbers, targets: Numbers, divisor: int = 1, counter: int = 0) -> Sequence[CopyTable]:
+        """Fill in what the kernels are told, and return the tables, which are good until the next call.
 
         Args:
-            sources: The address of each array that is read, [n].
-            targets: The address to which it is copied, [n].
+            sources: The address of each array that is read, [n]. The same object has the same numbers.
+            targets: The address to which it is copied, [n]; as above.
+            divisor: What numbers are divided by.
+            counter: The address of a number to which overflows are added; 0 for none.
         """
-        self._arrays["source"], self._arrays["target"] = sources, targets
+        if sources is not self._sources:
+            self._sources = self._arrays["source"] = sources
+        if targets is not self._targets:
+            self._targets = self._arrays["target"] = targets
+        if (divisor, counter) != self._told:
+            self._told = divisor, counter
+            self._launches["divisor"], self._launches["counter"] = divisor, counter
         return self._tables
+
+
+def by_value(numbers: np.ndarray[Any, Any]) -> Any:
+    """Return the argument of a kernel that gets the bytes of an array, which must live until the launch.
+
+    CuPy also takes an array of one element itself, and then asks it at each launch for all that NumPy knows of it.
+    """
+    return cuda.current().cupy.cuda.function.CPointer(numbers.ctypes.data)
 
 
 @cache

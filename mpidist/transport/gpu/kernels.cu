@@ -1,5 +1,5 @@
 // Moves and sums of device memory, one launch for any number of arrays. Compiled by NVRTC at the first use, without any
-// header; the tests compile the same text for the host. compiled.py adds the line that makes a kernel of it, for one
+// header; the tests compile the same text for the host, PTX included. compiled.py adds the line that makes a kernel of it, for one
 // kernel at a time, as NVRTC takes long; kernels.py launches them, copy_table.py makes their tables.
 //
 // The numbers are those of NumPy, bit by bit. Needs --fmad=false: a product and a sum that are rounded once would be
@@ -50,8 +50,6 @@ INLINE bf to_bf(f4 x) {
     return result;
 }
 
-#ifdef __CUDA_ARCH__
-
 INLINE f4 widened(f2 x) {
     f4 result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
@@ -64,31 +62,7 @@ INLINE f2 to_f2(f4 x) {
     return result;
 }
 
-#else
-
-INLINE f4 widened(f2 x) {
-    const u4 sign = (u4)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | (rest << 13));
-    return float_of(sign | bits_of(float_of(rest << 13) * float_of((127 + 112) << 23)));  // exact, also subnormals
-}
-
-INLINE f2 to_f2(f4 x) {
-    const u4 bits = bits_of(x), size = bits & 0x7fffffffu;
-    u4 rest;
-    if (size > 0x7f800000u) rest = 0x7e00u;
-    else if (size >= 0x477ff000u) rest = 0x7c00u;  // 65520 is the least that rounds to infinity
-    else if (size < 0x38800000u) rest = bits_of(float_of(size) + 0.5f) - 0x3f000000u;  // subnormal: the sum rounds it
-    else rest = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
-    f2 result;
-    result.bits = (u2)((bits >> 16 & 0x8000u) | rest);
-    return result;
-}
-
-#endif
-
 // ---- Arithmetic that keeps subnormal numbers.
-
-#ifdef __CUDA_ARCH__
 
 #define IN_PTX(NAME, INSTRUCTION) \
     INLINE f4 NAME(f4 a, f4 b) { \
@@ -106,16 +80,6 @@ INLINE bool is_less(f4 a, f4 b) {
     asm("{.reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" : "=r"(is) : "f"(a), "f"(b));
     return is;
 }
-
-#else
-
-INLINE f4 plus(f4 a, f4 b) { return a + b; }
-INLINE f4 minus(f4 a, f4 b) { return a - b; }
-INLINE f4 times(f4 a, f4 b) { return a * b; }
-INLINE f4 over(f4 a, f4 b) { return a / b; }
-INLINE bool is_less(f4 a, f4 b) { return a < b; }
-
-#endif
 
 INLINE f8 plus(f8 a, f8 b) { return a + b; }
 INLINE f8 minus(f8 a, f8 b) { return a - b; }
@@ -191,7 +155,13 @@ struct Array {
     u1 pad;             // elements after it that become 0
 };
 
-struct Table { Array arrays[168]; };  // with the other parameters not more than the 4 KiB that every GPU takes
+template <int NUM> struct Table { Array arrays[NUM]; };
+
+struct Launch {         // what else copy_table.py tells a kernel
+    u4 num_arrays, num_rows;
+    i8 divisor;
+    u4* overflows_seen;  // null: nothing counts
+};
 
 template <class From, class To, bool DIVIDES> struct Copy {
     static constexpr int WIDER = sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To);
@@ -265,21 +235,22 @@ template <class From, class To, bool DIVIDES> struct Copy {
 
 // The table is a parameter: it needs no memory of its own, and lies in the constant cache, where a warp looks its array up.
 // Several kernels of it, because one with all kinds of copies takes long to compile and many registers.
-#define COPIER(NAME, CASES) \
-    extern "C" __global__ void NAME(const Table table, i8 num_arrays, i8 num_rows, i8 divisor, u4* overflows_seen) { \
+#define COPIER(NAME, NUM, CASES) \
+    extern "C" __global__ void NAME(const Table<NUM> table, const Launch launch) { \
         const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x; \
-        if (thread / WARP >= (u8)num_rows) return; \
+        if (thread / WARP >= launch.num_rows) return; \
         const u4 row = (u4)(thread / WARP), lane = (u4)(thread % WARP); \
-        u4 at = 0, end = (u4)num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
+        u4 at = 0, end = launch.num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
         while (end - at > 1) { \
             const u4 middle = (at + end) / 2; \
             if (table.arrays[middle].first_row <= row) at = middle; else end = middle; \
         } \
         const Array array = table.arrays[at]; \
-        const bool is_last = row + 1 == (end < (u4)num_arrays ? table.arrays[end].first_row : (u4)num_rows); \
+        const bool is_last = row + 1 == (end < launch.num_arrays ? table.arrays[end].first_row : launch.num_rows); \
+        const i8 divisor = launch.divisor; \
         u4 overflow = 0; \
         switch (array.kind) { CASES } \
-        if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
+        if (overflow && launch.overflows_seen) atomicAdd(launch.overflows_seen, overflow); \
     }
 
 // ---- Joining: several pieces, in order, into one.

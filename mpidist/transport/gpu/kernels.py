@@ -6,7 +6,7 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import attrgetter
@@ -14,11 +14,19 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.transport.arrays import is_aligned
 from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu.compiled import COMBINED, KERNELS, compile_kernel
-from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, copy_kind, dtype_code, kernel_of_copies
-from mpidist.transport.gpu.pack_layout import Dtypes, PackLayout
+from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
+from mpidist.transport.gpu.compiled import COMBINED, KERNELS, LONG, SHORT_TABLE, compile_kernel, longest_table
+from mpidist.transport.gpu.copy_table import (
+    BLOCK,
+    CopyTables,
+    Numbers,
+    by_value,
+    copy_kind,
+    dtype_code,
+    kernel_of_copies,
+)
+from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.reduction import Reduction
 
 __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
@@ -31,9 +39,7 @@ _ADDRESSES: Final = np.dtype((np.void, 8 * _MAX_ADDRESSES))
 _NO_ADDRESSES: Final = np.zeros(1, _ADDRESSES)
 _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 
-_address_of: Final = attrgetter("data.ptr")
 _size_of: Final = attrgetter("size")
-_dtype_of: Final = attrgetter("dtype")
 
 Array = Any
 DeviceCopy: TypeAlias = tuple[
@@ -45,7 +51,8 @@ DeviceCopy: TypeAlias = tuple[
 class DeviceKernels:
     """Copies and combines arrays of device memory, many of them in one launch on the current stream.
 
-    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays; a longer list takes several.
+    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays, or 1,363 where CUDA and the GPU
+    take parameters of 32 KiB; a longer list takes several.
     Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
@@ -62,13 +69,16 @@ class DeviceKernels:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._kernel = cache(partial(compile_kernel, cuda))
-        self._tables_alike = lru_cache(_MAX_ALIKE)(_tables_of_copies)
+        self._tables_alike = lru_cache(_MAX_ALIKE)(CopyTables.between)
+        self._layout_alike = lru_cache(_MAX_ALIKE)(PackLayout)
+        self._lists = ArrayLists()
         self.num_launches = 0
 
     def compile(self, kernels: Iterable[str]) -> None:
-        """Compile kernels, as the first use of each would: for the current device."""
+        """Compile kernels, as the first use of each would: for the current device. Leaves out what it cannot take."""
         for kernel in kernels:
-            self._kernel(kernel)
+            if not kernel.endswith(LONG) or longest_table(self._cuda) > SHORT_TABLE:
+                self._kernel(kernel)
 
     def pack(
         self, sources: Sequence[Array], buffer: Array, counts_overflow: bool = False, layout: PackLayout | None = None
@@ -85,19 +95,18 @@ class DeviceKernels:
         Raises:
             ValueError: If the sizes do not fit.
         """
-        sources, layout = _laid_out("pack", sources, buffer, layout)
-        dtypes, written = _dtypes(sources), buffer.dtype
-        tables = layout.tables_in(dtypes)
-        if tables is None:
+        sources, layout = self._laid_out("pack", sources, buffer, layout)
+        written, given = buffer.dtype, self._lists.of(sources)
+        tables = layout.tables(given.dtypes, is_in=True)
+        if tables is None or not given.are_plain:
             sources = [
-                source if copy_kind(source.dtype, written, False) is not None else source.astype(written)
-                for source in sources
+                _plain(its) if copy_kind(its.dtype, written, False) is not None else its.astype(written)
+                for its in sources
             ]
-            dtypes = _dtypes(sources)
-            tables = layout.tables_in(dtypes)
-        sources, places = self._readable(sources, dtypes)
+            given = self._lists.of(sources)
+            tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
-        self._copy(tables, places, layout.offsets + _address_of(buffer), 1, counter)
+        self._copy(tables, given.places, layout.places(address_of(buffer)), 1, counter)
 
     def unpack(
         self, buffer: Array, targets: Sequence[Array], divide_by: int = 1, layout: PackLayout | None = None
@@ -114,11 +123,11 @@ class DeviceKernels:
         Raises:
             ValueError: If the sizes do not fit, or a target is not contiguous.
         """
-        targets, layout = _laid_out("unpack", targets, buffer, layout)
-        dtypes, divides = _dtypes(targets), divide_by != 1
-        places, tables = self._writable(targets, dtypes), layout.tables_out(dtypes, divides)
+        targets, layout = self._laid_out("unpack", targets, buffer, layout)
+        divides, taken = divide_by != 1, self._writable(targets)
+        tables = layout.tables(taken.dtypes, False, divides)
         if tables is not None:
-            self._copy(tables, layout.offsets + _address_of(buffer), places, divide_by)
+            self._copy(tables, layout.places(address_of(buffer)), taken.places, divide_by)
             return
         for target, start in zip(targets, (layout.offsets // buffer.itemsize).tolist(), strict=True):
             piece = buffer[start : start + target.size].reshape(target.shape)
@@ -136,18 +145,23 @@ class DeviceKernels:
             TypeError: If numbers of such a dtype cannot be divided to the same dtype.
             ValueError: If the sizes or dtypes do not fit, or a target is not contiguous.
         """
-        sizes, dtypes = list(map(_size_of, targets)), _dtypes(targets)
-        if sizes != list(map(_size_of, sources)) or dtypes != _dtypes(sources):
+        sources, targets = list(sources), list(targets)
+        given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
+        if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
             pairs = zip(sources, targets, strict=True)
             source, target = next(pair for pair in pairs if _form_of(pair[0]) != _form_of(pair[1]))
             raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
         if 0 in sizes:
-            sources, targets = ([array for array in arrays if array.size] for arrays in (sources, targets))
-            sizes, dtypes = [size for size in sizes if size], _dtypes(targets)
-        tables = self._tables_alike(tuple(sizes), dtypes, divide_by != 1)
-        places = self._writable(targets, dtypes)
-        sources, read = self._readable(sources, dtypes)
-        self._copy(tables, read, places, divide_by)
+            self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
+            return
+        if not given.are_plain:
+            sources = list(map(_plain, sources))
+            given = self._lists.of(sources)
+        tables = self._tables_alike(sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
+        if tables is None:
+            odd = next(dtype for dtype in taken.dtypes if copy_kind(dtype, dtype, True) is None)
+            raise TypeError(f"cannot divide {odd}: its quotients are no {odd}")
+        self._copy(tables, given.places, taken.places, divide_by)
 
     def combine(self, parts: Array | Sequence[Array], reduction: Reduction, out: Array) -> None:
         """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
@@ -171,7 +185,7 @@ class DeviceKernels:
             raise ValueError(
                 f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes"
             )
-        if not all(map(self._is_plain, (*rows, out))):
+        if not all(map(is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
         if reduction.fold is not None:
             reduction.fold.combine(reduction.ufunc, rows, (out,))
@@ -196,7 +210,7 @@ class DeviceKernels:
         out[...] = total  # not before all rows have been read, as it may be one of them
 
     def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
-        places, table = _places(rows).tolist(), _NO_ADDRESSES
+        places, table = list(map(address_of, rows)), _NO_ADDRESSES
         steps = {after - before for before, after in pairwise(places)}
         stride = steps.pop() if len(steps) == 1 else 0
         if steps or stride < 0:
@@ -210,8 +224,8 @@ class DeviceKernels:
         count, width = out.size, rows[0].itemsize
         are_aligned = int(not any(place % 16 for place in places))
         arguments = (
-            table, places[0], stride, len(rows), count, _address_of(out), _OPS[reduction.op], reduction.divisor,
-            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
+            by_value(table), places[0], stride, len(rows), count, address_of(out), _OPS[reduction.op],
+            reduction.divisor, are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
         num_blocks = min(_MAX_BLOCKS, -(-count * width // (16 * BLOCK)))
         self._launch(f"combine_{pair.replace(' ', '_')}", num_blocks, arguments)
@@ -226,7 +240,7 @@ class DeviceKernels:
         if not counts_overflow or written != np.float16:
             return 0
         counter = self._counter
-        return int(counter.ctypes.data if isinstance(counter, np.ndarray) else _address_of(counter))
+        return int(counter.ctypes.data if isinstance(counter, np.ndarray) else address_of(counter))
 
     @cached_property
     def _counter(self) -> Array:
@@ -252,51 +266,40 @@ class DeviceKernels:
     ) -> None:
         """Launch copies, from addresses to addresses."""
         assert tables is not None, "the caller has cast what no kernel can"
-        for table in tables.fill(sources, targets):
-            arguments = table.words, table.num_arrays, table.num_rows, divide_by, counter
-            self._launch(table.kernel, table.num_blocks, arguments)
+        for table in tables.fill(sources, targets, divide_by, counter):
+            self._launch(*table)
 
-    @cached_property
-    def _is_contiguous(self) -> Callable[[Array], bool]:
-        """Says whether an array is contiguous. CuPy makes an object of its `flags`, which takes eight times as long."""
-        has_own = hasattr(self._cuda.cupy.ndarray, "_c_contiguous")
-        return attrgetter("_c_contiguous" if has_own else "flags.c_contiguous")
-
-    def _is_plain(self, array: Array) -> bool:
-        """Whether kernels can use an array: contiguous, and aligned, as no context of a GPU survives what is not."""
-        return bool(self._is_contiguous(array)) and is_aligned(array)
-
-    def _plain_places(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any] | None:
-        """Return the addresses of arrays that kernels can use; `None` if there is another one among them."""
-        if not all(map(self._is_contiguous, arrays)):
-            return None
-        places, widths = _places(arrays), [dtype.itemsize for dtype in dtypes]
-        return None if (places % np.array(widths, np.uint64)).any() else places
-
-    def _readable(self, arrays: Sequence[Array], dtypes: Dtypes) -> tuple[Sequence[Array], np.ndarray[Any, Any]]:
-        """Copy the arrays that kernels cannot read. Return all, which must live until the launch, and their places."""
-        places = self._plain_places(arrays, dtypes)
-        if places is None:
-            arrays = [array if self._is_plain(array) else array.copy() for array in arrays]
-            places = _places(arrays)
-        return arrays, places
-
-    def _writable(self, arrays: Sequence[Array], dtypes: Dtypes) -> np.ndarray[Any, Any]:
-        places = self._plain_places(arrays, dtypes)
-        if places is None:
-            odd = next(array for array in arrays if not self._is_plain(array))
+    def _writable(self, arrays: list[Array]) -> ArrayList:
+        """Ask arrays that are to be written."""
+        taken = self._lists.of(arrays)
+        if not taken.are_plain:
+            odd = next(array for array in arrays if not is_plain(array))
             raise ValueError(f"cannot write to {_text(odd)}, which is not contiguous, or not aligned")
-        return places
+        return taken
+
+    def _laid_out(
+        self, what: str, arrays: Sequence[Array], buffer: Array, layout: PackLayout | None
+    ) -> tuple[list[Array], PackLayout]:
+        """Find a layout of arrays that has none, and look whether the buffer fits to it."""
+        arrays = arrays if isinstance(arrays, list) else list(arrays)
+        if layout is None:
+            arrays = [array for array in arrays if array.size]
+            layout = self._layout_alike(tuple(map(_size_of, arrays)), buffer.dtype)
+        if buffer.size != layout.size or buffer.dtype != layout.dtype or not is_plain(buffer):
+            raise ValueError(f"{what} needs a contiguous buffer of {layout.size} elements, got {_text(buffer)}")
+        return arrays, layout
 
 
-def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]]) -> set[str]:
-    """Return the kernels that work may take; what CuPy's operations do takes none.
+def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[Any], str]], num: int = 1) -> set[str]:
+    """Return the kernels that work may take on some rank; what CuPy's operations do takes none.
 
     Args:
         copies: Copies of arrays.
         sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
+        num: Number of arrays that are copied together.
     """
     needed = {kernel_of_copies(kind) for copy in copies if (kind := copy_kind(*copy)) is not None}
+    needed |= {kernel + LONG for kernel in needed if num > SHORT_TABLE}
     for dtype, op in sums:
         is_of_pairs = dtype.kind == "c" and op == "sum"
         code = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if is_of_pairs else dtype)
@@ -304,38 +307,9 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
     return needed
 
 
-def _laid_out(
-    what: str, arrays: Sequence[Array], buffer: Array, layout: PackLayout | None
-) -> tuple[Sequence[Array], PackLayout]:
-    """Find a layout of arrays that has none, and look whether the buffer fits to it."""
-    if layout is None:
-        arrays = [array for array in arrays if array.size]
-        layout = PackLayout(list(map(_size_of, arrays)), buffer.dtype)
-    if (
-        buffer.size != layout.size
-        or buffer.dtype != layout.dtype
-        or not (buffer.flags.c_contiguous and is_aligned(buffer))
-    ):
-        raise ValueError(f"{what} needs a contiguous buffer of {layout.size} elements, got {_text(buffer)}")
-    return arrays, layout
-
-
-def _tables_of_copies(counts: tuple[int, ...], dtypes: Dtypes, divides: bool) -> CopyTables:
-    """Return the tables of copies that keep the dtype of each array."""
-    kinds = [copy_kind(dtype, dtype, divides) for dtype in dtypes]
-    if None in kinds:
-        raise TypeError(f"cannot divide {dtypes[kinds.index(None)]}: its quotients are no {dtypes[kinds.index(None)]}")
-    return CopyTables(counts, [kind or 0 for kind in kinds], [dtype.itemsize for dtype in dtypes])
-
-
-def _places(arrays: Sequence[Array]) -> np.ndarray[Any, Any]:
-    return np.array(list(map(_address_of, arrays)), np.uint64)
-
-
-def _dtypes(arrays: Sequence[Array]) -> Dtypes:
-    """Return the dtype of each array, [n]; [1] if all have the same, as hashing each takes longer."""
-    dtypes = tuple(map(_dtype_of, arrays))
-    return dtypes[:1] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else dtypes
+def _plain(array: Array) -> Array:
+    """Return an array, copied if kernels cannot read it."""
+    return array if is_plain(array) else array.copy()
 
 
 def _form_of(array: Array) -> tuple[int, np.dtype[Any]]:

@@ -12,7 +12,7 @@ from mpidist.transport import cuda
 
 __all__ = ["NewArrays"]
 
-_ALIGNMENT: Final = 64  # bytes
+_ALIGNMENT: Final = 16  # bytes, the most that kernels copy at once; more would cut pads off, too, which takes as long
 _SMALL: Final = 64 << 10  # bytes of an array
 _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps that keeps one array of it
 

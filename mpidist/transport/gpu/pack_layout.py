@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist.transport.gpu.copy_table import CopyTables, copy_kind
+from mpidist.transport.gpu.copy_table import CopyTables, Dtypes
 
-__all__ = ["Dtypes", "PackLayout"]
+__all__ = ["PackLayout"]
 
 _STEP: Final = 16  # bytes, the most that a thread copies at once
-
-Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 
 @final
@@ -41,23 +39,25 @@ class PackLayout:
         self.offsets = (ends - taken) * dtype.itemsize
         self.size = int(ends[-1]) if counts else 0
         self._pads = taken - counts
+        self._address, self._places = 0, self.offsets
         self._tables: dict[tuple[Dtypes, bool, bool], CopyTables | None] = {}
 
-    def tables_in(self, read: Dtypes) -> CopyTables | None:
-        """Return the tables that copy arrays of these dtypes to the buffer; `None` if some dtype has no kernel."""
-        return self._tables_of(read, True, False)
+    def places(self, address: int) -> np.ndarray[Any, Any]:
+        """Return the address of each array in a buffer, [n]: the same object as at the last call, if the buffer is."""
+        if address != self._address:
+            self._address, self._places = address, self.offsets + address
+        return self._places
 
-    def tables_out(self, written: Dtypes, divides: bool) -> CopyTables | None:
-        """Return those that copy the buffer to arrays of these dtypes, divided or not; `None` as in `tables_in`."""
-        return self._tables_of(written, False, divides)
+    def tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
+        """Return the tables of copies between arrays and the buffer; `None` if there is a dtype without a kernel.
 
-    def _tables_of(self, dtypes: Dtypes, is_in: bool, divides: bool) -> CopyTables | None:
+        Args:
+            dtypes: Those of the arrays.
+            is_in: Whether the buffer is written, and not the arrays.
+            divides: Whether the numbers are divided.
+        """
         key = dtypes, is_in, divides
         if key not in self._tables:
             pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
-            kinds = [kind for pair in pairs if (kind := copy_kind(*pair, divides)) is not None]
-            widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
-            is_whole = len(kinds) == len(pairs)
-            pads = self._pads if is_in else [0]
-            self._tables[key] = CopyTables(self.counts, kinds, widths, pads) if is_whole else None
+            self._tables[key] = CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])
         return self._tables[key]

@@ -182,7 +182,12 @@ class Levels:
         return sum(level.traffic.overflowed for level in (self.world, self.within_node, self.across_nodes))
 
     def kernels_for(
-        self, wire: np.dtype[Any], half: np.dtype[Any] | None, reduction: Reduction, copies: Iterable[DeviceCopy] = ()
+        self,
+        wire: np.dtype[Any],
+        half: np.dtype[Any] | None,
+        reduction: Reduction,
+        copies: Iterable[DeviceCopy] = (),
+        num: int = 1,
     ) -> set[str]:
         """Return the kernels that a reduction may need on the GPU of some rank. Local, equal on all ranks.
 
@@ -191,6 +196,7 @@ class Levels:
             half: As in `compressed`.
             reduction: The elementwise operation.
             copies: To the buffer and back.
+            num: Number of arrays that are copied together.
         """
         joined = {wire} if half is None else {wire, half}
         if isinstance(self.world, NcclCommunicator):
@@ -198,7 +204,7 @@ class Levels:
         elif self.world.size == 1:
             joined = set()
         casts = () if half is None else ((wire, half, False), (half, wire, False))
-        return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in joined])
+        return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in joined], num)
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Return memory to pack into: of the queue, which several streams use, or `Communicator.pack_buffer`."""

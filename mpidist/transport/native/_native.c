@@ -679,7 +679,7 @@ static int has_form(PyArrayObject *array, PyObject *form)
 
 PyDoc_STRVAR(are_known_doc,
              "are_known(outs, arrays, refs, forms)\n--\n\n"
-             "Whether NumPy arrays are those of weak references, can be written, and have (shape, dtype) or are `arrays`.");
+             "Whether arrays are those of weak references, and are `arrays`, or NumPy's of (shape, dtype). NumPy's can be written.");
 
 static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
 {
@@ -692,9 +692,11 @@ static PyObject *are_known(PyObject *Py_UNUSED(module), PyObject *const *given, 
     for (Py_ssize_t at = 0; at < num; at++) {
         PyObject *out = PyList_GET_ITEM(given[0], at), *ref = PyList_GET_ITEM(given[2], at);
         PyObject *form = PyList_GET_ITEM(given[3], at);
-        if (!PyArray_CheckExact(out) || !PyArray_ISWRITEABLE((PyArrayObject *)out)) Py_RETURN_FALSE;
+        const int is_of_numpy = PyArray_CheckExact(out);
+        if (is_of_numpy && !PyArray_ISWRITEABLE((PyArrayObject *)out)) Py_RETURN_FALSE;
         if (!PyWeakref_CheckRef(ref) || !refers_to(ref, out)) Py_RETURN_FALSE;
         if (out == PyList_GET_ITEM(given[1], at)) continue;
+        if (!is_of_numpy) Py_RETURN_FALSE;
         if (!PyTuple_Check(form) || PyTuple_GET_SIZE(form) != 2 || !has_form((PyArrayObject *)out, form)) Py_RETURN_FALSE;
     }
     if (PyErr_Occurred()) return NULL;

@@ -6,15 +6,19 @@ import configparser
 import contextlib
 import ctypes
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, problems
 from host_cuda.gpus import Compiler, allocations, compiler, down, emulated, gpus, up
 from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order, in_tree_order, unlike_numbers
@@ -22,11 +26,13 @@ from support.contributions import COMPLEX, HALVES, INTEGERS, bits, in_rank_order
 from mpidist.collectives import wire_and_result_dtypes
 from mpidist.options import ReduceOp
 from mpidist.transport import cuda
+from mpidist.transport.gpu.array_lists import ArrayLists
 from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, compile_kernel, kernel_source
 from mpidist.transport.gpu.copy_table import CASTS, QUOTIENTS, CopyTables
 from mpidist.transport.gpu.kernels import DeviceKernels
 from mpidist.transport.gpu.new_arrays import NewArrays
 from mpidist.transport.gpu.pack_layout import PackLayout
+from mpidist.transport.native import native
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import Fold
 
@@ -43,6 +49,16 @@ ON_DEVICE = [*INTEGERS, *HALVES, F32, F64, *COMPLEX[:2]]
 DTYPES = {"bf": BF16} | {f"{its.kind}{its.itemsize}": its for its in ON_DEVICE if its != BF16}
 OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 ROW = 8192  # bytes
+BEFORE_VOLTA = """
+from host_cuda.emulated import Emulated
+Emulated().wish("the compute capability", 60)
+from mpidist.transport import cuda
+from mpidist.transport.gpu.compiled import compile_kernel, longest_table
+try:
+    compile_kernel(cuda.current(), "copy_long").kernel
+except cuda.current().cupy.cuda.compiler.CompileException as error:
+    print(longest_table(cuda.current()), type(error).__name__)
+"""
 SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW // 4 + 1, ROW // 2, ROW, ROW + 1, 20_000]
 
 
@@ -209,7 +225,11 @@ def test_casts_of_any_alignment(kernels: DeviceKernels, half: Any) -> None:
             assert same(down(source), host.astype(half).astype(F32) / np.float32(3))
 
 
-def test_ten_thousand_small_arrays(kernels: DeviceKernels) -> None:
+@pytest.mark.parametrize("old", [None, "the driver's version", "NVRTC's version"])
+def test_ten_thousand_small_arrays(emulated: Emulated, kernels: DeviceKernels, old: str | None) -> None:
+    """Of which a launch takes 1,363, and only 168 where the driver or NVRTC is older than CUDA 12.1."""
+    if old is not None:
+        emulated.wish(old, 12_000)
     host = numbers_of(F32, 10_000 * 17)
     whole = up(host)
     arrays = [whole[at : at + 17] for at in range(0, whole.size, 17)]
@@ -218,7 +238,23 @@ def test_ten_thousand_small_arrays(kernels: DeviceKernels) -> None:
     assert bits(down(buffer)) == bits(host.reshape(-1, 17)[::-1])
     kernels.unpack(buffer, [back[at : at + 17] for at in range(0, whole.size, 17)][::-1])
     assert bits(down(back)) == bits(host)
-    assert kernels.num_launches == 2 * -(-10_000 // 168)
+    assert kernels.num_launches == 2 * -(-10_000 // (168 if old else 1363))
+
+
+@pytest.mark.gpu
+def test_gpus_before_volta_take_short_tables() -> None:
+    """In a process of its own, as CuPy asks a GPU once. NVRTC refuses to compile long ones for it."""
+    if not are_emulated():
+        pytest.skip("needs a GPU that is emulated")
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_VOLTA],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("168 CompileException\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("pair", ["u1 u1", "f2 f2", "f4 f4", "c16 c16", "f4 bf", "bf f4"])
@@ -468,13 +504,13 @@ def test_offsets_go_far_beyond_32_bits(gpus: cuda.Cuda, emulated: Emulated) -> N
     numbers, result = up(np.arange(held + 3, dtype=F32)), up(np.zeros(held + 3, F32))
     sources = [numbers.data.ptr - below, numbers[held:].data.ptr]
     targets = [result.data.ptr - below, result[held:].data.ptr]
-    (table,) = CopyTables([2**33 + held, 3], [2], [4]).fill(sources, targets)
+    tables = CopyTables([2**33 + held, 3], [2], [4])
+    (table,) = tables.fill(sources, targets)
     rows_there = 4 + 1
-    assert table.num_rows == 2**33 * 4 // ROW + rows_there
-    arguments = (table.words, 2, table.num_rows, 1, 0)
+    assert table.num_blocks == -(-(2**33 * 4 // ROW + rows_there) // 8)
     gpus.cupy.cuda.Device().synchronize()
     emulated.wish("the first block of kernels", 2**33 * 4 // ROW * 32 // 256)
-    compile_kernel(gpus, "copy")((table.num_blocks,), (256,), arguments)
+    compile_kernel(gpus, "copy")((table.num_blocks,), (256,), table.arguments)
     gpus.cupy.cuda.Device().synchronize()
     emulated.be_normal()
     assert (down(result) == down(numbers)).all()
@@ -490,7 +526,7 @@ def test_new_arrays_lie_apart_and_small_ones_share_allocations(gpus: cuda.Cuda) 
     for _ in range(2):
         arrays = made.take()
         assert [(its.shape, its.dtype) for its in arrays] == list(zip(shapes, dtypes, strict=True))
-        assert all(its.flags.c_contiguous and its.data.ptr % 64 == 0 for its in arrays if its.size)
+        assert all(its.flags.c_contiguous and its.data.ptr % 16 == 0 for its in arrays if its.size)
         for at, its in enumerate(arrays):
             its[...] = at
         assert all((down(its) == at).all() for at, its in enumerate(arrays))
@@ -500,7 +536,10 @@ def test_small_arrays_share_an_allocation_of_at_most_a_mebibyte(gpus: cuda.Cuda)
     with allocations() as made:
         arrays = NewArrays([(100, 100)] * 60 + [(65, 256), (9,), (1, 100)], [F32] * 63).take()
     assert len(arrays) == 63
-    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 4 * 400, 26 * 40_000, 26 * 40_000]
+    assert sorted(made) == [36, 65 * 1024, 8 * 40_000 + 400, 26 * 40_000, 26 * 40_000]
+    with allocations() as made:
+        NewArrays([(4,)] * 161, [F32] * 161).take()
+    assert made == [161 * 16], "nothing is cut off between arrays that begin at multiples of 16 bytes"
 
 
 def test_numbers_that_overflow_are_counted_without_pinned_memory(emulated: Emulated) -> None:
@@ -567,6 +606,27 @@ def test_another_array_in_the_place_of_one_that_is_gone_is_told_from_it(gpus: cu
         buffer = empty(16, arrays[0].dtype)
         kernels.pack(arrays, buffer)
         assert bits(down(buffer)) == bits(down(memory)[:16])
+
+
+def test_arrays_that_come_again_are_known_and_not_kept(kernels: DeviceKernels) -> None:
+    """Until one of them is another one. Without the compiled part of the library they are asked each time."""
+    memory, buffer, lists = up(numbers_of(F32, 300)), empty(30, F32), ArrayLists()
+    arrays = [memory[at : at + 10] for at in (0, 50, 100)]
+    for _ in range(3):
+        kernels.pack(arrays, buffer)
+        answered = lists.of(arrays)
+    assert (answered is lists.of(list(arrays))) == (native is not None)
+    assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays)
+    memory += 1
+    kernels.pack(arrays, buffer)
+    assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays)
+    arrays[1] = memory[200:210]
+    for _ in range(3):
+        kernels.pack(arrays, buffer)
+        assert bits(down(buffer)) == b"".join(bits(down(its)) for its in arrays)
+    gone = weakref.ref(arrays[2])
+    del arrays
+    assert gone() is None
 
 
 # Graphs.
