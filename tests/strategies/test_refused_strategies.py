@@ -206,7 +206,7 @@ def test_driver_that_fails_on_one_rank_is_every_ranks_error(
 ) -> None:
     """And leaves nothing behind: the next strategy is built as if nothing had been."""
 
-    def fail() -> Any:
+    def fail(self: cuda.Cuda) -> Any:
         raise RuntimeError("CUDA driver error")
 
     failing = WORLD.size - 1
@@ -214,7 +214,7 @@ def test_driver_that_fails_on_one_rank_is_every_ranks_error(
     kind = InvalidArgumentError if failing else RuntimeError
     with monkeypatch.context() as patch, raises_everywhere(WORLD, kind, text):
         if WORLD.rank == failing:
-            patch.setattr(cuda, "current", fail)
+            patch.setattr(cuda.Cuda, "support", property(fail))
         make()
     MultiWorkerMirroredStrategy().close()
 
