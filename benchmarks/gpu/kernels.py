@@ -34,7 +34,7 @@ UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no 
 SMALL = (1, 7, 64, 2048, 2049, 5000)  # below, at and above what a block takes, and none a multiple of the other
 LEAST = 0.85  # of the speed of the device's own copy
 # What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays. As long as each
-# array is looked at, and a launch takes but 168 of them, or 1,363, it takes more, and the table says that the goal is missed.
+# array is looked at, and a launch takes but 1,363 of them, it takes more, and the table says that the goal is missed.
 MOST_HOST, MOST_HOST_OF_MANY = 25e-6, 50e-6
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
 Shape = tuple[int, ...]
