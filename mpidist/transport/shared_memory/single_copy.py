@@ -44,7 +44,7 @@ class SingleCopy(Transfer):
         arrays: The arrays.
         reduction: The elementwise operation.
         divide_by: The divisor of the results.
-        otherwise: Makes what reduces the same arrays where the system cannot copy out of those of some rank.
+        otherwise: Makes what reduces the same arrays where those of some rank cannot be copied as they lie.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SingleCopy(Transfer):
             results = [np.empty(source.size, source.dtype) for source in sources]
         addresses = self._slots.next_views(_ADDRESS)
         own = addresses[self._slots.rank][: 2 * len(sources)]
-        own[:] = [self._memory.own_address(array) for array in (*sources, *results)]
+        own[:] = [self._address_of(array) for array in (*sources, *results)]
         yield from self._slots.synchronize()
         places = [of_rank[: own.size].tolist() for of_rank in addresses]
         if not all(map(all, places)):
@@ -99,6 +99,14 @@ class SingleCopy(Transfer):
         super().forget()
         if self._other is not None:
             self._other.forget()
+
+    def _address_of(self, array: Array) -> int:
+        """Return where an array begins, for the other ranks; 0 if what lies there is not the numbers that are added.
+
+        On one rank alone an array may have another layout, or numbers that are converted on the way.
+        """
+        is_plain = type(array) is np.ndarray and array.flags.c_contiguous and array.dtype == self.arrays.dtype
+        return self._memory.own_address(array) if is_plain else 0
 
     def _add(self, chunk: Chunk, results: Sequence[Array], places: Sequence[Sequence[int]]) -> Steps:
         """Add this rank's shard of a chunk into the results."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -160,6 +160,64 @@ def test_arrays_that_nobody_can_copy_are_staged_on_all_ranks(
             assert copies.take() == 0
             assert (mine == reduction_of("sum", comm.size, COUNT, mine.dtype)).all()
         assert PeerMemory.own_address is original
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda numbers: numbers,
+    "strided": lambda numbers: np.repeat(numbers, 2)[::2],
+    "reversed": lambda numbers: numbers[::-1].copy()[::-1],
+    "a column": lambda numbers: np.stack([numbers, numbers], axis=1)[:, 0],
+    "two dimensions": lambda numbers: numbers[: COUNT - 1].reshape(-1, 10),
+    "Fortran's order": lambda numbers: np.asfortranarray(numbers[: COUNT - 1].reshape(-1, 10)),
+    "other bytes first": lambda numbers: numbers.astype(">f4"),
+    "whole numbers": lambda numbers: numbers.astype(np.int32),
+    "a nest": lambda numbers: [np.repeat(numbers, 2)[::2], numbers.astype(np.int64), numbers, np.float32(3)],
+}
+
+
+ON_ONE_RANK = ("strided", "reversed", "a column")  # ranks have to agree on shapes, dtypes and nests
+
+
+def leaves(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_everywhere"), [*((layout, True) for layout in LAYOUTS), *((layout, False) for layout in ON_ONE_RANK)]
+)
+def test_numbers_are_right_however_they_lie(
+    strategies: dict[str, Strategy], comm: Intracomm, layout: str, is_everywhere: bool
+) -> None:
+    """On all ranks, or on one alone. The mean of whole numbers is a floating point number."""
+
+    def numbers_of(rank: int) -> Any:
+        return (np.arange(COUNT) % 100 + rank).astype(np.float32)
+
+    def lay(rank: int) -> Any:
+        return LAYOUTS[layout if is_everywhere or rank == comm.size - 1 else "plain"](numbers_of(rank))
+
+    def step() -> None:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        for op in ("sum", "mean"):
+            divide_by = comm.size if op == "mean" else 1
+            rows = [[np.asarray(leaf, np.float64) for leaf in leaves(lay(rank))] for rank in range(comm.size)]
+            expected = [sum(column) / divide_by for column in zip(*rows, strict=True)]
+            found = leaves(context.all_reduce(op, lay(comm.rank)))
+            for one, right in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, right, rtol=1e-6)
+            if layout not in ("whole numbers", "a nest"):
+                mine = lay(comm.rank)
+                context.all_reduce(op, mine, out=mine)
+                np.testing.assert_allclose(mine, expected[0], rtol=1e-6)
+                around = np.full(2 * COUNT, 7, np.float32)
+                if mine.ndim == 1 and mine.dtype.isnative:
+                    context.all_reduce(op, lay(comm.rank), out=around[::2])
+                    np.testing.assert_allclose(around[::2], expected[0], rtol=1e-6)
+                    assert (around[1::2] == 7).all()
+
+    for strategy in strategies.values():
+        strategy.run(step)
 
 
 def test_arrays_may_change_as_soon_as_a_call_has_returned(strategies: dict[str, Strategy], comm: Intracomm) -> None:
