@@ -165,6 +165,8 @@ class FusedExecution(Execution):
             return self._add_small(call, staged)
         results, transfers = self._transfers(call, places, staged)
         for transfer, is_staged in transfers:
+            if isinstance(transfer, Transfer):
+                transfer.is_started = True
             yield from transfer.steps(is_staged)
         return results
 

@@ -44,8 +44,11 @@ class Transfer(ABC):
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         overflowed: The sum of what `Reduction.combine` returned.
+        is_started: Whether the caller has other work between the steps, of which the time then says nothing. Equal on
+            all ranks.
     """
 
+    is_started = False
     arrays: FusedArrays
     overflowed: int
 

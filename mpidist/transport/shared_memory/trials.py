@@ -93,7 +93,7 @@ class TriedTransfer(Transfer):
         """See `Transfer.begin`. Nothing: until the ranks know that their calls are alike, they do not know the way."""
 
     def steps(self, has_passed_barrier: bool) -> Generator[int, None, None]:
-        way, is_tried = self._trial.next()
+        way, is_tried = (self._trial.best, False) if self.is_started else self._trial.next()
         transfer = self._made.get(way)
         if transfer is None:
             transfer = self._made[way] = self._ways[way]()

@@ -320,6 +320,29 @@ def test_both_ways_are_tried_and_the_faster_one_is_taken_on_all_ranks(
         assert comm.allgather(seen) == [seen] * comm.size
 
 
+def test_calls_that_are_started_are_not_tried(strategies: dict[str, Strategy], copies: Copies) -> None:
+    """The program works between their steps: their time says nothing. They take the way of other calls."""
+    values = np.ones(COUNT, np.float32)
+
+    def start() -> None:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        assert (context.start_all_reduce("mean", values).wait() == 1).all()
+
+    def call() -> None:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        context.all_reduce("mean", values)
+
+    copies.take()
+    for _ in range(12):
+        strategies["auto"].run(start)
+    assert copies.take() == 0
+    for _ in range(4):
+        strategies["auto"].run(call)
+    assert copies.take() > 0
+
+
 @pytest.mark.ranks(1)
 def test_a_trial_is_repeated_and_takes_the_least_times() -> None:
     trial, ways = Trial(2), []
