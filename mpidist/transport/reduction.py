@@ -97,6 +97,19 @@ class Reduction:
             without_float_errors(ufunc, total, parts[-1], out=out)
         return 0
 
+    def combine_and_divide(self, parts: list[Any], out: Any, divide_by: int) -> int:
+        """Reduce as `combine` does, and divide `out` by a whole number; compiled code does both in one pass.
+
+        Returns:
+            As `combine`.
+        """
+        if native is not None and self.is_plain_sum and native.add(parts, out, divide_by, None):
+            return 0
+        overflowed = self.combine(parts, out)
+        if divide_by != 1:
+            without_float_errors(np.true_divide, out, divide_by, out=out)
+        return overflowed
+
 
 @final
 class _Accumulators(threading.local):

@@ -8,8 +8,6 @@ from typing import Any, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.float_errors import without_float_errors
-from mpidist.transport.native import native
 from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 
@@ -57,9 +55,4 @@ class OneShot:
         Returns:
             As `Reduction.combine`.
         """
-        if native is not None and reduction.is_plain_sum and native.add(parts, total, divide_by, None):
-            return 0
-        overflowed = reduction.combine(parts, total)
-        if divide_by != 1:
-            without_float_errors(np.true_divide, total, divide_by, out=total)
-        return overflowed
+        return reduction.combine_and_divide(parts, total, divide_by)

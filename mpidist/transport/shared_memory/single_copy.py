@@ -20,7 +20,6 @@ from typing import Final, final
 import numpy as np
 
 from mpidist.transport.communicator import Array
-from mpidist.transport.native import native
 from mpidist.transport.node_memory import PeerMemory, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.schedule import Chunk, Schedule, pieces_of
@@ -119,14 +118,8 @@ class SingleCopy(Transfer):
                 for peer, of_peer in enumerate(places):
                     if peer != rank:
                         yield from self._read(peer, of_peer[piece] + first * itemsize, parts[peer])
-                self._combine(parts, results[piece].reshape(-1)[first:last])
-
-    def _combine(self, parts: list[Array], total: Array) -> None:
-        if native is not None and self._reduction.is_plain_sum and native.add(parts, total, self._divide_by, None):
-            return
-        self.overflowed += self._reduction.combine(parts, total)
-        if self._divide_by != 1:
-            total /= self._divide_by
+                total = results[piece].reshape(-1)[first:last]
+                self.overflowed += self._reduction.combine_and_divide(parts, total, self._divide_by)
 
     def _copy(self, chunk: Chunk, results: Sequence[Array], places: Sequence[Sequence[int]]) -> Steps:
         """Copy the other ranks' shards of a chunk out of their results."""

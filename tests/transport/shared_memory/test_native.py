@@ -16,10 +16,11 @@ from support.reductions import all_reduce
 from support.transports import set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport import reduction
 from mpidist.transport.native import native
 from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory import in_place, one_shot, two_shot
+from mpidist.transport.shared_memory import in_place, two_shot
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,7 +33,7 @@ several = pytest.mark.ranks(min=2)
 DTYPES = [np.dtype(code) for code in "bBhHiIlLqQfd"]
 OTHERS = [np.dtype(code) for code in "egFD"]
 LENGTHS = [[1], [4096], [0, 5, 0, 64, 1, 1, 1, 130], [7] * 60, [3, 0, 2000, 3]]  # elements of each array
-USERS = (barrier, one_shot, two_shot, in_place)  # modules that have a use for the compiled part
+USERS = (barrier, reduction, two_shot, in_place)  # modules that have a use for the compiled part
 
 
 def numbers(rank: int, lengths: Sequence[int], dtype: np.dtype[Any]) -> list[Any]:
