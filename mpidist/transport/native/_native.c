@@ -19,10 +19,13 @@
 #define MOST_PARTS 1024
 #define FREES_GIL_BYTES (64 << 10)
 #define STREAMS_BYTES (16 << 20)    /* from here on, results are not in the cache when they are written */
-#define STREAMED_BLOCK (16 << 10)   /* added while it is in the cache, and streamed from there */
+#define COPIED_BLOCK (16 << 10)     /* added, and copied to other places while it is in the cache */
 #define TIMED_BYTES (8 << 10)
 #define MOST_NANOSECONDS 4000       /* of that many bytes; among cores that share a cache they take 300 to 2,000, else to 14,000 */
 #define STREAMED_COPIES 64          /* after which it is tried again whether that is needed: ranks move to other cores */
+#define LEAST_TIMED_BYTES (16 << 10) /* of sums: less is over before it can be timed */
+#define TIMED_CALLS 2               /* of each of two ways to write sums */
+#define CALLS_BETWEEN 96            /* from one trial of the ways to the next */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
@@ -42,6 +45,13 @@ static inline void relax(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+static long long nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
 /* Copies to memory that is not in the cache, without reading it first. */
@@ -187,11 +197,35 @@ static PyObject *add(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssi
 
 /* --------------------------------------------------------------------------------------------------- barrier */
 
+/* Which of two ways takes less time, by trial: 0 or 1. Each rank finds out for itself. */
+typedef struct {
+    int best, calls;
+    double costs[2];     /* the least of this trial, in nanoseconds for a byte */
+} Trial;
+
+static int next_way(const Trial *trial)
+{
+    return trial->calls < TIMED_CALLS ? !trial->best : trial->best;
+}
+
+static void learn(Trial *trial, int way, long long begun, Py_ssize_t nbytes)
+{
+    const double cost = (double)(nanoseconds() - begun) / (double)nbytes;
+    if (trial->calls < 2 * TIMED_CALLS) {
+        const int is_first = trial->calls % TIMED_CALLS == 0;
+        if (is_first || cost < trial->costs[way]) trial->costs[way] = cost;
+    }
+    if (++trial->calls == 2 * TIMED_CALLS && trial->costs[!trial->best] < trial->costs[trial->best])
+        trial->best = !trial->best;
+    if (trial->calls == CALLS_BETWEEN) trial->calls = 0;
+}
+
 typedef struct {
     PyObject_HEAD
     long long count;     /* of the barrier that this rank posted last */
     int rank, size, spins;
     int copies_to_stream;
+    Trial sums;          /* into slots: one by one, or by copies */
     PyObject *windows;   /* [ranks] each rank's part, which this object keeps */
     char **parts;        /* [ranks] where the part begins: with the line of the barrier */
 } Barrier;
@@ -253,13 +287,6 @@ static int has_passed(const Barrier *self)
         relax();
     }
     return 0;
-}
-
-static long long nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
 /* Copies to shared memory. Where the ranks' cores share no cache, each line that others have read must be taken back from
@@ -442,6 +469,26 @@ static Py_ssize_t bound(Py_ssize_t count, Py_ssize_t lanes, Py_ssize_t lane)
     return least(count, step * (lane * (units / lanes) + least(lane, units % lanes)));
 }
 
+/* Adds, and writes the sums to one place and to others; or to one other place in the same pass, unless `by_copies`. Lines
+ * that another core holds take three times as long to be written one by one as to be copied to, but where the cores share
+ * a cache: there they take less. */
+static void add_to_all(Add add, char *const *parts, Py_ssize_t num_parts, Py_ssize_t count, Py_ssize_t itemsize,
+                       Py_ssize_t divide_by, char *out, char *const *others, Py_ssize_t num_others, int by_copies)
+{
+    if (num_others == 0 || (num_others == 1 && !by_copies)) {
+        add(parts, num_parts, count, divide_by, out, num_others ? others[0] : NULL);
+        return;
+    }
+    char *blocks[MOST_PARTS];
+    const Py_ssize_t step = COPIED_BLOCK / itemsize;
+    for (Py_ssize_t begin = 0; begin < count; begin += step) {
+        const Py_ssize_t length = least(step, count - begin), at = begin * itemsize;
+        for (Py_ssize_t part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
+        add(blocks, num_parts, length, divide_by, out + at, NULL);
+        for (Py_ssize_t other = 0; other < num_others; other++) memcpy(others[other] + at, out + at, length * itemsize);
+    }
+}
+
 static char *slot_of(const TwoShot *self, int rank, Py_ssize_t slot)
 {
     return self->barrier->parts[rank] + LINE_BYTES + slot * self->slot_bytes;
@@ -473,13 +520,16 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
 /* Adds this rank's shard of all ranks, into its slot and its results; or into the one place of the results of all. */
 static void fold(TwoShot *self)
 {
-    const Barrier *barrier = self->barrier;
+    Barrier *barrier = self->barrier;
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
     char *parts[MOST_PARTS], *slot = slot_of(self, barrier->rank, self->slot);
-    char block[STREAMED_BLOCK] __attribute__((aligned(64)));
-    Py_ssize_t at = bound(count, barrier->size, barrier->rank), left, room;
+    char block[COPIED_BLOCK] __attribute__((aligned(64)));
+    const Py_ssize_t start = bound(count, barrier->size, barrier->rank);
     const Py_ssize_t end = bound(count, barrier->size, barrier->rank + 1);
-    for (; at < end; at += left) {
+    const int is_timed = (end - start) * self->itemsize >= LEAST_TIMED_BYTES && !self->is_one_place;
+    const int by_copies = is_timed ? next_way(&barrier->sums) : barrier->sums.best;
+    const long long begun = is_timed ? nanoseconds() : 0;
+    for (Py_ssize_t at = start, left, room; at < end; at += left) {
         char *source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;
         if (self->results.num_pieces) {
             result = seek(&self->added, first + at, self->itemsize, &room);
@@ -489,19 +539,20 @@ static void fold(TwoShot *self)
         for (int rank = 0; rank < barrier->size; rank++)
             parts[rank] = rank == barrier->rank ? source : slot_of(self, rank, self->slot) + at * self->itemsize;
         char *own = slot + at * self->itemsize;
-        const int is_far = barrier->copies_to_stream > 0;
         if (self->is_one_place)
             self->add(parts, barrier->size, left, self->divide_by, result, NULL);
-        else if (is_far || (result && self->streams)) {
-            left = least(left, STREAMED_BLOCK / self->itemsize);
-            char *sums = !is_far ? own : result && !self->streams ? result : block;
-            self->add(parts, barrier->size, left, self->divide_by, sums, NULL);
-            if (sums != own) stream(own, sums, left * self->itemsize);
-            if (result && sums != result) stream(result, sums, left * self->itemsize);
+        else if (self->streams || (!result && by_copies)) {
+            left = least(left, COPIED_BLOCK / self->itemsize);
+            self->add(parts, barrier->size, left, self->divide_by, block, NULL);
+            memcpy(own, block, left * self->itemsize);
+            if (result) stream(result, block, left * self->itemsize);
         }
+        else if (!result)
+            self->add(parts, barrier->size, left, self->divide_by, own, NULL);
         else
-            self->add(parts, barrier->size, left, self->divide_by, own, result);
+            add_to_all(self->add, parts, barrier->size, left, self->itemsize, self->divide_by, result, &own, 1, by_copies);
     }
+    if (is_timed) learn(&barrier->sums, by_copies, begun, (end - start) * self->itemsize);
 }
 
 /* Copies the other ranks' shards of the sums out. */
