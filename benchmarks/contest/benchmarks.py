@@ -64,9 +64,6 @@ BENCHMARKS: Final = {
         "161x16,resnet50,bert_base",
         calls=_CALLS_OF_SMALL,
     ),
-    "single_copy": Benchmark(
-        "large arrays within a node: through shared memory, or by single copies", "1M,2M,4M,8M,16M,64M", "resnet50"
-    ),
     "watching": Benchmark("what checks, notes and deadlines cost", "4,16K,256K,4M,64M", rounds=11),
     "network": Benchmark(
         "sums between hosts", "16M", takes_lists=True, peers=(*MPIS, "gloo"), rounds=5, seconds=1.0, hosts=2

@@ -69,7 +69,6 @@ from mpidist.transport.shared_memory import (
     OneShot,
     Schedule,
     SharedMemoryCommunicator,
-    Transfer,
     TwoShot,
 )
 from mpidist.transport.text import count_text, first_line, name_ranks, size_text, text_of, time_text, value_text
@@ -127,7 +126,6 @@ __all__ = [
     "SyncGroup",
     "TRACE_VERSION",
     "Topology",
-    "Transfer",
     "TwoShot",
     "TuningKey",
     "Workplace",

@@ -33,7 +33,6 @@ _KNOWN: Final = (
     "MPIDIST_ON_ERROR",
     "MPIDIST_PRETEND_NODES",
     "MPIDIST_RESULT_BYTES",
-    "MPIDIST_SINGLE_COPY",
     "MPIDIST_STAGING_BYTES",
     "MPIDIST_STALL_SECONDS",
     "MPIDIST_TIMEOUT_SECONDS",
@@ -43,7 +42,6 @@ _KNOWN: Final = (
 )
 
 _FLIGHT_SIGNALS: Final[dict[str, str | None]] = {"USR1": "SIGUSR1", "USR2": "SIGUSR2", "OFF": None}
-_SINGLE_COPIES: Final = {name: name for name in ("auto", "always", "never")}
 _TRANSPORTS: Final = {name: name for name in ("auto", "mpi", "shared_memory")}
 
 
@@ -58,7 +56,6 @@ class Settings:
         timeout_seconds: The deadline of calls without `timeout_seconds` of their own; `None` waits for ever.
         abort_on_error: Whether an uncaught exception on one rank ends the whole job.
         transport: `"mpi"`, `"shared_memory"` or `"auto"`: how the ranks of a node communicate.
-        single_copy: `"always"`, `"never"` or `"auto"`: whether ranks copy out of each other's arrays.
         log_level: Level for the `mpidist` loggers, or `None` to leave logging alone.
         nccl: Whether NCCL may be used for device memory.
         stall_seconds: When to warn of a wait without a deadline, in seconds; 0 never.
@@ -85,7 +82,6 @@ class Settings:
     result_bytes: int | None = None
     device_mpi: bool = False
     native: bool = True
-    single_copy: str = "auto"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
@@ -108,7 +104,6 @@ class Settings:
             trace=environ.get("MPIDIST_TRACE", "").strip(),
             device_mpi=_choice(environ, "MPIDIST_DEVICE_MPI", {"1": True, "0": False}, default=False),
             native=_choice(environ, "MPIDIST_NATIVE", {"1": True, "0": False}, default=True),
-            single_copy=_choice(environ, "MPIDIST_SINGLE_COPY", _SINGLE_COPIES, default="auto"),
             log_level=_choice(environ, "MPIDIST_LOG", _LOG_LEVELS, None, upper=True),
         )
 

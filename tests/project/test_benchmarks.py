@@ -42,7 +42,6 @@ SMALL = {
     "reductions": ("--sizes", "64K"),
     "overlap": ("--sizes", "", "--lists", "2x1K"),
     "replicas": ("--sizes", "4", "--lists", "2x1K"),
-    "single_copy": ("--sizes", "2M", "--lists", ""),
 }
 WAY = Way([], lambda at: None)
 

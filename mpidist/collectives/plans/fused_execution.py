@@ -22,7 +22,6 @@ from mpidist.transport import (
     ResultMemory,
     SharedArrays,
     Steps,
-    Transfer,
     TwoShot,
     complete,
     places_digest,
@@ -143,7 +142,7 @@ class FusedExecution(Execution):
             if self._small is not None:
                 staged = self._small.stage(arrays if self._is_one_array else [arrays[at] for at in first.indices])
             else:
-                staged = self._transfer(
+                staged = self._two_shot(
                     first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
                 )
                 staged.begin()
@@ -165,8 +164,6 @@ class FusedExecution(Execution):
             return self._add_small(call, staged)
         results, transfers = self._transfers(call, places, staged)
         for transfer, is_staged in transfers:
-            if isinstance(transfer, Transfer):
-                transfer.is_started = True
             yield from transfer.steps(is_staged)
         return results
 
@@ -190,7 +187,7 @@ class FusedExecution(Execution):
 
     def _transfers(
         self, call: ReductionCall, places: _Places, staged: Any
-    ) -> tuple[list[Any], list[tuple[Transfer | InPlace, bool]]]:
+    ) -> tuple[list[Any], list[tuple[TwoShot | InPlace, bool]]]:
         """Return the arrays of the results, and the transfers, with `has_passed_barrier` of each."""
         outs, arrays = call.outs, call.operands.arrays
         writes_outs = places.outs is not None and self._writes_shared_outs(places.outs)
@@ -199,7 +196,7 @@ class FusedExecution(Execution):
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
             arrays = copy_overwritten(arrays, results, are_shared=writes_outs)
-        transfers: list[tuple[Transfer | InPlace, bool]] = []
+        transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for fused, memory in zip(self._lists, self._memories, strict=True):
             new = self._take_results(fused, memory, results) if outs is None and self._wants_results else []
             if writes_outs or places.sources is not None:
@@ -253,17 +250,16 @@ class FusedExecution(Execution):
         return results
 
     def _private_transfer(
-        self, fused: FusedList, begun: Transfer | None, arrays: Sequence[Any], results: list[Any], new: list[Any]
-    ) -> Transfer:
+        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], results: list[Any], new: list[Any]
+    ) -> TwoShot:
         transfer = begun
         if transfer is None:
-            transfer = self._transfer(
+            transfer = self._two_shot(
                 fused, FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
             )
         else:
             transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
         if new and _are_joined(fused):
-            assert isinstance(transfer, TwoShot)  # of many small arrays
             transfer.arrays.results = new
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
         elif self._wants_results:
@@ -272,7 +268,7 @@ class FusedExecution(Execution):
 
     def _shared_transfer(
         self, fused: FusedList, arrays: Sequence[Any], results: list[Any], places: _Places, writes_outs: bool
-    ) -> Transfer:
+    ) -> TwoShot:
         given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
@@ -281,7 +277,7 @@ class FusedExecution(Execution):
             given.shared = self._shared_outs(places.outs, fused)
         elif self._wants_results:
             given.results = _flat(results, fused)
-        return self._transfer(fused, given)
+        return self._two_shot(fused, given)
 
     def _shared_outs(self, outs: Sequence[Place], fused: FusedList) -> list[list[Any]]:
         """Return `_by_rank` of outs, which is known if the last call had the same: `CheckedOuts` keeps their places."""
@@ -294,7 +290,7 @@ class FusedExecution(Execution):
         on_one_node = places.sources is not None and not self._reducer.spans_nodes
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
-    def _in_place_transfers(self, places: _Places) -> list[tuple[Transfer | InPlace, bool]]:
+    def _in_place_transfers(self, places: _Places) -> list[tuple[TwoShot | InPlace, bool]]:
         known, parts = self._in_place
         if not places.has_same_arrays(known):
             parts = [self._prepare_in_place(fused, places) for fused in self._lists]
@@ -322,9 +318,9 @@ class FusedExecution(Execution):
             for fused in self._lists
         )
 
-    def _transfer(self, fused: FusedList, arrays: FusedArrays) -> Transfer:
+    def _two_shot(self, fused: FusedList, arrays: FusedArrays) -> TwoShot:
         self._reducer.count(fused.nbytes)
-        return self._reducer.transfer(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+        return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
     def _take_results(self, fused: FusedList, memory: RecycledResults, results: list[Any]) -> list[Any]:
         """Set the results of a list to new arrays, and return the memory of these arrays."""

@@ -85,20 +85,20 @@ class LargeArray(OneArray):
     def __init__(self, memory: RecycledResults, fused: FusedList, reducer: FusedReducer) -> None:
         self._memory, self._nbytes, self._reducer = memory, fused.nbytes, reducer
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
-        self._transfer = reducer.transfer(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+        self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
     def begin(self, array: Array) -> Any:
         self._arrays.sources = (array,)
-        self._transfer.begin()
+        self._two_shot.begin()
 
     def finish(self, begun: Any, out: Array | None) -> Array:
         result: Array = self._memory.take()[0] if out is None else out
         self._arrays.results = (result,)
         self._reducer.count(self._nbytes)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            complete(self._transfer.steps(has_passed_barrier=True), self._reducer.check_peers)
-        self._transfer.forget()
+            complete(self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers)
+        self._two_shot.forget()
         return result
 
     def forget(self) -> None:
-        self._transfer.forget()
+        self._two_shot.forget()

@@ -27,7 +27,6 @@ NEVER: Final = 1 << 62  # bytes: more than any array has
 
 _LEAST_CHUNK: Final = 512 << 10
 _MOST_CHUNK: Final = 2 << 20
-_LEAST_SINGLE_COPY: Final = 2 << 20
 _LEAST_SHARD: Final = 32 << 10
 LEADER_BYTES: Final = 16 << 10  # below, sending all of it through one rank costs less than more steps would
 _LEAST_DEPTH, _MOST_DEPTH = 2, 8
@@ -126,10 +125,6 @@ class CostModel:
             across = self.link_seconds * self.link_bytes_per_second / _LATENCY_SHARE
             size = max(size, math.ceil(across * nodes / (2 * (nodes - 1))))
         return -(-min(max(size, _LEAST_CHUNK), _MOST_CHUNK) // LINE_BYTES) * LINE_BYTES
-
-    def single_copy_bytes(self) -> int:
-        """Return the size from which on single-copy may be faster than two-shot, within a node: 2 MiB."""
-        return _LEAST_SINGLE_COPY
 
     def depth(self, placement: Placement) -> int:
         """Return how many shards a lane has under way between nodes: 2 to 8. 0 on one node.

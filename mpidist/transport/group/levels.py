@@ -18,7 +18,7 @@ from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
-from mpidist.transport.node_memory import PeerMemory, Slots
+from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import (
@@ -26,7 +26,6 @@ from mpidist.transport.shared_memory import (
     InterNode,
     ShardExchange,
     SharedMemoryCommunicator,
-    Trials,
 )
 from mpidist.transport.topology import Topology
 
@@ -134,15 +133,14 @@ class Levels:
             if reason is not None:
                 levels._report_no_shared_memory(reason, settings.transport)
             return levels
-        trials = _make_trials(slots, within, settings.single_copy, model)
         small = model.one_shot_bytes((within.size,))
-        on_node = FusedReducer(slots, within.size, small, within.traffic, trials=trials)
+        on_node = FusedReducer(slots, within.size, small, within.traffic)
         if isinstance(within, MpiCommunicator):
             within = SharedMemoryCommunicator(within, on_node)
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, small, world.traffic, trials=trials)
+            fused = FusedReducer(slots, world.size, small, world.traffic)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
@@ -276,16 +274,6 @@ def _make_slots(
     if slots is not None:
         slots.free()
     return None, reasons[0]
-
-
-def _make_trials(slots: Slots, within: Communicator, single_copy: str, model: CostModel) -> Trials | None:
-    """Ask whether the ranks of a node may copy out of each other's memory. Collective over the node."""
-    if single_copy == "never" or not isinstance(within, MpiCommunicator):
-        return None
-    memory = PeerMemory.open(within.comm)
-    if memory is None:
-        return None
-    return Trials(slots, memory, model.single_copy_bytes(), is_always=single_copy == "always")
 
 
 def _split(comm: Intracomm, color: int, key: int) -> Intracomm:

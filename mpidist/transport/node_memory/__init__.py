@@ -2,7 +2,6 @@
 
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.barrier import Barrier, Fence, NodeBarrier, make_barrier
-from mpidist.transport.node_memory.peer_memory import PeerMemory
 from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.symmetric import Place, Run, SharedArrays, places_digest
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
@@ -12,7 +11,6 @@ __all__ = [
     "Fence",
     "LINE_BYTES",
     "NodeBarrier",
-    "PeerMemory",
     "Place",
     "Run",
     "SharedArena",

@@ -12,9 +12,9 @@ import numpy as np
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.mpi import Intracomm, MpiCommunicator
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule, scatter_schedule
-from mpidist.transport.shared_memory.transfer import FusedArrays
 from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.waiting import complete
 

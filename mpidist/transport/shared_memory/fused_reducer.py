@@ -1,4 +1,4 @@
-"""Chooses how fused arrays are all-reduced: one-shot, two-shot or single-copy, on one node or across nodes.
+"""Chooses how fused arrays are all-reduced: one-shot or two-shot, on one node or across nodes.
 
 Fused arrays are staged, added and copied out chunk by chunk: the staging copy packs them.
 """
@@ -6,7 +6,7 @@ Fused arrays are staged, added and copied out chunk by chunk: the staging copy p
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -14,11 +14,10 @@ import numpy as np
 from mpidist.transport.communicator import Array, Traffic
 from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule
-from mpidist.transport.shared_memory.transfer import FusedArrays, Transfer
-from mpidist.transport.shared_memory.trials import Trials
 from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.waiting import complete
 
@@ -52,7 +51,6 @@ class FusedReducer:
         one_shot_bytes: The largest list for a one-shot all-reduce, in bytes; 0 across nodes.
         traffic: The traffic that `count` adds to.
         across: How the arrays cross nodes; `None` on one node.
-        trials: Makes all-reduces on one node that may be by single copies; `None` where none may.
 
     Attributes:
         check_peers: Called while this rank waits; see `waiting.complete`.
@@ -63,13 +61,7 @@ class FusedReducer:
     """
 
     def __init__(
-        self,
-        slots: Slots,
-        lanes: int,
-        one_shot_bytes: int,
-        traffic: Traffic,
-        across: InterNode | None = None,
-        trials: Trials | None = None,
+        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: InterNode | None = None
     ) -> None:
         self.slots = slots
         self.lanes = lanes
@@ -77,7 +69,6 @@ class FusedReducer:
         self.least_bytes = 0 if across is None else across.least_bytes
         self.spans_nodes = across is not None
         self.keeps_rank_order = across is None or across.is_in_blocks
-        self._trials = trials
         self._exchange = None if across is None else across.exchange
         self._one_shot_bytes = min(one_shot_bytes, slots.slot_bytes)
         self.traffic = traffic
@@ -100,22 +91,18 @@ class FusedReducer:
         """Whether a list of this size is reduced by a one-shot all-reduce."""
         return nbytes <= self._one_shot_bytes
 
-    def transfer(
+    def two_shot(
         self,
         arrays: FusedArrays,
         reduction: Reduction,
         divide_by: int = 1,
         schedule: Schedule | None = None,
         half: np.dtype[Any] | None = None,
-    ) -> Transfer:
+    ) -> TwoShot:
         """Make an all-reduce that is not small. Local; the arguments, those of `TwoShot`, are equal on all ranks."""
         if schedule is None:
             schedule = self.schedule(tuple(array.size for array in arrays.sources), arrays.dtype.itemsize)
-        depth = self.slots.depth
-        make = partial(TwoShot, self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half)
-        if self._trials is not None and self._trials.can_take(schedule, arrays):
-            return self._trials.transfer(make, schedule, arrays, reduction, divide_by)
-        return make()
+        return TwoShot(self.slots, self._exchange, self.slots.depth, schedule, arrays, reduction, divide_by, half)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         """Reduce a flat array in place. Collective."""
@@ -125,7 +112,7 @@ class FusedReducer:
             self.synchronize()
             self.traffic.overflowed += small.add(parts, reduction, 1, buffer)
         else:
-            self.run(self.transfer(FusedArrays(buffer.dtype, [buffer], [buffer]), reduction))
+            self.run(self.two_shot(FusedArrays(buffer.dtype, [buffer], [buffer]), reduction))
 
     def abandon(self) -> None:
         """Abandon messages between nodes that are not complete. Local; the reducer cannot be used again."""
@@ -136,8 +123,8 @@ class FusedReducer:
         """Pass a barrier of the node. Collective over it."""
         complete(self.slots.synchronize(), self.check_peers)
 
-    def run(self, transfer: Transfer) -> None:
-        """Execute an all-reduce. Collective."""
+    def run(self, transfer: TwoShot) -> None:
+        """Execute a two-shot all-reduce. Collective."""
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(transfer.steps(has_passed_barrier=False), self.check_peers)
         self.traffic.overflowed += transfer.overflowed

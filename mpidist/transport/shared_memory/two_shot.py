@@ -25,15 +25,15 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.native import native
 from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
+from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Schedule, pieces_of
-from mpidist.transport.shared_memory.transfer import FusedArrays, Transfer
 
 __all__ = ["TwoShot"]
 
 
 @final
-class TwoShot(Transfer):
+class TwoShot:
     """All-reduces of arrays, in steps: of one list, or of one after the other with the same schedule.
 
     Args:
@@ -128,7 +128,8 @@ class TwoShot(Transfer):
                 self._copy_out(done)
 
     def forget(self) -> None:
-        super().forget()
+        """Let the arrays go, after `steps`. Local; others are set before `begin`."""
+        self.arrays.sources = self.arrays.results = ()
         self._begun = None
         if self._compiled is not None:
             self._compiled.forget()

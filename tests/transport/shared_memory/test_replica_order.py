@@ -106,7 +106,7 @@ def test_symmetric_arrays_follow_the_tree(
             comm.Barrier()
             arrays = FusedArrays(np.dtype(np.float32), mine, peers=everyones(shared, mine))
             arrays.shared = everyones(shared, outs)
-            reducer.run(reducer.transfer(arrays, folded("sum", tree), tree.total))
+            reducer.run(reducer.two_shot(arrays, folded("sum", tree), tree.total))
             assert bits(np.concatenate(outs)) == right, (tree, outs_are_new)
             comm.Barrier()
             if topology.num_nodes == 1:

@@ -142,7 +142,7 @@ def check(
     values = pieces(op, comm.rank, lengths, dtype)
     arrays, results = KINDS[name].fuse(shared, [value.copy() for value in values], dtype)
     comm.Barrier()
-    reducer.run(reducer.transfer(arrays, Reduction(op)))
+    reducer.run(reducer.two_shot(arrays, Reduction(op)))
     assert are_equal(results, expected(op, comm.size, lengths, dtype)), (name, op, lengths, dtype)
     if "in place" not in name:
         assert are_equal(arrays.sources, values), (name, op, lengths, dtype)
@@ -156,7 +156,7 @@ def reduced_in_every_kind(
     for name, kind in KINDS.items():
         arrays, results = kind.fuse(shared, [value.copy()], value.dtype)
         comm.Barrier()
-        reducer.run(reducer.transfer(arrays, reduction, divide_by))
+        reducer.run(reducer.two_shot(arrays, reduction, divide_by))
         yield name, results[0]
         comm.Barrier()
 
@@ -218,7 +218,7 @@ def test_results_of_another_dtype_are_divided_as_they_are_copied(
         values = pieces("sum", comm.rank, lengths, wire)
         results = [np.full(length, 99.5) for length in lengths]
         reducer.run(
-            reducer.transfer(
+            reducer.two_shot(
                 FusedArrays(wire, values, results, result_dtype=results[0].dtype), Reduction("sum"), divide_by=comm.size
             )
         )
@@ -235,7 +235,7 @@ def test_results_may_be_cut_otherwise(
     arrays, _ = Kind(sources, "new").fuse(shared, pieces("sum", comm.rank, lengths, dtype), dtype)
     comm.Barrier()
     arrays.results = [np.zeros(sum(lengths), dtype)]
-    transfer = reducer.transfer(arrays, Reduction("sum"))
+    transfer = reducer.two_shot(arrays, Reduction("sum"))
     transfer.set_results_schedule(reducer.schedule((sum(lengths),), dtype.itemsize))
     reducer.run(transfer)
     assert are_equal(arrays.results, expected("sum", comm.size, [sum(lengths)], dtype))
@@ -309,7 +309,7 @@ def test_transfers_do_not_overtake_each_other(
     comm.Barrier()
     for arrays, _, _ in work:
         doze()
-        transfer = reducer.transfer(arrays, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
+        transfer = reducer.two_shot(arrays, Dawdling(Reduction("sum"), doze))  # type: ignore[arg-type]
         has_passed_barrier = mine.random() < 0.5  # before it comes to the first barrier, or as it does
         if has_passed_barrier:
             transfer.begin()
@@ -331,7 +331,7 @@ def test_a_transfer_may_have_begun_before_the_ranks_met(reducer: FusedReducer, c
     for lengths in LENGTHS:
         for _ in range(3):
             values = pieces("sum", comm.rank, lengths, dtype)
-            transfer = reducer.transfer(FusedArrays(dtype, values), Reduction("sum"))
+            transfer = reducer.two_shot(FusedArrays(dtype, values), Reduction("sum"))
             transfer.begin()
             reducer.synchronize()
             transfer.arrays.results = [np.zeros(length) for length in lengths]
@@ -345,10 +345,10 @@ def test_a_transfer_may_be_left_after_its_beginning(reducer: FusedReducer, comm:
     for odd in range(comm.size):
         values = pieces("sum", comm.rank, [100], dtype)
         if comm.rank != odd:
-            reducer.transfer(FusedArrays(dtype, [np.full(100, -1.0)]), Reduction("sum")).begin()
+            reducer.two_shot(FusedArrays(dtype, [np.full(100, -1.0)]), Reduction("sum")).begin()
         reducer.synchronize()
         results = [np.zeros(100)]
-        reducer.run(reducer.transfer(FusedArrays(dtype, values, results), Reduction("sum")))
+        reducer.run(reducer.two_shot(FusedArrays(dtype, values, results), Reduction("sum")))
         assert are_equal(results, expected("sum", comm.size, [100], dtype))
 
 
