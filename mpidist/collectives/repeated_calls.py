@@ -96,11 +96,12 @@ class RepeatedCalls:
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
+        out = array if key.is_in_place else None
         try:
-            begun, call.variant = one_array.begin(array), variant
+            begun, call.variant = one_array.begin(array, out), variant
         except Exception:  # if it comes again, the longer way tells the other ranks
             return None
-        out, agreement = array if key.is_in_place else None, group.agreement
+        agreement = group.agreement
         try:
             agreement.arrive(call)
             has_same_places = agreement.conclude(call)

@@ -44,7 +44,7 @@ from mpidist.transport.group import (
     widen,
 )
 from mpidist.transport.half import bfloat16, dtype_named, is_of_numpy
-from mpidist.transport.host_memory import RecycledResults, ResultMemory, SumMemory
+from mpidist.transport.host_memory import LentArrays, RecycledResults, ResultMemory, SumMemory
 from mpidist.transport.mpi import (
     LAUNCHER_PREFIXES,
     Intracomm,
@@ -78,6 +78,7 @@ from mpidist.transport.tree import Fold, ReplicaTree
 from mpidist.transport.waiting import complete, never_free, poll
 
 __all__ = [
+    "LentArrays",
     "RecycledResults",
     "ResultMemory",
     "SumMemory",

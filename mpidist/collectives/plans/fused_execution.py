@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from mpidist.collectives.arguments import CheckedOuts, Spec, copy_overwritten, target_arrays
+from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
-from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
+from mpidist.collectives.plans.one_array import MOST_RESTAGED, LargeArray, OneArray, SmallArray
+from mpidist.collectives.plans.places import NOWHERE, PRIVATE, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import (
     FusedArrays,
     FusedReducer,
     InPlace,
+    LentArrays,
     Pending,
     Place,
     RecycledResults,
@@ -24,7 +25,6 @@ from mpidist.transport import (
     Steps,
     TwoShot,
     complete,
-    places_digest,
 )
 
 __all__ = ["FusedExecution"]
@@ -36,58 +36,18 @@ _IN_PLACE_BYTES: Final = 128 << 10  # larger lists of symmetric arrays are added
 
 
 @final
-class _Places(NamedTuple):
-    """Where the arguments of a call lie in shared memory of the node.
+class _Transfers(NamedTuple):
+    """What is done in one call.
 
     Attributes:
-        sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
-        outs: The places of the outs, if all lie in shared memory; else `None`.
-        digest: A digest of the places, equal on all ranks if the places are; 0 on all ranks, or on none.
+        results: The array of each result; `None` for new ones.
+        new: [lists], the new arrays; empty where there are none.
+        transfers: [lists], each with `has_passed_barrier`.
     """
 
-    sources: list[Place] | None
-    outs: list[Place] | None
-    digest: int
-
-    def has_same_arrays(self, other: _Places) -> bool:
-        """Whether both are the places of the same arrays."""
-        return _are_same(self.sources or (), other.sources or ()) and _are_same(self.outs or (), other.outs or ())
-
-    @classmethod
-    def of(
-        cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None
-    ) -> _Places:
-        """Find the places of the values and of the outs."""
-        into = None if checked is None else checked.places
-        is_in_place = outs is not None and _are_same(arrays, outs)
-        sources = into if is_in_place else shared.places(arrays)
-        if sources is not None and sources[0].per_node:
-            sources = None
-        if sources is not None and into is not None and not _can_be_written_early(sources, into):
-            return _PRIVATE
-        if sources is None and into is None:
-            return _PRIVATE
-        into_digest = 0 if checked is None else checked.places_digest
-        digest = into_digest if is_in_place else places_digest(sources)
-        return cls(sources, into, digest ^ (into_digest << 1))
-
-
-_NOWHERE: Final = _Places(None, None, 0)  # no shared array exists, or places make no difference
-_PRIVATE: Final = _Places(None, None, 2)  # private here; arguments of other ranks may lie in shared arrays
-
-
-def _are_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(arrays) == len(others) and all(map(is_, arrays, others))
-
-
-def _can_be_written_early(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
-    """Whether ranks may write outs while others still read sources: they coincide, or share no window."""
-    if sources is outs or _are_same(sources, outs):
-        return True
-    same = all(
-        (source.window, source.offset) == (out.window, out.offset) for source, out in zip(sources, outs, strict=True)
-    )
-    return same or not {source.window for source in sources} & {out.window for out in outs}
+    results: list[Any]
+    new: list[LentArrays]
+    transfers: list[tuple[TwoShot | InPlace, bool]]
 
 
 @final
@@ -120,22 +80,24 @@ class FusedExecution(Execution):
         self._specs, self._results = specs, results
         self._agreement_is_barrier, self._wants_results = agreement_is_barrier, wants_results
         self._outs_by_rank: tuple[Sequence[Place], list[list[list[Any]]]] = (), []  # of the last call
-        self._in_place: tuple[_Places, list[InPlace]] = _NOWHERE, []  # of the last call
+        self._in_place: tuple[Places, list[InPlace]] = NOWHERE, []  # of the last call
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         self._small = None
         if len(lists) == 1 and reducer.is_small(lists[0].nbytes):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
         self._ignores_places = self._small is not None and self._is_copied(lists[0])
         self._memories = [self._recycled(fused, memory) for fused in lists]
+        self._num_restaged = 0
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
         """Stage the first chunk, unless the arrays lie in shared memory."""
-        checked, places = call.checked_outs, _NOWHERE
+        checked, places = call.checked_outs, NOWHERE
         staged: Any = None
+        lent: LentArrays | None = None
         is_wanted = not self._ignores_places or (checked is not None and checked.per_node_digest)
         if is_wanted and self._shared.num_windows:
-            places = _Places.of(self._shared, call.operands.arrays, call.outs, checked)
+            places = Places.of(self._shared, call.operands.arrays, call.outs, checked)
             call.variant = places.digest
         if self._agreement_is_barrier and places.sources is None and places.outs is None and self._lists:
             arrays, first = call.operands.arrays, self._lists[0]
@@ -145,26 +107,31 @@ class FusedExecution(Execution):
                 staged = self._two_shot(
                     first, FusedArrays(first.wire, _flat(arrays, first), result_dtype=first.result_dtype)
                 )
+                if call.outs is None and self._wants_results:
+                    lent = self._memories[0].lend()
+                    staged.arrays.results, staged.arrays.place = _flat_results(lent.arrays, first), lent.place
                 staged.begin()
-        call.state = places, staged
+        call.state = places, staged, lent
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        places, staged = call.state if has_same_places else (_NOWHERE, None)
+        places, staged, lent = call.state if has_same_places else (NOWHERE, None, None)
         if self._small is not None and places.outs is None:
             return self._add_small(call, staged)
-        results, transfers = self._transfers(call, places, staged)
+        results, new, transfers = self._transfers(call, places, staged, lent)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             for transfer, is_staged in transfers:
                 complete(transfer.steps(is_staged), self._reducer.check_peers)
+        self._set_new(results, new, transfers)
         return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
-        places, staged = call.state if has_same_places else (_NOWHERE, None)
+        places, staged, lent = call.state if has_same_places else (NOWHERE, None, None)
         if self._small is not None and places.outs is None:
             return self._add_small(call, staged)
-        results, transfers = self._transfers(call, places, staged)
+        results, new, transfers = self._transfers(call, places, staged, lent)
         for transfer, is_staged in transfers:
             yield from transfer.steps(is_staged)
+        self._set_new(results, new, transfers)
         return results
 
     def of_one_array(self) -> OneArray | None:
@@ -179,36 +146,47 @@ class FusedExecution(Execution):
     def variant_of(self, array: np.ndarray[Any, Any], is_in_place: bool) -> int | None:
         """Return `CallRecord.variant` of a call of one array without other outs; `None` if `begin` has to find it."""
         if not self._shared.num_windows or (self._ignores_places and not is_in_place):
-            return _NOWHERE.digest
+            return NOWHERE.digest
         if self._shared.is_private(array):
-            return _NOWHERE.digest if self._ignores_places else _PRIVATE.digest
+            return NOWHERE.digest if self._ignores_places else PRIVATE.digest
         place = self._shared.place(array) if self._ignores_places else None
-        return None if place is None or place.per_node else _NOWHERE.digest
+        return None if place is None or place.per_node else NOWHERE.digest
 
-    def _transfers(
-        self, call: ReductionCall, places: _Places, staged: Any
-    ) -> tuple[list[Any], list[tuple[TwoShot | InPlace, bool]]]:
-        """Return the arrays of the results, and the transfers, with `has_passed_barrier` of each."""
+    def _transfers(self, call: ReductionCall, places: Places, staged: Any, lent: LentArrays | None) -> _Transfers:
+        """Return the arrays of the results, those of each list that are new, and the transfers."""
         outs, arrays = call.outs, call.operands.arrays
         writes_outs = places.outs is not None and self._writes_shared_outs(places.outs)
         if writes_outs and self._are_in_place(places):
-            return list(outs or ()), self._in_place_transfers(places)
+            return _Transfers(list(outs or ()), [], self._in_place_transfers(places))
         results = list(outs or ()) if writes_outs else self._new_results(call)
         if outs is not None and not (writes_outs and places.sources is not None):
             arrays = copy_overwritten(arrays, results, are_shared=writes_outs)
+        new: list[LentArrays] = []
+        if outs is None and self._wants_results:
+            new = [memory.lend() if at or lent is None else lent for at, memory in enumerate(self._memories)]
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
-        for fused, memory in zip(self._lists, self._memories, strict=True):
-            new = self._take_results(fused, memory, results) if outs is None and self._wants_results else []
+        for at, fused in enumerate(self._lists):
+            into = new[at] if new else LentArrays([results[index] for index in fused.indices])
             if writes_outs or places.sources is not None:
-                transfers.append((self._shared_transfer(fused, arrays, results, places, writes_outs), False))
+                transfers.append((self._shared_transfer(fused, arrays, into, places, writes_outs), False))
             else:
-                begun = None if fused is not self._lists[0] else staged
-                transfer = self._private_transfer(fused, begun, arrays, results, new)
-                transfers.append((transfer, begun is not None))
-        return results, transfers
+                begun = None if at else staged
+                transfers.append((self._private_transfer(fused, begun, arrays, into), begun is not None))
+        return _Transfers(results, new, transfers)
+
+    def _set_new(
+        self, results: list[Any], new: Sequence[LentArrays], transfers: Sequence[tuple[TwoShot | InPlace, bool]]
+    ) -> None:
+        """Set the results to new arrays, which have been written."""
+        for fused, memory, lent, (transfer, _) in zip(self._lists, self._memories, new, transfers, strict=False):
+            self._set_results(fused, memory.settle(lent), results)
+            if isinstance(transfer, TwoShot) and transfer.num_restaged:
+                self._num_restaged += 1
+                if self._num_restaged >= MOST_RESTAGED:
+                    memory.share_no_longer()
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
-        """Return the array of each result; `None` for an array that `_take_results` sets later."""
+        """Return the array of each result; `None` for an array that `_set_results` sets later."""
         outs, checked = call.outs, call.checked_outs
         if outs is not None:
             if checked is not None and checked.are_targets:
@@ -241,7 +219,7 @@ class FusedExecution(Execution):
             with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
                 total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
         if outs is None and self._memories[0].is_kept and not _are_joined(fused):
-            self._take_results(fused, self._memories[0], results)
+            self._set_results(fused, self._memories[0].take(), results)
         for index, part in zip(fused.indices, self._split(total, fused), strict=True):
             if results[index] is None:
                 results[index] = part
@@ -250,24 +228,26 @@ class FusedExecution(Execution):
         return results
 
     def _private_transfer(
-        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], results: list[Any], new: list[Any]
+        self, fused: FusedList, begun: TwoShot | None, arrays: Sequence[Any], into: LentArrays
     ) -> TwoShot:
         transfer = begun
         if transfer is None:
             transfer = self._two_shot(
                 fused, FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
             )
+            transfer.arrays.place = into.place
         else:
             transfer.arrays.sources = _flat(arrays, fused)  # with copies of arrays that results would overwrite
-        if new and _are_joined(fused):
-            transfer.arrays.results = new
+        if not self._wants_results:
+            return transfer
+        if begun is None or not into.place:
+            transfer.arrays.results = _flat_results(into.arrays, fused)
+        if len(into.arrays) != len(fused.indices):
             transfer.set_results_schedule(self._reducer.schedule((fused.count,), fused.wire.itemsize))
-        elif self._wants_results:
-            transfer.arrays.results = _flat(results, fused)
         return transfer
 
     def _shared_transfer(
-        self, fused: FusedList, arrays: Sequence[Any], results: list[Any], places: _Places, writes_outs: bool
+        self, fused: FusedList, arrays: Sequence[Any], into: LentArrays, places: Places, writes_outs: bool
     ) -> TwoShot:
         given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
@@ -276,7 +256,8 @@ class FusedExecution(Execution):
             assert places.outs is not None
             given.shared = self._shared_outs(places.outs, fused)
         elif self._wants_results:
-            given.results = _flat(results, fused)
+            is_joined = len(into.arrays) != len(fused.indices)
+            given.results = _flat_results(self._split(into.arrays[0], fused) if is_joined else into.arrays, fused)
         return self._two_shot(fused, given)
 
     def _shared_outs(self, outs: Sequence[Place], fused: FusedList) -> list[list[Any]]:
@@ -285,12 +266,12 @@ class FusedExecution(Execution):
             self._outs_by_rank = outs, [_by_rank(outs, one) for one in self._lists]
         return self._outs_by_rank[1][next(at for at, one in enumerate(self._lists) if one is fused)]
 
-    def _are_in_place(self, places: _Places) -> bool:
+    def _are_in_place(self, places: Places) -> bool:
         """Whether nothing is copied: all ranks that add reach the values and the outs."""
         on_one_node = places.sources is not None and not self._reducer.spans_nodes
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
-    def _in_place_transfers(self, places: _Places) -> list[tuple[TwoShot | InPlace, bool]]:
+    def _in_place_transfers(self, places: Places) -> list[tuple[TwoShot | InPlace, bool]]:
         known, parts = self._in_place
         if not places.has_same_arrays(known):
             parts = [self._prepare_in_place(fused, places) for fused in self._lists]
@@ -299,7 +280,7 @@ class FusedExecution(Execution):
             self._reducer.count(fused.nbytes)
         return [(part, at > 0 or self._agreement_is_barrier) for at, part in enumerate(parts)]
 
-    def _prepare_in_place(self, fused: FusedList, places: _Places) -> InPlace:
+    def _prepare_in_place(self, fused: FusedList, places: Places) -> InPlace:
         assert places.sources is not None
         assert places.outs is not None
         sources = [places.sources[index] for index in fused.indices]
@@ -322,17 +303,18 @@ class FusedExecution(Execution):
         self._reducer.count(fused.nbytes)
         return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
-    def _take_results(self, fused: FusedList, memory: RecycledResults, results: list[Any]) -> list[Any]:
-        """Set the results of a list to new arrays, and return the memory of these arrays."""
-        new = memory.take()
+    def _set_results(self, fused: FusedList, new: list[Any], results: list[Any]) -> None:
+        """Set the results of a list to new arrays."""
         parts = self._split(new[0], fused) if _are_joined(fused) else new
         for index, part in zip(fused.indices, parts, strict=True):
             results[index] = part
-        return new
 
     def _recycled(self, fused: FusedList, memory: ResultMemory) -> RecycledResults:
         shapes = [(fused.count,)] if _are_joined(fused) else [self._specs[index].shape for index in fused.indices]
-        return memory.results(shapes, [fused.result_dtype] * len(shapes))
+        arena = None
+        if self._small is None:
+            arena = self._reducer.result_arena(fused.reduction, fused.wire, fused.result_dtype)
+        return memory.results(shapes, [fused.result_dtype] * len(shapes), arena)
 
     def _split(self, whole: Any, fused: FusedList) -> list[Any]:
         """Split a flat array into views with the shapes of a list's results."""
@@ -355,6 +337,12 @@ def _flat(arrays: Sequence[Any], fused: FusedList) -> list[Any]:
     if fused.schedule.is_fine:  # copied as they are, whatever their shape and layout
         return [arrays[index] for index in fused.indices]
     return [arrays[index] if arrays[index].ndim == 1 else arrays[index].reshape(-1) for index in fused.indices]
+
+
+def _flat_results(results: Sequence[Any], fused: FusedList) -> list[Any]:
+    if fused.schedule.is_fine and len(results) == len(fused.indices):
+        return list(results)
+    return [result if result.ndim == 1 else result.reshape(-1) for result in results]
 
 
 def _by_rank(places: Sequence[Place], fused: FusedList) -> list[list[Any]]:

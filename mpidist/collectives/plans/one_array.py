@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport import FusedArrays, FusedReducer, OneShot, RecycledResults, complete
+from mpidist.transport import FusedArrays, FusedReducer, LentArrays, OneShot, RecycledResults, complete
 
-__all__ = ["LargeArray", "OneArray", "SmallArray"]
+__all__ = ["MOST_RESTAGED", "LargeArray", "OneArray", "SmallArray"]
+
+MOST_RESTAGED: Final = 8  # after so many calls that were staged twice, results lie in shared memory no longer
 
 Array = np.ndarray[Any, Any]
 
@@ -20,8 +22,12 @@ class OneArray(ABC):
     """Reduces arrays of one shape and dtype: `begin`, a barrier of the node, `finish`."""
 
     @abstractmethod
-    def begin(self, array: Array) -> Any:
+    def begin(self, array: Array, out: Array | None) -> Any:
         """Stage a contiguous array. Local.
+
+        Args:
+            array: The array.
+            out: A contiguous array for the result; `None` for a new one.
 
         Returns:
             The argument of `finish`.
@@ -33,7 +39,7 @@ class OneArray(ABC):
 
         Args:
             begun: What `begin` returned.
-            out: A contiguous array for the result; `None` for a new one.
+            out: That of `begin`.
         """
 
     def forget(self) -> None:  # noqa: B027  most keep nothing
@@ -60,7 +66,7 @@ class SmallArray(OneArray):
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
         self._count, self._one_shot = reducer.count, one_shot
 
-    def begin(self, array: Array) -> Any:
+    def begin(self, array: Array, out: Array | None) -> Any:
         return self._one_shot.stage((array,))
 
     def finish(self, begun: Any, out: Array | None) -> Array:
@@ -87,17 +93,20 @@ class LargeArray(OneArray):
         self._arrays = FusedArrays(fused.wire, (), result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
 
-    def begin(self, array: Array) -> Any:
-        self._arrays.sources = (array,)
+    def begin(self, array: Array, out: Array | None) -> Any:
+        lent = self._memory.lend() if out is None else LentArrays([out])
+        self._arrays.sources, self._arrays.results, self._arrays.place = (array,), tuple(lent.arrays), lent.place
         self._two_shot.begin()
+        return lent.arrays[0]
 
     def finish(self, begun: Any, out: Array | None) -> Array:
-        result: Array = self._memory.take()[0] if out is None else out
-        self._arrays.results = (result,)
         self._reducer.count(self._nbytes)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers)
         self._two_shot.forget()
+        if self._two_shot.num_restaged >= MOST_RESTAGED:
+            self._memory.share_no_longer()
+        result: Array = begun
         return result
 
     def forget(self) -> None:

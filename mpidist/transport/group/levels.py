@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ from mpidist.transport.communicator import Array, Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
+from mpidist.transport.host_memory import most_result_bytes
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
+from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory import SharedArena, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import (
@@ -140,7 +143,7 @@ class Levels:
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, small, world.traffic)
+            fused = FusedReducer(slots, world.size, small, world.traffic, result_arena=_make_result_arena(world))
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
@@ -235,6 +238,7 @@ class Levels:
         for level in (self.across_nodes, self.within_node, self.world):
             level.free()
         if self.fused is not None:
+            self.fused.free()
             self.fused.slots.free()
 
     def _report_no_shared_memory(self, reason: str, transport: str) -> None:
@@ -274,6 +278,16 @@ def _make_slots(
     if slots is not None:
         slots.free()
     return None, reasons[0]
+
+
+def _make_result_arena(world: Communicator) -> SharedArena | None:
+    """Make the memory of results of one node, if all ranks can write there. Collective."""
+    if not isinstance(world, MpiCommunicator) or not all(world.comm.allgather(native is not None)):
+        return None
+    try:
+        return SharedArena(world.comm, mmap.PAGESIZE, most_result_bytes(world.size))
+    except UnavailableError:  # on every rank
+        return None
 
 
 def _split(comm: Intracomm, color: int, key: int) -> Intracomm:

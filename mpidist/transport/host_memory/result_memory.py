@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.node_memory import ResultBlock, SharedArena
 
-__all__ = ["RecycledResults", "ResultMemory"]
+__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes"]
 
 _LEAST_LIST_BYTES: Final = 128 << 10  # what a program lets go in fewer bytes, the C library keeps by itself
 _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of each step, such as a loss
@@ -31,6 +32,16 @@ _MAX_ALIKE: Final = 256  # shapes of calls without a plan
 Array = np.ndarray[Any, Any]
 
 
+def most_result_bytes(num_local_ranks: int) -> int:
+    """Return how many bytes of results a rank keeps by default: a quarter of its part of the node's memory."""
+    of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return of_node // (4 * num_local_ranks)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 @final
 class _Blocks:
     """The memory of one list of results.
@@ -38,19 +49,26 @@ class _Blocks:
     Args:
         shapes: The shapes of the results.
         dtypes: Their dtypes.
+        block: The shared memory in which they lie; `None` for other memory.
 
     Attributes:
         nbytes: Bytes of all of them.
         taken_at: When results last lay here, counted in lists.
+        place: `ResultBlock.place`; 0 in other memory.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]], block: ResultBlock | None = None
+    ) -> None:
         self._owners: list[Array] = []  # each is the `base` of all results, and of their views, that lie in its memory
         self._arrays: list[Array] = []
+        self.place = 0 if block is None else block.place
+        begin = 0
         for shape, dtype in zip(shapes, dtypes, strict=True):
             nbytes = prod(shape) * dtype.itemsize
-            owner = np.empty(nbytes + _ALIGNMENT, np.uint8)
+            owner = np.empty(nbytes + _ALIGNMENT, np.uint8) if block is None else block.array(begin, nbytes)
             start = -owner.ctypes.data % _ALIGNMENT
+            begin += _aligned(nbytes)
             self._owners.append(owner)
             self._arrays.append(owner[start : start + nbytes].view(dtype).reshape(shape))
         self.nbytes = sum(owner.nbytes for owner in self._owners)
@@ -91,12 +109,16 @@ class ResultMemory:
     @classmethod
     def of_rank(cls, limit: int | None, num_local_ranks: int) -> ResultMemory:
         """Make the memory of a rank; `limit` `None` is a quarter of the rank's part of the node's memory."""
-        of_node = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(of_node // (4 * num_local_ranks) if limit is None else limit)
+        return cls(most_result_bytes(num_local_ranks) if limit is None else limit)
 
-    def results(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> RecycledResults:
-        """Return the results of calls that have results of these shapes and dtypes."""
-        return RecycledResults(self, shapes, dtypes)
+    def results(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[np.dtype[Any]],
+        arena: SharedArena | None = None,
+    ) -> RecycledResults:
+        """Return the results of calls that have results of these shapes and dtypes, in an arena if it has room."""
+        return RecycledResults(self, shapes, dtypes, arena)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> Any:
         """Return a C-contiguous array, uninitialised, in host memory or on the current device."""
@@ -129,9 +151,13 @@ class ResultMemory:
         if oldest.taken_at < now - _MAX_AGE:
             self.drop(oldest)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether as many bytes are kept at all."""
+        return nbytes <= self._limit
+
     def keep(self, blocks: _Blocks, results: RecycledResults) -> None:
         """Keep memory for later results, instead of what was not used for the longest time where there is too much."""
-        if blocks.nbytes > self._limit:
+        if not self.has_room(blocks.nbytes):
             return
         while self._nbytes + blocks.nbytes > self._limit:
             self.drop(next(iter(self._kept)))
@@ -149,6 +175,21 @@ class ResultMemory:
 
 
 @final
+class LentArrays(NamedTuple):
+    """Arrays to which the results of one call are written.
+
+    Attributes:
+        arrays: [results], C-contiguous, uninitialised.
+        place: Where they lie in this rank's part of the shared memory of results; 0 in other memory.
+        is_kept: Whether the memory of small ones, too, is kept for later results.
+    """
+
+    arrays: list[Any]
+    place: int = 0
+    is_kept: bool = False
+
+
+@final
 class RecycledResults:
     """The results of calls alike, list by list. `ResultMemory.results` makes it.
 
@@ -158,9 +199,13 @@ class RecycledResults:
     """
 
     def __init__(
-        self, memory: ResultMemory, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]
+        self,
+        memory: ResultMemory,
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[np.dtype[Any]],
+        arena: SharedArena | None,
     ) -> None:
-        self._memory, self._shapes, self._dtypes = memory, shapes, dtypes
+        self._memory, self._shapes, self._dtypes, self._arena = memory, shapes, dtypes, arena
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         is_large = sum(sizes) >= _LEAST_LIST_BYTES
         self._large = [at for at, size in enumerate(sizes) if is_large and size >= _LEAST_ARRAY_BYTES]
@@ -176,31 +221,60 @@ class RecycledResults:
 
     def take(self) -> list[Array]:
         """Return C-contiguous arrays, uninitialised, which no array that the program has overlaps."""
+        return self.settle(self.lend())
+
+    def lend(self) -> LentArrays:
+        """Lend the arrays to which results are written; `settle` makes those of them that the program gets."""
         if not (self._large and self._is_repeated):  # a call that is made once leaves nothing behind
             self._is_repeated = True
-            return [np.empty(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
-        large = self._take_large()
+            return LentArrays([np.empty(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)])
+        if self._arena is not None:
+            return self._take_kept(range(len(self._shapes)), self._arena)
+        large = self._take_kept(self._large, None).arrays
         if not self._small:
-            return large
+            return LentArrays(large)
         results: list[Any] = [None] * len(self._shapes)
         for at, result in zip(self._large, large, strict=True):
             results[at] = result
         for at in self._small:
             results[at] = np.empty(self._shapes[at], self._dtypes[at])
-        return results
+        return LentArrays(results)
 
-    def _take_large(self) -> list[Array]:
+    def settle(self, lent: LentArrays) -> list[Array]:
+        """Return the arrays that the program gets, with what has been written to those that were lent.
+
+        Small ones get memory of their own: a program may keep them, and the memory of a whole list with them.
+        """
+        if lent.is_kept:
+            for at in self._small:
+                lent.arrays[at] = lent.arrays[at].copy()
+        return lent.arrays
+
+    def share_no_longer(self) -> None:
+        """Let later results lie in other memory than the arena."""
+        if self._arena is not None:
+            self._arena = None
+            for blocks in list(self.kept):
+                self._memory.drop(blocks)
+
+    def _take_kept(self, which: Sequence[int], arena: SharedArena | None) -> LentArrays:
         for blocks in reversed(self.kept):  # the last one is the likeliest to be in the cache
             results = blocks.take()
             if results is not None:
                 self.kept.remove(blocks)
                 self.kept.append(blocks)
                 self._memory.has_taken(blocks)
-                return results
-        blocks = _Blocks([self._shapes[at] for at in self._large], [self._dtypes[at] for at in self._large])
-        if len(self.kept) == _MAX_LISTS:
+                return LentArrays(results, blocks.place, arena is not None)
+        shapes, dtypes = [self._shapes[at] for at in which], [self._dtypes[at] for at in which]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        block = None
+        is_full = len(self.kept) == _MAX_LISTS  # the program keeps its results: not all that is shared
+        if arena is not None and not is_full and self._memory.has_room(sum(sizes)):
+            block = ResultBlock.take(arena, sum(map(_aligned, sizes)))
+        blocks = _Blocks(shapes, dtypes, block)
+        if is_full:
             self._memory.drop(self.kept[0])
         self._memory.keep(blocks, self)
         results = blocks.take()
         assert results is not None
-        return results
+        return LentArrays(results, blocks.place, arena is not None)

@@ -14,6 +14,7 @@
 #endif
 
 #define LINE_BYTES 128     /* of a rank's part that are the barrier's: window.py */
+#define TOLD 3             /* where in that line a rank tells a word: barrier.py */
 #define ROUND 16           /* elements: schedule.py */
 #define BLOCK_BYTES 4096   /* what is added at once of more than two parts */
 #define MOST_PARTS 1024
@@ -225,7 +226,7 @@ typedef struct {
     long long count;     /* of the barrier that this rank posted last */
     int rank, size, spins;
     int copies_to_stream;
-    Trial sums;          /* into slots: one by one, or by copies */
+    Trial sums, shared;  /* sums into slots, and into results in shared memory: one by one, or by copies */
     PyObject *windows;   /* [ranks] each rank's part, which this object keeps */
     char **parts;        /* [ranks] where the part begins: with the line of the barrier */
 } Barrier;
@@ -343,6 +344,25 @@ static PyObject *barrier_post_words(Barrier *self, PyObject *const *given, Py_ss
     Py_RETURN_NONE;
 }
 
+static PyObject *barrier_tell(Barrier *self, PyObject *word)
+{
+    const long long told = PyLong_AsLongLong(word);
+    if (told == -1 && PyErr_Occurred()) return NULL;
+    line_of(self, self->rank)[TOLD + (self->count + 1) % 2 * 4] = told;
+    Py_RETURN_NONE;
+}
+
+static PyObject *barrier_told(Barrier *self, PyObject *number)
+{
+    const long long count = PyLong_AsLongLong(number);
+    if (count == -1 && PyErr_Occurred()) return NULL;
+    PyObject *words = PyList_New(self->size);
+    if (!words) return NULL;
+    for (int rank = 0; rank < self->size; rank++)
+        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[TOLD + count % 2 * 4]));
+    return words;
+}
+
 static PyObject *barrier_has_passed(Barrier *self, PyObject *Py_UNUSED(none))
 {
     return PyBool_FromLong(has_passed(self));
@@ -366,6 +386,9 @@ static PyMethodDef barrier_methods[] = {
     {"post", (PyCFunction)barrier_post, METH_NOARGS, "Post this rank's arrival."},
     {"post_words", (PyCFunction)(void (*)(void))barrier_post_words, METH_FASTCALL,
      "Post this rank's arrival, with two words of 63 bits."},
+    {"tell", (PyCFunction)barrier_tell, METH_O, "Tell the other ranks a word of 63 bits with the next barrier."},
+    {"told", (PyCFunction)barrier_told, METH_O,
+     "Return [ranks], what each told with a barrier, the last one or the one before."},
     {"has_passed", (PyCFunction)barrier_has_passed, METH_NOARGS, "Whether all ranks have arrived."},
     {"has_equal_words", (PyCFunction)barrier_has_equal_words, METH_NOARGS,
      "Whether all ranks posted the same first word, and the same second word, in the barrier passed last."},
@@ -411,10 +434,13 @@ typedef struct {
     Add add;
     Py_ssize_t slot_bytes, num_slots, itemsize, divide_by, chunk_count, total, num_chunks;
     List sources, results;
-    Cursor staged, own, added, copied;
+    Cursor staged, own, added, copied, copied_in;
+    PyObject *regions;              /* each rank's part of the memory of results in shared memory, or None */
+    Py_ssize_t *distances;          /* [ranks] from this rank's results to those of a rank, in bytes */
     Py_ssize_t at;                  /* the chunk that is added; -1 before the first */
     Py_ssize_t slot, next_slot;     /* of that chunk, and of the one after it */
     int is_waiting, streams, is_one_place;
+    int is_direct;                  /* the results lie in shared memory, and the rank that adds writes those of all ranks */
 } TwoShot;
 
 static void list_clear(List *list)
@@ -499,7 +525,8 @@ static Py_ssize_t chunk_length(const TwoShot *self, Py_ssize_t chunk)
     return least(self->chunk_count, self->total - chunk * self->chunk_count);
 }
 
-/* Copies this rank's contribution to a chunk into its slot of the next barrier, but for the rank's own shard. */
+/* Copies this rank's contribution to a chunk, but for the rank's own shard, into its slot of the next barrier, or to where
+ * the results will lie. */
 static void stage(TwoShot *self, Py_ssize_t chunk)
 {
     Barrier *barrier = self->barrier;
@@ -508,13 +535,43 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
     char *slot = slot_of(self, barrier->rank, self->next_slot);
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
-        Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left;
+        Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left, room;
         for (; at < end; at += left) {
             const char *source = seek(&self->staged, first + at, self->itemsize, &left);
+            char *into = slot + at * self->itemsize;
+            if (self->is_direct) {
+                into = seek(&self->copied_in, first + at, self->itemsize, &room);
+                left = least(left, room);
+            }
             left = least(left, end - at);
-            copy_to_others(barrier, slot + at * self->itemsize, source, left * self->itemsize);
+            copy_to_others(barrier, into, source, left * self->itemsize);
         }
     }
+}
+
+/* Adds this rank's shard of all ranks into the results of all ranks. */
+static void fold_directly(TwoShot *self)
+{
+    Barrier *barrier = self->barrier;
+    const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
+    char *parts[MOST_PARTS], *others[MOST_PARTS];
+    const Py_ssize_t start = bound(count, barrier->size, barrier->rank);
+    const Py_ssize_t end = bound(count, barrier->size, barrier->rank + 1);
+    const int is_timed = (end - start) * self->itemsize >= LEAST_TIMED_BYTES && barrier->size == 2;
+    const int by_copies = is_timed ? next_way(&barrier->shared) : barrier->shared.best;
+    const long long begun = is_timed ? nanoseconds() : 0;
+    for (Py_ssize_t at = start, left, room; at < end; at += left) {
+        char *source = seek(&self->own, first + at, self->itemsize, &left);
+        char *result = seek(&self->added, first + at, self->itemsize, &room);
+        left = least(least(left, room), end - at);
+        for (int rank = 0, other = 0; rank < barrier->size; rank++) {
+            parts[rank] = rank == barrier->rank ? source : result + self->distances[rank];
+            if (rank != barrier->rank) others[other++] = parts[rank];
+        }
+        add_to_all(self->add, parts, barrier->size, left, self->itemsize, self->divide_by, result, others,
+                   barrier->size - 1, by_copies);
+    }
+    if (is_timed) learn(&barrier->shared, by_copies, begun, (end - start) * self->itemsize);
 }
 
 /* Adds this rank's shard of all ranks, into its slot and its results; or into the one place of the results of all. */
@@ -560,7 +617,7 @@ static void copy_out(TwoShot *self)
 {
     const Barrier *barrier = self->barrier;
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
-    if (!self->results.num_pieces || self->is_one_place) return;
+    if (!self->results.num_pieces || self->is_one_place || self->is_direct) return;
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
         const char *slot = slot_of(self, lane, self->slot);
@@ -585,7 +642,7 @@ static int advance(TwoShot *self)
             if (++self->at == self->num_chunks) return 1;
         }
         if (self->at + 1 < self->num_chunks) stage(self, self->at + 1);
-        if (self->at >= 0) fold(self);
+        if (self->at >= 0) (self->is_direct ? fold_directly : fold)(self);
         post(self->barrier);
         self->is_waiting = 1;
     }
@@ -595,6 +652,8 @@ static void two_shot_dealloc(TwoShot *self)
 {
     list_clear(&self->sources);
     list_clear(&self->results);
+    PyMem_Free(self->distances);
+    Py_XDECREF(self->regions);
     Py_XDECREF(self->barrier);
     Py_XDECREF(self->dtype);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -602,11 +661,11 @@ static void two_shot_dealloc(TwoShot *self)
 
 static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"barrier", "slot_bytes", "num_slots", "dtype", "divide_by", "is_one_place", NULL};
-    PyObject *barrier, *dtype;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO!np", names, &BarrierType, &barrier, &self->slot_bytes,
+    static char *names[] = {"barrier", "slot_bytes", "num_slots", "dtype", "divide_by", "is_one_place", "regions", NULL};
+    PyObject *barrier, *dtype, *regions;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO!npO", names, &BarrierType, &barrier, &self->slot_bytes,
                                      &self->num_slots, &PyArrayDescr_Type, &dtype, &self->divide_by,
-                                     &self->is_one_place))
+                                     &self->is_one_place, &regions))
         return -1;
     self->add = add_of((PyArray_Descr *)dtype);
     if (!self->add || (self->divide_by != 1 && ((PyArray_Descr *)dtype)->kind != 'f') ||
@@ -618,11 +677,19 @@ static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->barrier, (Barrier *)barrier);
     Py_INCREF(dtype);
     Py_XSETREF(self->dtype, (PyArray_Descr *)dtype);
+    Py_INCREF(regions);
+    Py_XSETREF(self->regions, regions);
+    PyMem_Free(self->distances);
+    self->distances = PyMem_Calloc(self->barrier->size, sizeof *self->distances);
+    if (!self->distances) {
+        PyErr_NoMemory();
+        return -1;
+    }
     self->itemsize = PyDataType_ELSIZE(self->dtype);
     self->chunk_count = self->slot_bytes / self->itemsize;
     self->at = -1;
     self->staged.list = self->own.list = &self->sources;
-    self->added.list = self->copied.list = &self->results;
+    self->added.list = self->copied.list = self->copied_in.list = &self->results;
     return 0;
 }
 
@@ -654,14 +721,47 @@ static PyObject *two_shot_set_results(TwoShot *self, PyObject *arrays)
     return PyBool_FromLong(is_set);
 }
 
-static PyObject *two_shot_begin(TwoShot *self, PyObject *Py_UNUSED(none))
+PyDoc_STRVAR(begin_doc,
+             "begin(is_direct)\n--\n\n"
+             "Copy the first chunk in: to the results that are set, where they lie in shared memory and `is_direct` says so. A "
+             "barrier of the node and `advance` follow; then other arrays, and the same again.");
+
+static PyObject *two_shot_begin(TwoShot *self, PyObject *is_direct)
 {
+    self->is_direct = PyObject_IsTrue(is_direct);
     if (!self->num_chunks) Py_RETURN_NONE;
-    self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = 0;
+    self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = self->copied_in.piece = 0;
     self->is_waiting = 0;
     stage(self, 0);
     self->slot = self->next_slot;
     self->at = 0;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_places_doc,
+             "set_places(places)\n--\n\n"
+             "Set where the results of each rank lie in its part of the shared memory of results: before a direct `advance`.");
+
+static PyObject *two_shot_set_places(TwoShot *self, PyObject *places)
+{
+    const int size = self->barrier->size, rank = self->barrier->rank;
+    if (!PyList_Check(places) || PyList_GET_SIZE(places) != size || !PyList_Check(self->regions) ||
+        PyList_GET_SIZE(self->regions) != size) {
+        PyErr_SetString(PyExc_ValueError, "set_places: needed are a place in the memory of each rank, and that memory");
+        return NULL;
+    }
+    const char *results[MOST_PARTS];
+    for (int at = 0; at < size; at++) {
+        PyArrayObject *region = (PyArrayObject *)PyList_GET_ITEM(self->regions, at);
+        const Py_ssize_t place = PyLong_AsSsize_t(PyList_GET_ITEM(places, at));
+        if (place == -1 && PyErr_Occurred()) return NULL;
+        if (!PyArray_Check(region) || place < 0 || place >= PyArray_NBYTES(region)) {
+            PyErr_SetString(PyExc_ValueError, "set_places: a place lies outside the memory of its rank");
+            return NULL;
+        }
+        results[at] = PyArray_BYTES(region) + place;
+    }
+    for (int at = 0; at < size; at++) self->distances[at] = results[at] - results[rank];
     Py_RETURN_NONE;
 }
 
@@ -687,8 +787,8 @@ static PyMethodDef two_shot_methods[] = {
     {"set_sources", (PyCFunction)two_shot_set_sources, METH_O, set_sources_doc},
     {"set_results", (PyCFunction)two_shot_set_results, METH_O,
      "Set the arrays that take the sums, none on a rank that gets none; False if NumPy has to."},
-    {"begin", (PyCFunction)two_shot_begin, METH_NOARGS,
-     "Copy the first chunk in. A barrier of the node and `advance` follow; then other arrays, and the same again."},
+    {"begin", (PyCFunction)two_shot_begin, METH_O, begin_doc},
+    {"set_places", (PyCFunction)two_shot_set_places, METH_O, set_places_doc},
     {"advance", (PyCFunction)two_shot_advance, METH_NOARGS,
      "Go on until this rank has to wait for others. Returns whether everything is done."},
     {"forget", (PyCFunction)two_shot_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},
@@ -696,7 +796,7 @@ static PyMethodDef two_shot_methods[] = {
 
 static PyTypeObject TwoShotType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.TwoShot",
-    .tp_doc = "One all-reduce of private arrays, as in shared_memory/two_shot.py, into private results, or one place of all.",
+    .tp_doc = "One all-reduce of private arrays, as in shared_memory/two_shot.py: into results of this rank, or of all ranks.",
     .tp_basicsize = sizeof(TwoShot),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,

@@ -2,6 +2,7 @@
 
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.barrier import Barrier, Fence, NodeBarrier, make_barrier
+from mpidist.transport.node_memory.result_block import ResultBlock
 from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.symmetric import Place, Run, SharedArrays, places_digest
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
@@ -12,6 +13,7 @@ __all__ = [
     "LINE_BYTES",
     "NodeBarrier",
     "Place",
+    "ResultBlock",
     "Run",
     "SharedArena",
     "SharedArrays",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
@@ -27,6 +28,7 @@ class SharedArena:
     Args:
         comm: The ranks of the node.
         nbytes: How much this rank takes at once, from the start of its part.
+        most_bytes: How much a rank may take; `None` for as much as there is.
 
     Attributes:
         own: This rank's part.
@@ -36,9 +38,10 @@ class SharedArena:
         UnavailableError: If there is too little shared memory, on every rank of the node.
     """
 
-    def __init__(self, comm: Intracomm, nbytes: int) -> None:
+    def __init__(self, comm: Intracomm, nbytes: int, most_bytes: int | None = None) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
         self._left_to_others, most = _limits()
+        most = most if most_bytes is None else min(most, most_bytes)
         span: int = max(comm.allgather(_whole_pages(max(most, nbytes, 1))))
         self._start, self._end = span * rank, span * (rank + 1)
         self._next = self._start + nbytes
@@ -47,6 +50,9 @@ class SharedArena:
         self.parts = [self._whole[span * owner : span * (owner + 1)] for owner in range(size)]
         self.own = self.parts[rank]
         self._fence = Fence()
+        self._gaps: list[tuple[int, int]] = []  # what was given back, as bounds in this rank's part, in rising order
+        self._returned: deque[tuple[int, int]] = deque()  # and not yet joined to the gaps: that comes at any moment
+        self._process = os.getpid()
 
     @property
     def fence(self) -> Callable[[], None] | None:
@@ -66,9 +72,37 @@ class SharedArena:
         self._next = end
         return start - self._start
 
+    def take_pages(self, nbytes: int) -> int | None:
+        """Take memory that can be given back. Local.
+
+        Returns:
+            Where it begins in this rank's part, at a whole page; `None` if there is too little.
+        """
+        size = _whole_pages(nbytes)
+        while self._returned:
+            self._gaps = _joined([*self._gaps, self._returned.popleft()])
+        for at, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                if not self._reserve(self._start + start, size):
+                    return None
+                self._gaps[at : at + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        self._next = _whole_pages(self._next)
+        return self.take(size)
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Give back what `take_pages` took. Local; of a forked process, it was only a copy."""
+        if os.getpid() != self._process:
+            return
+        end = start + _whole_pages(nbytes)
+        discard(self.own[start:end])
+        self._returned.append((start, end))
+
     def close(self) -> None:
         """Take no more memory, and leave what was taken to those that use it. Local."""
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def free(self) -> None:
         """Give back the memory that this rank has taken, even if arrays refer to it. Local; no rank may use it."""
@@ -80,16 +114,30 @@ class SharedArena:
     def _ask(self, end: int) -> bool:
         """Take pages up to the one of an end. Returns whether there are as many."""
         end = _whole_pages(end)
-        if end > self._end:
-            return False
-        try:
-            if file_system_bytes()[1] - (end - self._taken) < self._left_to_others:
-                return False
-            os.posix_fallocate(self._file, self._taken, end - self._taken)
-        except OSError:
+        if end > self._end or not self._reserve(self._taken, end - self._taken):
             return False
         self._taken = end
         return True
+
+    def _reserve(self, start: int, nbytes: int) -> bool:
+        """Let the system have memory for pages of the file. Returns whether there is enough."""
+        try:
+            if self._file < 0 or file_system_bytes()[1] - nbytes < self._left_to_others:
+                return False
+            os.posix_fallocate(self._file, start, nbytes)
+        except OSError:
+            return False
+        return True
+
+
+def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return gaps in rising order, of which none touches the next."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(gaps):
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -58,6 +58,12 @@ class Barrier(Protocol):
     def post_words(self, first: int, second: int, /) -> None:
         """Post this rank's arrival, with two words of 63 bits."""
 
+    def tell(self, word: int, /) -> None:
+        """Tell the other ranks a word of 63 bits with the next barrier."""
+
+    def told(self, count: int, /) -> list[int]:
+        """Return [ranks], what each told with barrier `count`, the last one or the one before."""
+
     def has_passed(self) -> bool:
         """Whether all ranks have arrived."""
 
@@ -86,7 +92,7 @@ class NodeBarrier:
     def __init__(self, window: SharedWindow, rank: int, fence: Callable[[], None] | None = None) -> None:
         lines = [part[:LINE_BYTES].data.cast("q") for part in window.parts]
         self.count = 0
-        self._own = lines[rank]
+        self._lines, self._own = lines, lines[rank]
         self._peers = lines[:rank] + lines[rank + 1 :]
         self._fence = fence
 
@@ -100,6 +106,14 @@ class NodeBarrier:
         if self._fence is not None:
             self._fence()
         self.count = own[0] = count
+
+    def tell(self, word: int, /) -> None:
+        """See `Barrier.tell`."""
+        self._own[3 + (self.count + 1) % 2 * 4] = word
+
+    def told(self, count: int, /) -> list[int]:
+        """See `Barrier.told`."""
+        return [line[3 + count % 2 * 4] for line in self._lines]
 
     def has_equal_words(self) -> tuple[bool, bool]:
         """See `Barrier.has_equal_words`."""

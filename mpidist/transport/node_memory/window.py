@@ -15,11 +15,12 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
 
-__all__ = ["LINE_BYTES", "SharedWindow", "discard", "file_system_bytes", "map_file"]
+__all__ = ["LINE_BYTES", "SharedWindow", "copy_for_itself", "discard", "file_system_bytes", "map_file"]
 
 LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
 _DIRECTORY: Final = "/dev/shm"
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 @functools.cache
@@ -29,6 +30,8 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return libc
 
 
@@ -138,6 +141,22 @@ class SharedWindow:
 def discard(memory: Any) -> None:
     """Give back the memory of whole pages of a file, even if arrays refer to them, which read 0 from then on. Local."""
     _libc().madvise(memory.__array_interface__["data"][0], memory.nbytes, mmap.MADV_REMOVE)
+
+
+def copy_for_itself(memory: Any) -> None:
+    """Copy whole pages, and put the copy in their place, of which other processes see nothing. Local.
+
+    Raises:
+        OSError: If there is too little memory.
+    """
+    libc, address = _libc(), memory.__array_interface__["data"][0]
+    nbytes = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    copy = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if copy != _MAP_FAILED:
+        ctypes.memmove(copy, address, memory.nbytes)
+        copy = libc.mremap(copy, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
+    if copy == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def file_system_bytes() -> tuple[int, int]:

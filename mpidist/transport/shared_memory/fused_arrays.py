@@ -27,6 +27,7 @@ class FusedArrays:
         shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
             each rank of the node, or the node's one array.
         result_dtype: The dtype of the results; `None` if it is `dtype`.
+        place: Where the results lie in this rank's part of the shared memory of results, in bytes; 0 in other memory.
     """
 
     dtype: np.dtype[Any]
@@ -35,3 +36,4 @@ class FusedArrays:
     peers: Sequence[Sequence[Array]] | None = None
     shared: Sequence[Sequence[Array]] | None = None
     result_dtype: np.dtype[Any] | None = None
+    place: int = 0

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport.communicator import Array, Traffic
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.native import native
+from mpidist.transport.node_memory import SharedArena, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardExchange
@@ -51,6 +52,7 @@ class FusedReducer:
         one_shot_bytes: The largest list for a one-shot all-reduce, in bytes; 0 across nodes.
         traffic: The traffic that `count` adds to.
         across: How the arrays cross nodes; `None` on one node.
+        result_arena: The shared memory of results; `None` if there is none.
 
     Attributes:
         check_peers: Called while this rank waits; see `waiting.complete`.
@@ -61,7 +63,13 @@ class FusedReducer:
     """
 
     def __init__(
-        self, slots: Slots, lanes: int, one_shot_bytes: int, traffic: Traffic, across: InterNode | None = None
+        self,
+        slots: Slots,
+        lanes: int,
+        one_shot_bytes: int,
+        traffic: Traffic,
+        across: InterNode | None = None,
+        result_arena: SharedArena | None = None,
     ) -> None:
         self.slots = slots
         self.lanes = lanes
@@ -70,6 +78,7 @@ class FusedReducer:
         self.spans_nodes = across is not None
         self.keeps_rank_order = across is None or across.is_in_blocks
         self._exchange = None if across is None else across.exchange
+        self._result_arena = result_arena
         self._one_shot_bytes = min(one_shot_bytes, slots.slot_bytes)
         self.traffic = traffic
         self.schedule = lru_cache(_SCHEDULES)(self._schedule)
@@ -91,6 +100,16 @@ class FusedReducer:
         """Whether a list of this size is reduced by a one-shot all-reduce."""
         return nbytes <= self._one_shot_bytes
 
+    def result_arena(self, reduction: Reduction, wire: np.dtype[Any], result: np.dtype[Any]) -> SharedArena | None:
+        """Return the memory in which results are best, where the ranks that add write them; `None` for other memory."""
+        is_compiled = native is not None and reduction.is_plain_sum and wire == result and native.adds(wire)
+        return self._result_arena if is_compiled else None
+
+    def free(self) -> None:
+        """Take no more memory of results: those that exist keep theirs. Local."""
+        if self._result_arena is not None:
+            self._result_arena.close()
+
     def two_shot(
         self,
         arrays: FusedArrays,
@@ -102,7 +121,9 @@ class FusedReducer:
         """Make an all-reduce that is not small. Local; the arguments, those of `TwoShot`, are equal on all ranks."""
         if schedule is None:
             schedule = self.schedule(tuple(array.size for array in arrays.sources), arrays.dtype.itemsize)
-        return TwoShot(self.slots, self._exchange, self.slots.depth, schedule, arrays, reduction, divide_by, half)
+        regions = None if self._result_arena is None else self._result_arena.parts
+        depth = self.slots.depth
+        return TwoShot(self.slots, self._exchange, depth, schedule, arrays, reduction, divide_by, half, regions)
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         """Reduce a flat array in place. Collective."""

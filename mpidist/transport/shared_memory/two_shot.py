@@ -9,7 +9,9 @@ With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P
 
 Arrays in shared memory are neither copied in nor out, but added in place.
 
-Sums of private arrays on one node are made by compiled code, where there is some, in the same memory and order.
+Sums of private arrays on one node are made by compiled code, where there is some, in the same memory and order. If the
+results of all ranks lie in shared memory, that code copies in to there, not to slots, and each lane writes its sums to
+the results of all ranks: nothing is copied out.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ class TwoShot:
         reduction: The elementwise operation.
         divide_by: The divisor of the results.
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
+        regions: [ranks], each rank's part of the shared memory of results; `None` if there is none.
 
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         overflowed: The sum of what `Reduction.combine` returned.
+        num_restaged: How often some ranks had results in shared memory, and others not, so that all staged once more.
+            Equal on all ranks.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class TwoShot:
         reduction: Reduction,
         divide_by: int = 1,
         half: np.dtype[Any] | None = None,
+        regions: list[Array] | None = None,
     ) -> None:
         self._slots, self._exchange, self._depth = slots, exchange, depth
         self._chunks = self._results_chunks = schedule.chunks
@@ -70,20 +76,24 @@ class TwoShot:
         self._lane = slots.rank if slots.rank < lanes else -1
         self._views: list[list[Array]] = []
         can_compile = native is not None and not schedule.is_scattered
-        self._compiled: Any = self._make_compiled(lanes) if can_compile else None
+        self._compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
+        self._told = 0  # the number of the barrier with which ranks tell where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
-        self.overflowed = 0
+        self.overflowed = self.num_restaged = 0
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
-        sources, compiled = self.arrays.sources, self._compiled
-        self._begun = sources if compiled is not None and compiled.set_sources(sources) else None
+        arrays, compiled, barrier = self.arrays, self._compiled, self._slots.barrier
+        self._begun = arrays.sources if compiled is not None and compiled.set_sources(arrays.sources) else None
+        is_direct = bool(arrays.place and self._begun is not None and compiled.set_results(arrays.results))
+        self._told = barrier.count + 1
+        barrier.tell(arrays.place if is_direct else 0)
         if self._begun is None:
             self._views, self._stages_own = [], self._is_fine
             self._stage(self._chunks[0])
         else:  # if NumPy goes on: what compiled code has copied lacks this rank's own shard
             self._views, self._stages_own = [self._slots.next_views(self.arrays.dtype)], False
-            compiled.begin()
+            compiled.begin(is_direct)
 
     def set_results_schedule(self, schedule: Schedule) -> None:
         """Set the schedule of results whose pieces differ from those of the sources."""
@@ -98,6 +108,9 @@ class TwoShot:
         if not has_passed_barrier:
             self.begin()
             yield from self._pass_barrier()
+        places = self._slots.barrier.told(self._told)
+        if any(places):
+            yield from self._agree_on_memory(places)
         if self._begun is not None and self._can_run_compiled(self._compiled, self._begun):
             while not self._compiled.advance():
                 yield self._slots.barrier.count
@@ -134,6 +147,16 @@ class TwoShot:
         if self._compiled is not None:
             self._compiled.forget()
 
+    def _agree_on_memory(self, places: list[int]) -> Generator[int, None, None]:
+        """Let the results of all ranks be written directly, or, if those of some cannot be, of none."""
+        if all(places):
+            self._compiled.set_places(places)
+            return
+        self.num_restaged += 1
+        self.arrays.place = 0
+        self.begin()
+        yield from self._pass_barrier()
+
     def _pass_barrier(self) -> Generator[int, None, None]:
         barrier, exchange = self._slots.barrier, self._exchange
         barrier.post()
@@ -142,7 +165,7 @@ class TwoShot:
                 exchange.progress()
             yield barrier.count
 
-    def _make_compiled(self, lanes: int) -> Any:
+    def _make_compiled(self, lanes: int, regions: list[Array] | None) -> Any:
         """Make what sums private arrays on one node; `None` for other reductions."""
         arrays, slots = self.arrays, self._slots
         is_one_place = arrays.shared is not None and len(arrays.shared) == 1
@@ -151,7 +174,7 @@ class TwoShot:
         if not (is_private and on_one_node and self._reduction.is_plain_sum and native.adds(arrays.dtype)):
             return None
         where = slots.barrier, slots.slot_bytes, slots.num_slots
-        return native.TwoShot(*where, arrays.dtype, self._divide_by, is_one_place)
+        return native.TwoShot(*where, arrays.dtype, self._divide_by, is_one_place, regions)
 
     def _can_run_compiled(self, compiled: Any, begun: Sequence[Array]) -> bool:
         """Set the arrays of compiled code, which takes no others than contiguous ones."""

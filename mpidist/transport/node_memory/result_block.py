@@ -1,0 +1,91 @@
+"""Memory of results that the other ranks of a node write while a call lasts, and that is this rank's own otherwise.
+
+It lies in shared memory, but a process that is forked from a rank must find it as it finds all memory: as it was at the
+moment of the fork, and its own from then on. So a forked process copies it at once, while its parent waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import final
+
+import numpy as np
+
+from mpidist.transport.communicator import Array
+from mpidist.transport.node_memory.arena import SharedArena
+from mpidist.transport.node_memory.window import copy_for_itself
+
+__all__ = ["ResultBlock"]
+
+_blocks: weakref.WeakSet[ResultBlock] = weakref.WeakSet()
+_pipes = threading.local()
+
+
+@final
+class ResultBlock:
+    """A block of an arena, which is given back when no array lies there. `take` makes it.
+
+    Args:
+        arena: The arena.
+        place: Where the block begins in this rank's part, in bytes.
+        nbytes: Its size in bytes.
+
+    Attributes:
+        place: That of the argument; never 0.
+    """
+
+    def __init__(self, arena: SharedArena, place: int, nbytes: int) -> None:
+        self.place = place
+        self.memory = arena.own[place : place + nbytes]
+        weakref.finalize(self, arena.give_back, place, nbytes).atexit = False
+        _blocks.add(self)
+
+    @classmethod
+    def take(cls, arena: SharedArena, nbytes: int) -> ResultBlock | None:
+        """Take a block; `None` if there is too little memory."""
+        place = arena.take_pages(nbytes)
+        return None if place is None else cls(arena, place, nbytes)
+
+    def array(self, start: int, nbytes: int) -> Array:
+        """View bytes of the block. No other array is the `base` of the views of this one."""
+        return np.asarray(_Part(self, start, nbytes))
+
+
+@final
+class _Part:
+    """Keeps a block for an array."""
+
+    def __init__(self, block: ResultBlock, start: int, nbytes: int) -> None:
+        self._block = block
+        address: int = block.memory.__array_interface__["data"][0] + start
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def _open_pipe() -> None:
+    _pipes.ends = os.pipe() if _blocks else None
+
+
+def _copy_blocks() -> None:
+    """Let this process, which has just been forked, have the memory of results for itself."""
+    if _pipes.ends is None:
+        return
+    reading, writing = _pipes.ends
+    for block in list(_blocks):
+        copy_for_itself(block.memory)
+    os.write(writing, b"1")
+    os.close(reading)
+    os.close(writing)
+
+
+def _await_copies() -> None:
+    if _pipes.ends is None:
+        return
+    reading, writing = _pipes.ends
+    os.close(writing)
+    os.read(reading, 1)  # nothing, if the other process is gone
+    os.close(reading)
+
+
+os.register_at_fork(before=_open_pipe, after_in_child=_copy_blocks, after_in_parent=_await_copies)
