@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from math import prod
 from typing import Any, Final, NamedTuple, final
@@ -73,10 +75,17 @@ class _Blocks:
             self._arrays.append(owner[start : start + nbytes].view(dtype).reshape(shape))
         self.nbytes = sum(owner.nbytes for owner in self._owners)
         self.taken_at = 0
+        if block is not None:
+            block.is_used = partial(_is_used, weakref.ref(self))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the program has an array that lies here."""
+        return max(map(sys.getrefcount, self._owners)) != _UNUSED
 
     def take(self) -> list[Array] | None:
         """Return arrays in this memory; `None` if the program still has one that lies there."""
-        if next(map(sys.getrefcount, self._owners)) != _UNUSED:
+        if next(map(sys.getrefcount, self._owners)) != _UNUSED:  # the first tells in most cases
             return None
         results = [array.view() for array in self._arrays]
         # Looked at after the views are made: of two threads at once, neither takes what both would have.
@@ -90,6 +99,11 @@ class _Blocks:
 
 
 _UNUSED: Final = _Blocks.references()
+
+
+def _is_used(blocks: weakref.ref[_Blocks]) -> bool:
+    kept = blocks()
+    return kept is None or kept.is_used  # of blocks that are not kept, the program has an array
 
 
 @final

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -34,11 +35,14 @@ class ResultBlock:
 
     Attributes:
         place: That of the argument; never 0.
+        memory: Its bytes.
+        is_used: Whether there are results in the block. A process that is forked copies no others.
     """
 
     def __init__(self, arena: SharedArena, place: int, nbytes: int) -> None:
         self.place = place
         self.memory = arena.own[place : place + nbytes]
+        self.is_used: Callable[[], bool] = lambda: True
         weakref.finalize(self, arena.give_back, place, nbytes).atexit = False
         _blocks.add(self)
 
@@ -73,7 +77,8 @@ def _copy_blocks() -> None:
         return
     reading, writing = _pipes.ends
     for block in list(_blocks):
-        copy_for_itself(block.memory)
+        if block.is_used():
+            copy_for_itself(block.memory)
     os.write(writing, b"1")
     os.close(reading)
     os.close(writing)

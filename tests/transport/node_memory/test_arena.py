@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.node_memory import LINE_BYTES, SharedArena
+from mpidist.transport.node_memory import LINE_BYTES, ResultBlock, SharedArena
 from mpidist.transport.node_memory import arena as arena_module
 
 if TYPE_CHECKING:
@@ -126,5 +126,53 @@ def test_some_memory_is_left_to_others(comm: Intracomm, monkeypatch: pytest.Monk
     free[0] = 10 << 20
     assert arena.take(3 << 20) is None
     assert arena.take(1 << 20) is not None
+    comm.Barrier()
+    arena.free()
+
+
+def test_pages_that_are_given_back_are_taken_again(comm: Intracomm) -> None:
+    """Zeros once more; gaps that touch are one."""
+    page = 4096
+    arena = SharedArena(comm, page, 64 * page)
+    places = [arena.take_pages(page * pages) for pages in (1, 2, 3, 4)]
+    assert [place for place in places if place is not None] == [page, 2 * page, 4 * page, 7 * page]
+    arena.own[page : 11 * page] = 1
+    arena.give_back(2 * page, 2 * page - 5)  # sizes are those that were asked for
+    arena.give_back(7 * page, 4 * page)
+    assert arena.take_pages(3 * page) == 7 * page
+    arena.give_back(4 * page, 3 * page)
+    assert arena.take_pages(5 * page) == 2 * page
+    assert not arena.own[2 * page : 10 * page].any()
+    assert (arena.own[page : 2 * page] == 1).all()
+    assert arena.take_pages(page) == 10 * page
+    assert arena.take_pages(60 * page) is None
+    assert arena.take_pages(1) == 11 * page
+    comm.Barrier()
+    arena.close()
+    assert arena.take_pages(page) is None
+    arena.give_back(page, page)  # as results do that outlive the strategy
+    comm.Barrier()
+    arena.free()
+
+
+def test_blocks_of_results_are_given_back_with_their_last_array(comm: Intracomm) -> None:
+    arena = SharedArena(comm, 4096)
+    block = ResultBlock.take(arena, 10_000)
+    assert block is not None
+    place, first, second = block.place, block.array(0, 4000), block.array(4032, 4000)
+    assert place > 0
+    assert first.ctypes.data == arena.own[place:].ctypes.data
+    view = second[10:]
+    del block, first, second
+    view[...] = 7
+    other = ResultBlock.take(arena, 10_000)
+    assert other is not None
+    assert other.place != place
+    assert (view == 7).all()
+    del view
+    again = ResultBlock.take(arena, 9_000)
+    assert again is not None
+    assert again.place == place
+    del again, other
     comm.Barrier()
     arena.free()

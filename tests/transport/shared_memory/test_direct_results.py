@@ -1,0 +1,181 @@
+"""New results in shared memory, which the rank that adds writes: numbers, whose memory it is, and when it is used."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from support.contributions import bits, in_rank_order
+from support.reductions import all_reduce
+from support.transports import set_sizes
+
+import mpidist
+from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.transport import native
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.ranks(min=2),
+    pytest.mark.skipif(native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler"),
+]
+
+LISTS = {
+    "one": [200_000],
+    "odd": [150_001],
+    "mixed": [70_000, 3, 0, 9, 100_000, 17, 50_001],
+    "many small": [130] * 900,
+}
+
+
+def contribution(rank: int, lengths: Sequence[int], dtype: Any, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    numbers = np.random.default_rng([rank, seed]).normal(size=sum(lengths)) * 1e6
+    return np.split(numbers.astype(dtype), np.cumsum(lengths)[:-1])
+
+
+def expected(size: int, lengths: Sequence[int], dtype: Any, divisor: int = 1, seed: int = 0) -> list[Any]:
+    every = zip(*(contribution(rank, lengths, dtype, seed) for rank in range(size)), strict=True)
+    totals = [in_rank_order(np.add, parts, np.dtype(dtype)) for parts in every]
+    return [total / total.dtype.type(divisor) if divisor > 1 else total for total in totals]
+
+
+def is_shared(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array lies in shared memory of the library."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= array.ctypes.data < stop:
+            return "/mpidist-" in line
+    return False
+
+
+def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(np.array_equal(bits(one), bits(other)) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 512 << 10])
+@pytest.mark.parametrize("name", LISTS)
+def test_the_sums_have_the_same_bits_as_ever(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int
+) -> None:
+    """Whether they lie in shared memory, or in other memory as those of the first call."""
+    set_sizes(monkeypatch, chunk_bytes=chunk_bytes, one_shot_bytes=256)
+    lengths = LISTS[name]
+    with Strategy(comm=comm) as strategy:
+        for dtype, op in (("f", "MEAN"), ("d", "SUM"), ("i", "SUM"), ("B", "SUM")):
+            for seed in range(3):
+                mine = contribution(comm.rank, lengths, dtype, seed)
+                results = all_reduce(strategy, op, mine if len(mine) > 1 else mine[0])
+                results = results if len(mine) > 1 else [results]
+                divisor = comm.size if op == "MEAN" else 1
+                assert have_equal_bits(results, expected(comm.size, lengths, dtype, divisor, seed)), (dtype, seed)
+                is_large = sum(lengths) * np.dtype(dtype).itemsize >= 128 << 10
+                assert is_shared(results[0]) == (seed > 0 and is_large)
+
+
+def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> None:
+    """A program may keep the loss of each step."""
+    losses = []
+    with Strategy(comm=comm) as strategy:
+        for step in range(12):
+            large, loss = all_reduce(strategy, "SUM", [np.full(200_000, 1.0), np.full((), step)])
+            assert is_shared(large) == (step > 0)
+            assert not is_shared(loss)
+            losses.append(loss)
+    assert losses == [step * comm.size for step in range(12)]
+
+
+def test_results_that_are_kept_do_not_change(comm: Intracomm) -> None:
+    """Nor when the program writes those of other steps, or keeps more than the library shares; nor after `close`."""
+    kept = []
+    with Strategy(comm=comm) as strategy:
+        for step in range(15):
+            result = all_reduce(strategy, "SUM", np.full(100_000, step, np.int64))
+            if step % 2:
+                kept.append((step, result[7:]))
+            else:
+                result[...] = -1
+    del result
+    gc.collect()
+    assert all((view == step * comm.size).all() for step, view in kept)
+
+
+def test_arrays_of_some_ranks_that_compiled_code_does_not_take(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        for step in range(4):
+            whole = np.full((2, 100_000), comm.rank + step, np.float32)
+            mine = whole[0] if comm.rank else np.asfortranarray(whole)[0]
+            result = all_reduce(strategy, "SUM", mine)
+            assert (result == sum(range(comm.size)) + comm.size * step).all()
+
+
+def test_outs_of_some_ranks(comm: Intracomm) -> None:
+    """Then all stage once more; if that goes on, results lie in other memory, which costs nothing."""
+    with Strategy(comm=comm) as strategy:
+        mine = np.full(100_000, comm.rank, np.float32)
+        out = np.empty_like(mine) if comm.rank == 0 else None
+        for step in range(24):
+            result = all_reduce(strategy, "SUM", mine + step, out=out)
+            assert (result == sum(range(comm.size)) + comm.size * step).all()
+            assert comm.rank == 0 or is_shared(result) == (0 < step < 9), step
+
+
+def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDIST_RESULT_BYTES", "0")
+    with Strategy(comm=comm) as strategy:
+        for _ in range(4):
+            result = all_reduce(strategy, "SUM", np.full(100_000, 1.0))
+            assert (result == comm.size).all()
+            assert not is_shared(result)
+
+
+def test_calls_that_are_started(comm: Intracomm) -> None:
+    def step(number: int) -> None:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        calls = [context.start_all_reduce("sum", np.full(100_000 + at, number + at, np.float32)) for at in range(3)]
+        blocking = context.all_reduce("sum", np.full(70_000, number, np.float64))
+        for at, call in enumerate(calls):
+            assert (call.wait() == (number + at) * comm.size).all()
+        assert (blocking == number * comm.size).all()
+
+    with Strategy(comm=comm) as strategy:
+        for number in range(5):
+            strategy.run(step, args=(number,))
+
+
+def test_a_forked_process_has_results_of_its_own(comm: Intracomm) -> None:
+    """As of the fork: what this process does with the memory later does not show there, nor the other way round."""
+    with Strategy(comm=comm) as strategy:
+        mine = np.full(100_000, 1.0)
+        for _ in range(3):
+            result = all_reduce(strategy, "SUM", mine)
+        assert is_shared(result)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(reading, 1)
+            is_right = bool((result == comm.size).all())
+            result[...] = -1
+            del result
+            gc.collect()
+            os._exit(0 if is_right else 1)
+        kept = result[1:]
+        result[0] = 5
+        for step in range(6):
+            other = all_reduce(strategy, "SUM", mine * step)
+        os.write(writing, b"1")
+        _, status = os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert (kept == comm.size).all()
+        assert (other == comm.size * 5).all()
+        again = all_reduce(strategy, "SUM", mine)
+        assert (again == comm.size).all()
