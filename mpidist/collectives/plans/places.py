@@ -28,7 +28,7 @@ class Places(NamedTuple):
 
     def has_same_arrays(self, other: Places) -> bool:
         """Whether both are the places of the same arrays."""
-        return are_same(self.sources or (), other.sources or ()) and are_same(self.outs or (), other.outs or ())
+        return _are_same(self.sources or (), other.sources or ()) and _are_same(self.outs or (), other.outs or ())
 
     @classmethod
     def of(
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     ) -> Places:
         """Find the places of the values and of the outs."""
         into = None if checked is None else checked.places
-        is_in_place = outs is not None and are_same(arrays, outs)
+        is_in_place = outs is not None and _are_same(arrays, outs)
         sources = into if is_in_place else shared.places(arrays)
         if sources is not None and sources[0].per_node:
             sources = None
@@ -53,13 +53,13 @@ NOWHERE: Final = Places(None, None, 0)  # no shared array exists, or places make
 PRIVATE: Final = Places(None, None, 2)  # private here; arguments of other ranks may lie in shared arrays
 
 
-def are_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(arrays: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(arrays) == len(others) and all(map(is_, arrays, others))
 
 
 def _can_be_written_early(sources: Sequence[Place], outs: Sequence[Place]) -> bool:
     """Whether ranks may write outs while others still read sources: they coincide, or share no window."""
-    if sources is outs or are_same(sources, outs):
+    if sources is outs or _are_same(sources, outs):
         return True
     same = all(
         (source.window, source.offset) == (out.window, out.offset) for source, out in zip(sources, outs, strict=True)
