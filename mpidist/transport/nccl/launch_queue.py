@@ -178,28 +178,18 @@ class DeviceQueue:
             launch: Makes the calls: with CuPy's communicator, and the address of the stream.
             kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
         """
-        current, held = self._cuda.cupy.cuda.get_current_stream(), self._held
+        if self._held is None:
+            self.wait(self.launch(what, partial(self.issue, what, handle, memory, launch, kind)))
+            return
         self._require_usable(what)
-        try:
-            with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
-                if held is None:
-                    self._ready.record(current)
-                    self.stream.wait_event(self._ready)
-                group = partial(self._call_as_group, handle, launch)
-                if (kind or what) in handle.connected:
-                    group()
-                else:
-                    self._connect(what, group)
-                    handle.connected.add(kind or what)
-            if held is not None:
-                held.append(memory)
-                return
-            launched = self._launched(what, None, self._events.record(self.stream), memory)
-            current.wait_event(launched.event)
-        except BaseException as error:
-            self.give_up(error, memory)
-            raise
-        self.wait(launched)
+        self._held.append(memory)
+        group = partial(self._call_as_group, handle, launch)
+        with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
+            if (kind or what) in handle.connected:
+                group()
+            else:
+                self._connect(what, group)
+                handle.connected.add(kind or what)
 
     def is_complete(self, launched: Launched) -> bool:
         """Say whether work is done; once it is, let go of the memory. Never waits.
