@@ -83,13 +83,9 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
     with tempfile.TemporaryFile() as output:  # not a pipe: it stays open while any process holds it
         try:
             child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(os.environ),
-                start_new_session=True,
-            )
+                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=child_environment(os.environ), start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             return Answer(False, f"a child process could not be started: {error.strerror}")
         try:
@@ -103,18 +99,13 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
         lines = output.read().decode(errors="replace")[-_TAIL:].strip().splitlines()
     last = lines[-1] if lines else "nothing"
     if child.returncode < 0:
-        return Answer(False, f"a child process was ended by {_signal_name(-child.returncode)}")
+        number, names = -child.returncode, {its.value: its.name for its in signal.Signals}
+        return Answer(False, f"a child process was ended by {names.get(number, f'signal {number}')}")
     if child.returncode:
         return Answer(False, f"a child process failed with exit status {child.returncode}: {last}")
     if last != _RIGHT:
         return Answer(False, f"a child process got wrong numbers; it said {last}")
     return Answer(True, "a child process sent device memory and got the right numbers")
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def takes_device_memory(cupy: Any) -> bool:
