@@ -169,12 +169,9 @@ class MessagedCommunicator(Communicator):
         work: Callable[[Array, list[int]], object],
         raised: Callable[[Pieces], Sequence[Copy]] | None = None,
     ) -> Callable[[Pieces], Phase]:
-        """Let the host communicator work on a chunk.
+        """Let the host communicator work on a chunk in host memory, and the bounds of the pieces in it.
 
-        Args:
-            buffer: The array.
-            work: The work, on a chunk in host memory, and the bounds of the pieces in it.
-            raised: The copies to the device after it; by default those of the whole chunk.
+        `raised` lists the copies to the device after that; by default those of the whole chunk.
         """
 
         def phase(pieces: Pieces) -> Phase:

@@ -39,9 +39,8 @@ _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 _size_of: Final = attrgetter("size")
 
 Array = Any
-DeviceCopy: TypeAlias = tuple[
-    np.dtype[Any], np.dtype[Any], bool
-]  # what is read, what is written, whether it is divided
+# What is read, what is written, and whether it is divided.
+DeviceCopy: TypeAlias = tuple[np.dtype[Any], np.dtype[Any], bool]
 
 
 @final
@@ -146,7 +145,7 @@ class DeviceKernels:
         given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
         if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
             pairs = zip(sources, targets, strict=True)
-            source, target = next(pair for pair in pairs if _form_of(pair[0]) != _form_of(pair[1]))
+            source, target = next(its for its in pairs if its[0].size != its[1].size or its[0].dtype != its[1].dtype)
             raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
         if 0 in sizes:
             self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
@@ -192,15 +191,14 @@ class DeviceKernels:
             real = np.dtype(f"f{dtype.itemsize // 2}")
             rows, out = [row.view(real) for row in rows], out.view(real)
         pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
-        if pair not in COMBINED and (rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod")):
-            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
-        if pair not in COMBINED and reduction.divisor != 1:
-            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
-        if not out.size:
-            return
         if pair in COMBINED:
-            self._combine(rows, reduction, out)
+            if out.size:
+                self._combine(rows, reduction, out)
             return
+        if rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod"):
+            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
+        if reduction.divisor != 1:
+            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
         total = rows[0] if len(rows) == 1 else reduction.ufunc(rows[0], rows[1])
         for row in rows[2:]:
             reduction.ufunc(total, row, out=total)
@@ -304,10 +302,6 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
 def _plain(array: Array) -> Array:
     """Return an array, copied if kernels cannot read it."""
     return array if is_plain(array) else array.copy()
-
-
-def _form_of(array: Array) -> tuple[int, np.dtype[Any]]:
-    return array.size, array.dtype
 
 
 def _text(array: Array) -> str:

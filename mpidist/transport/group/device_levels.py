@@ -108,7 +108,7 @@ class DeviceLevels:
         if self._device is not None:
             self._cuda.cupy.cuda.Device(self._device).use()
 
-    def private_stream(self) -> AbstractContextManager[None]:
+    def private_stream(self) -> AbstractContextManager[Any]:
         """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
         return on_stream(self._cuda.cupy, self._stream)
 
@@ -257,19 +257,16 @@ class DeviceLevels:
             return Levels.solo(self._kernels)
         self.compile({"copy"})
         spans_nodes = topology.num_nodes > 1
-        if everywhere and not spans_nodes:
-            levels = self.levels()
-            if levels.nccl is not NcclReach.WORLD:
-                raise UnavailableError(_cannot(self._reason([range(topology.size)])))
-            return levels
         groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
         reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
         if reason:
             if everywhere:
-                raise UnavailableError(_cannot(reason))
+                raise UnavailableError(f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"')
             if topology.rank == 0:
                 logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
             return self.staged
+        if everywhere and not spans_nodes:
+            return self.levels()
         if self._queue is None:
             self._queue = DeviceQueue(self._cuda, self.events)
         reach, across = NcclReach.WORLD, None
@@ -369,7 +366,3 @@ class DeviceLevels:
 
 def _ranks_at(topology: Topology, place: int) -> list[int]:
     return [ranks[place] for ranks in topology.nodes if len(ranks) > place]
-
-
-def _cannot(reason: str) -> str:
-    return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'

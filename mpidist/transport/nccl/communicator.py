@@ -221,14 +221,7 @@ class NcclCommunicator(Communicator):
         self._run(what, memory, launch, tuple(peers))
 
     def _run(self, what: str, memory: Sequence[Array], launch: Launch, kind: Any = "") -> None:
-        """Launch calls of NCCL as one group, after what the current stream holds, unless all arrays are empty.
-
-        Args:
-            what: The primitive, for errors.
-            memory: The arrays that the calls read and write.
-            launch: Makes the calls.
-            kind: Equal for calls to the same ranks, as in `DeviceQueue.issue`.
-        """
+        """Issue calls of NCCL to its queue, unless all arrays are empty: see `DeviceQueue.issue`."""
         if any(array.size for array in memory):
             self._queue.issue(what, self._handle, memory, launch, kind)
 

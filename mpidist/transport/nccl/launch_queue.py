@@ -132,10 +132,7 @@ class DeviceQueue:
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Pack, when the pack before the last one is unpacked; what comes then waits. Nothing outside of `launch`."""
-        if self._held is None:
-            yield
-            return
+        """Pack within `launch`, when the pack before the last one is unpacked; what comes then waits."""
         self._turn ^= 1
         self._packs.wait_event(self._unpacked[self._turn])
         with on_stream(self._cuda.cupy, self._packs):
@@ -145,10 +142,7 @@ class DeviceQueue:
 
     @contextmanager
     def unpacking(self) -> Iterator[None]:
-        """Unpack the last pack, after all that was launched; nothing waits for it. Nothing outside of `launch`."""
-        if self._held is None:
-            yield
-            return
+        """Unpack the last pack within `launch`, after all that was launched; nothing waits for it."""
         self._done.record(self.stream)
         self._unpacks.wait_event(self._done)
         with on_stream(self._cuda.cupy, self._unpacks):
@@ -183,7 +177,11 @@ class DeviceQueue:
             return
         self._require_usable(what)
         self._held.append(memory)
-        group = partial(self._call_as_group, handle, launch)
+
+        def group() -> None:
+            with nccl_handles.group_of_calls(self._cuda.nccl):
+                launch(handle.comm, self.stream.ptr)
+
         with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
             if (kind or what) in handle.connected:
                 group()
@@ -251,10 +249,6 @@ class DeviceQueue:
     def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
         self._flying.append(Launched(what, result, event, memory))
         return self._flying[-1]
-
-    def _call_as_group(self, handle: Handle, launch: Callable[[Any, int], None]) -> None:
-        with nccl_handles.group_of_calls(self._cuda.nccl):
-            launch(handle.comm, self.stream.ptr)
 
     def _connect(self, what: str, group: Callable[[], None]) -> None:
         """Make a group of calls in a thread, and watch the other ranks until it returns."""
