@@ -45,21 +45,17 @@ class Answer:
 def hint() -> Answer:
     """Ask MPI itself, in the two ways that there are. A yes is no proof; no answer is a no."""
     mpi = load_mpi()
-    said = []
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
-    if query is None:
-        said.append("it has no MPIX_Query_cuda_support")
-    elif query() == 1:
+    if query is not None and query() == 1:
         return Answer(True, "MPIX_Query_cuda_support says yes")
-    else:
-        said.append("MPIX_Query_cuda_support says no")
+    said = "it has no MPIX_Query_cuda_support" if query is None else "MPIX_Query_cuda_support says no"
     info = mpi.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds")
     info.Free()
     if kinds is not None and any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")):
         return Answer(True, f"mpi_memory_alloc_kinds is {kinds}")
-    said.append("it names no kinds of memory" if kinds is None else f"mpi_memory_alloc_kinds is {kinds}")
-    return Answer(False, f"this MPI library is not built for CUDA: {', and '.join(said)}")
+    also = "it names no kinds of memory" if kinds is None else f"mpi_memory_alloc_kinds is {kinds}"
+    return Answer(False, f"this MPI library is not built for CUDA: {said}, and {also}")
 
 
 def child_command(device: int) -> list[str]:

@@ -103,7 +103,8 @@ class MessagedCommunicator(Communicator):
         buffer = self._start_broadcast(buffer, root, into)
         place = (self.rank - root) % self.size
         bit = place & -place if place else 1 << (self.size - 1).bit_length()
-        children = [(place + step + root) % self.size for step in _steps_below(bit) if place + step < self.size]
+        steps = [1 << power for power in reversed(range(bit.bit_length() - 1))]  # the powers of two below `bit`
+        children = [(place + step + root) % self.size for step in steps if place + step < self.size]
         sources = [(place - bit + root) % self.size] if place else []
 
         def phase(pieces: Pieces) -> Phase:
@@ -271,8 +272,3 @@ class MessagedCommunicator(Communicator):
         )
         lowered, raised = out.copies_of({at for at, _ in sends}), into.copies_of({at for at, _ in receives})
         return Phase(partial(self._mpi.transfer, down, up), lowered, raised, join)
-
-
-def _steps_below(bit: int) -> list[int]:
-    """List the powers of two below `bit`, the largest first."""
-    return [1 << power for power in reversed(range(bit.bit_length() - 1))]

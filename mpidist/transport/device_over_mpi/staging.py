@@ -90,7 +90,7 @@ class Staging:
         if self._memory.size < count * nbytes and not self.is_direct:
             self._require_usable("staging")
             self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
-            self._memory = self._pinned(_power_of_two(count * nbytes))
+            self._memory = self._pinned(1 << (count * nbytes - 1).bit_length())
         self._slot_nbytes = nbytes
 
     def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
@@ -238,7 +238,3 @@ class _Pipeline:
 def wait_for_event(cupy: Any, event: Any, what: str, check_peers: Callable[[], None]) -> None:
     """Poll until an event is complete, for work that is not NCCL's. `what`: the call, for errors."""
     poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers, is_message=False)
-
-
-def _power_of_two(nbytes: int) -> int:
-    return 1 << max(nbytes - 1, 0).bit_length()

@@ -104,11 +104,9 @@ class Launched:
         result: What the function that launched the work returned.
         event: Is complete when the work is done.
         memory: What must live as long as the work.
-        is_done: Whether the host has seen the event.
     """
 
     what: str
     result: Any
     event: Any
     memory: Any
-    is_done: bool = False

@@ -273,7 +273,9 @@ class DeviceLevels:
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", groups)
-            across = self._connect("across_nodes", [_ranks_at(topology, at) for at in range(max(topology.node_sizes))])
+            lanes = range(max(topology.node_sizes))
+            of_lanes = [[ranks[at] for ranks in topology.nodes if len(ranks) > at] for at in lanes]
+            across = self._connect("across_nodes", of_lanes)
         else:
             world = within = self._connect("within_node", groups)
             if spans_nodes:
@@ -362,7 +364,3 @@ class DeviceLevels:
             raised = UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")
             mark_shared(raised, self._agreement.ranks)
             raise raised
-
-
-def _ranks_at(topology: Topology, place: int) -> list[int]:
-    return [ranks[place] for ranks in topology.nodes if len(ranks) > place]

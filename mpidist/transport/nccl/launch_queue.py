@@ -195,7 +195,7 @@ class DeviceQueue:
         Raises:
             Exception: If NCCL failed, in this work or earlier.
         """
-        if launched.is_done:
+        if launched not in self._flying:
             return True
         try:
             if not is_complete(self._cuda.cupy, launched.event, launched.what, "with NCCL"):
@@ -205,7 +205,7 @@ class DeviceQueue:
         except BaseException as error:
             self.give_up(error)
             raise
-        launched.is_done, launched.memory = True, None
+        launched.memory = None
         self._events.give_back(launched.event)
         self._flying.remove(launched)
         return True
