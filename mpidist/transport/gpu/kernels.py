@@ -164,7 +164,8 @@ class DeviceKernels:
 
         The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
         round once, and for which of two zeros or of two NaNs the minimum is. Floating-point numbers and sums of complex
-        ones take one launch; others go by CuPy's operations, one for each piece, and so do all with a `fold`.
+        ones take one launch, and two more for each 479 pieces beyond 480; others go by CuPy's operations, one for each
+        piece, and so do all with a `fold`.
 
         Args:
             parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
