@@ -45,21 +45,17 @@ class Answer:
 def hint() -> Answer:
     """Ask MPI itself, in the two ways that there are. A yes is no proof; no answer is a no."""
     mpi = load_mpi()
-    said = []
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
-    if query is None:
-        said.append("it has no MPIX_Query_cuda_support")
-    elif query() == 1:
+    if query is not None and query() == 1:
         return Answer(True, "MPIX_Query_cuda_support says yes")
-    else:
-        said.append("MPIX_Query_cuda_support says no")
+    said = "it has no MPIX_Query_cuda_support" if query is None else "MPIX_Query_cuda_support says no"
     info = mpi.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds")
     info.Free()
     if kinds is not None and any(kind.partition(":")[0] == "cuda" for kind in kinds.split(",")):
         return Answer(True, f"mpi_memory_alloc_kinds is {kinds}")
-    said.append("it names no kinds of memory" if kinds is None else f"mpi_memory_alloc_kinds is {kinds}")
-    return Answer(False, f"this MPI library is not built for CUDA: {', and '.join(said)}")
+    also = "it names no kinds of memory" if kinds is None else f"mpi_memory_alloc_kinds is {kinds}"
+    return Answer(False, f"this MPI library is not built for CUDA: {said}, and {also}")
 
 
 def child_command(device: int) -> list[str]:
@@ -83,13 +79,9 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
     with tempfile.TemporaryFile() as output:  # not a pipe: it stays open while any process holds it
         try:
             child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(os.environ),
-                start_new_session=True,
-            )
+                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=child_environment(os.environ), start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             return Answer(False, f"a child process could not be started: {error.strerror}")
         try:
@@ -103,18 +95,13 @@ def prove(command: Sequence[str], seconds: float = PROOF_SECONDS) -> Answer:
         lines = output.read().decode(errors="replace")[-_TAIL:].strip().splitlines()
     last = lines[-1] if lines else "nothing"
     if child.returncode < 0:
-        return Answer(False, f"a child process was ended by {_signal_name(-child.returncode)}")
+        number, names = -child.returncode, {its.value: its.name for its in signal.Signals}
+        return Answer(False, f"a child process was ended by {names.get(number, f'signal {number}')}")
     if child.returncode:
         return Answer(False, f"a child process failed with exit status {child.returncode}: {last}")
     if last != _RIGHT:
         return Answer(False, f"a child process got wrong numbers; it said {last}")
     return Answer(True, "a child process sent device memory and got the right numbers")
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def takes_device_memory(cupy: Any) -> bool:

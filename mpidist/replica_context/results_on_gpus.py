@@ -27,15 +27,13 @@ def copies_on_gpus(devices: DeviceLevels, replicas: Replicas, leaves: Sequence[A
     gpus = _gpus_for(devices, replicas, [leaves[at] for at in places])
     if gpus is None:
         return None
-    targets = []
+    copies = []
     for at in range(1, replicas.num_here):
         with on_device(replicas.devices, at):
-            targets.append([arrays.empty(leaves[place].shape, leaves[place].dtype, device=True) for place in places])
-    gpus.broadcast([leaves[place] for place in places], targets)
-    copies = []
-    for own in targets:
-        given = iter(own)
-        copies.append([next(given) if at in places else leaf for at, leaf in enumerate(leaves)])
+            copies.append(list(leaves))
+            for place in places:
+                copies[-1][place] = arrays.empty(leaves[place].shape, leaves[place].dtype, device=True)
+    gpus.broadcast([leaves[place] for place in places], [[own[place] for place in places] for own in copies])
     return copies
 
 

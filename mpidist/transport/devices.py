@@ -63,9 +63,10 @@ class Device:
             return
         visible = arrays.num_visible_gpus()
         if self.index >= visible:
+            reason = cuda.current().support.reason
             raise UnavailableError(
-                f"{self} was asked for, and this process sees {visible} GPUs"
-                f"{_because(cuda.current().support.reason)}; look at CUDA_VISIBLE_DEVICES"
+                f"{self} was asked for, and this process sees {visible} GPUs{f': {reason}' if reason else ''}; look at "
+                "CUDA_VISIBLE_DEVICES"
             )
         arrays.use_gpu(self.index)
 
@@ -122,7 +123,3 @@ def on_device(devices: Sequence[Device], at: int) -> Iterator[None]:
         arrays.wait_for_stream()
     finally:
         devices[0].use()
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""

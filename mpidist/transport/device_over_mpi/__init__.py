@@ -2,6 +2,6 @@
 
 from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.device_over_mpi.staging import Staging, wait_for_event
 
-__all__ = ["MessagedCommunicator", "Staging", "StagingSizes"]
+__all__ = ["MessagedCommunicator", "Staging", "StagingSizes", "wait_for_event"]

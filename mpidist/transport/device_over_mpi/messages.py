@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
 
 __all__ = ["MessagedCommunicator"]
+
+_Messages: TypeAlias = Sequence[tuple[int, int]]  # the number of a piece, and a rank
 
 
 @final
@@ -55,7 +58,7 @@ class MessagedCommunicator(Communicator):
 
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         if self._is_added_by_host(buffer):
-            phase = self._on_host(buffer, lambda staged, _: self._host.all_reduce(staged, reduction), Pieces.all_copies)
+            phase = self._on_host(buffer, lambda staged, _: self._host.all_reduce(staged, reduction))
             self._run("all_reduce", buffer, self._chunks(buffer, 1), phase)
             return
         self.traffic.add("all_reduce", 2 * buffer.nbytes * (self.size - 1) // self.size)
@@ -63,7 +66,7 @@ class MessagedCommunicator(Communicator):
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         if self._is_added_by_host(buffer):
-            raised: Callable[[Pieces], Sequence[Copy]] = Pieces.all_copies if self.rank == root else lambda pieces: ()
+            raised = None if self.rank == root else lambda pieces: ()
             phase = self._on_host(buffer, lambda staged, _: self._host.reduce(staged, reduction, root), raised)
             self._run("reduce", buffer, self._chunks(buffer, 1), phase)
             return
@@ -85,7 +88,7 @@ class MessagedCommunicator(Communicator):
         away = int(shard.data.ptr) - int(buffer[start:stop].data.ptr)
 
         def raised(pieces: Pieces) -> list[Copy]:
-            return [(host, device + away, nbytes) for host, device, nbytes in pieces.copies_of(self.rank)]
+            return [(host, device + away, nbytes) for host, device, nbytes in pieces.copies_of([self.rank])]
 
         phase = self._on_host(buffer, lambda staged, at: self._host.reduce_scatter(staged, reduction, at), raised)
         self._run("reduce_scatter", buffer, chunks, phase, shard)
@@ -100,17 +103,17 @@ class MessagedCommunicator(Communicator):
         buffer = self._start_broadcast(buffer, root, into)
         place = (self.rank - root) % self.size
         bit = place & -place if place else 1 << (self.size - 1).bit_length()
-        children = [(place + step + root) % self.size for step in _steps_below(bit) if place + step < self.size]
+        steps = [1 << power for power in reversed(range(bit.bit_length() - 1))]  # the powers of two below `bit`
+        children = [(place + step + root) % self.size for step in steps if place + step < self.size]
         sources = [(place - bit + root) % self.size] if place else []
 
         def phase(pieces: Pieces) -> Phase:
-            part = pieces.parts[0]
+            part, copies = pieces.parts[0], pieces.all_copies
 
             def move() -> None:
                 self._mpi.transfer([], [(part, source) for source in sources])
                 self._mpi.transfer([(part, child) for child in children], [])
 
-            copies = pieces.all_copies()
             return Phase(move, () if sources else copies, copies if sources else ())
 
         self._run("broadcast", buffer, self._chunks(buffer, 1), phase)
@@ -120,16 +123,13 @@ class MessagedCommunicator(Communicator):
         self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
         chunks = cut_evenly(count, 1, self._staging.sizes.num_chunks(buffer.nbytes * (self.size - 1)))
         if not is_root:
-            self._run("gather", buffer, chunks, lambda at: Phase(self._sending(at.parts, [root]), at.all_copies()))
+            self._run("gather", buffer, chunks, lambda pieces: self._transfer(pieces, [(0, root)], pieces, []))
             return None
         rows = arrays.empty((self.size, count), buffer.dtype, device=True)
         rows[root] = buffer
         at_root = [[(row * count + start, row * count + stop) for row in self._others] for [(start, stop)] in chunks]
-
-        def phase(pieces: Pieces) -> Phase:
-            return Phase(self._receiving(pieces.parts, self._others), (), pieces.all_copies())
-
-        self._run("gather", rows.reshape(-1), at_root, phase)
+        receives = list(enumerate(self._others))
+        self._run("gather", rows.reshape(-1), at_root, lambda pieces: self._transfer(pieces, [], pieces, receives))
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
@@ -145,11 +145,8 @@ class MessagedCommunicator(Communicator):
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             out = self._staging.open(slot, 0, outgoing, sent[chunk] if chunk < len(sent) else [])
             into = self._staging.open(slot, room, incoming, received[chunk] if chunk < len(received) else [])
-
-            def move() -> None:
-                self._mpi.transfer([(part, to) for part in out.parts], [(part, source) for part in into.parts])
-
-            return [Phase(move, out.all_copies(), into.all_copies())]
+            sends, receives = ([(at, peer) for at in range(len(of.parts))] for of, peer in ((out, to), (into, source)))
+            return [self._transfer(out, sends, into, receives)]
 
         self._staging.run("exchange", count, phases_of, self._check_peers, (outgoing, incoming))
 
@@ -171,20 +168,18 @@ class MessagedCommunicator(Communicator):
         self,
         buffer: Array,
         work: Callable[[Array, list[int]], object],
-        raised: Callable[[Pieces], Sequence[Copy]],
+        raised: Callable[[Pieces], Sequence[Copy]] | None = None,
     ) -> Callable[[Pieces], Phase]:
-        """Let the host communicator work on a chunk.
+        """Let the host communicator work on a chunk in host memory, and the bounds of the pieces in it.
 
-        Args:
-            buffer: The array.
-            work: The work, on a chunk in host memory, and the bounds of the pieces in it.
-            raised: The copies to the device after it.
+        `raised` lists the copies to the device after that; by default those of the whole chunk.
         """
 
         def phase(pieces: Pieces) -> Phase:
             staged = pieces.whole.view(buffer.dtype)
             bounds = list(accumulate((part.size // buffer.itemsize for part in pieces.parts), initial=0))
-            return Phase(lambda: work(staged, bounds), pieces.all_copies(), raised(pieces))
+            copies = pieces.all_copies
+            return Phase(partial(work, staged, bounds), copies, copies if raised is None else raised(pieces))
 
         return phase
 
@@ -225,62 +220,55 @@ class MessagedCommunicator(Communicator):
         """
         rank, width, (target, first) = self.rank, buffer.itemsize, into
         room = room_of(chunks, width)
-        most = max((pieces[rank][1] - pieces[rank][0] for pieces in chunks), default=0) * width
-        rows_nbytes = (self.size - 1) * most
-        self._staging.reserve(len(chunks), room + rows_nbytes)
-        scratch = self._staging.scratch(len(chunks), rows_nbytes)
+        most = max((pieces[rank][1] - pieces[rank][0] for pieces in chunks), default=0)
+        self._staging.reserve(len(chunks), room + len(self._others) * most * width)
+        slots = range(min(len(chunks), self._staging.sizes.depth))
+        received = [arrays.empty((len(self._others) * most,), buffer.dtype, device=True) for _ in slots]
 
         def phases_of(chunk: int, slot: int) -> Sequence[Phase]:
             pieces = chunks[chunk]
             start, stop = pieces[rank]
             whole = self._staging.open(slot, 0, buffer, pieces)
             own, joined = buffer[start:stop], target[start - first : stop - first]
-            joining = self._joining(whole, (slot, room), scratch[slot], own, joined, reduction)
+            joining = self._joining(whole, (slot, room), received[slot], own, joined, reduction)
             return [joining] if after is None else [joining, after(whole)]
 
-        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, target))
+        self._staging.run(what, len(chunks), phases_of, self._check_peers, (buffer, target, received))
 
     def _joining(
-        self, whole: Pieces, place: tuple[int, int], scratch: Array, own: Array, target: Array, reduction: Reduction
+        self, whole: Pieces, place: tuple[int, int], received: Array, own: Array, target: Array, reduction: Reduction
     ) -> Phase:
-        count, down = own.size, whole.all_copies(without=self.rank)
-        sends = [(whole.parts[peer], peer) for peer in self._others]
-        if not count:
-            return Phase(lambda: self._mpi.transfer(sends, []), down)
-        flat = scratch[: (self.size - 1) * count * own.itemsize].view(own.dtype)
-        rows = self._staging.open(*place, flat, [(at * count, (at + 1) * count) for at in range(self.size - 1)])
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        receives = list(zip(rows.parts, peers, strict=True))
+        """Send the other ranks' pieces; receive theirs of this rank's, behind in the slot, and let the GPU join."""
+        count, peers = own.size, sorted(self._others)
+        cuts = [(at * count, (at + 1) * count) for at in range(len(peers))]
 
         def join() -> None:
-            parts = [flat[at * count : (at + 1) * count] for at in range(self.size - 1)]
+            parts = [received[start:stop] for start, stop in cuts]
             parts.insert(self.rank, own)
-            self._staging.kernels.combine(parts, reduction, target)
+            if count:
+                self._staging.kernels.combine(parts, reduction, target)
 
-        return Phase(lambda: self._mpi.transfer(sends, receives), down, rows.all_copies(), join)
+        sends = [(peer, peer) for peer in self._others]
+        rows = self._staging.open(*place, received, cuts)
+        return self._transfer(whole, sends, rows, list(enumerate(peers)), join)
 
     def _spread(self, pieces: Pieces) -> Phase:
         """Send this rank's piece to all ranks, and receive the pieces of all others."""
-        own = pieces.parts[self.rank]
-        sends = [(own, peer) for peer in self._others]
-        receives = [(pieces.parts[peer], peer) for peer in self._others]
-        down = pieces.copies_of(self.rank)
-        return Phase(lambda: self._mpi.transfer(sends, receives), down, pieces.all_copies(without=self.rank))
+        sends = [(self.rank, peer) for peer in self._others]
+        return self._transfer(pieces, sends, pieces, [(peer, peer) for peer in self._others])
 
     def _collect(self, pieces: Pieces, root: int) -> Phase:
         """Send this rank's piece to the root; at the root, receive the pieces of all others."""
-        if self.rank == root:
-            parts = [pieces.parts[peer] for peer in self._others]
-            return Phase(self._receiving(parts, self._others), (), pieces.all_copies(without=root))
-        return Phase(self._sending([pieces.parts[self.rank]], [root]), pieces.copies_of(self.rank))
+        if self.rank != root:
+            return self._transfer(pieces, [(self.rank, root)], pieces, [])
+        return self._transfer(pieces, [], pieces, [(peer, peer) for peer in self._others])
 
-    def _sending(self, parts: Sequence[Any], peers: Sequence[int]) -> Callable[[], None]:
-        return lambda: self._mpi.transfer(list(zip(parts, peers, strict=True)), [])
-
-    def _receiving(self, parts: Sequence[Any], peers: Sequence[int]) -> Callable[[], None]:
-        return lambda: self._mpi.transfer([], list(zip(parts, peers, strict=True)))
-
-
-def _steps_below(bit: int) -> list[int]:
-    """List the powers of two below `bit`, the largest first."""
-    return [1 << power for power in reversed(range(bit.bit_length() - 1))]
+    def _transfer(
+        self, out: Pieces, sends: _Messages, into: Pieces, receives: _Messages, join: Callable[[], None] | None = None
+    ) -> Phase:
+        """Send pieces of `out` and receive pieces of `into`: each its number, and the rank it goes to or comes from."""
+        down, up = (
+            [(of.parts[at], peer) for at, peer in messages] for of, messages in ((out, sends), (into, receives))
+        )
+        lowered, raised = out.copies_of({at for at, _ in sends}), into.copies_of({at for at, _ in receives})
+        return Phase(partial(self._mpi.transfer, down, up), lowered, raised, join)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias, final
@@ -32,20 +32,20 @@ class Pieces:
     copies: Sequence[Copy] = ()
     whole: Any = None
 
-    def all_copies(self, without: int = -1) -> list[Copy]:
-        """List the copies of all pieces but piece `without`; copies of adjacent memory are joined."""
+    def copies_of(self, numbers: Iterable[int]) -> list[Copy]:
+        """List the copies of some pieces; copies of adjacent memory are joined."""
         joined: list[Copy] = []
-        for number, (host, device, nbytes) in enumerate(self.copies):
-            if number == without or not nbytes:
-                continue
+        for host, device, nbytes in (self.copies[number] for number in sorted(numbers) if self.copies):
             if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (host, device):
                 host, device, nbytes = joined[-1][0], joined[-1][1], joined.pop()[2] + nbytes
-            joined.append((host, device, nbytes))
+            if nbytes:
+                joined.append((host, device, nbytes))
         return joined
 
-    def copies_of(self, number: int) -> list[Copy]:
-        """List the copy of one piece, if it has one."""
-        return [copy for copy in self.copies[number : number + 1] if copy[2]]
+    @property
+    def all_copies(self) -> list[Copy]:
+        """The copies of all pieces."""
+        return self.copies_of(range(len(self.parts)))
 
 
 def cut_evenly(count: int, size: int, num_chunks: int) -> list[list[Piece]]:

@@ -20,7 +20,7 @@ from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["Phase", "Staging"]
+__all__ = ["Phase", "Staging", "wait_for_event"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -48,7 +48,7 @@ PhasesOf: TypeAlias = Callable[[int, int], Sequence[Phase]]  # one or two phases
 
 @final
 class Staging:
-    """A process's streams, pinned slots and scratch memory for staging. One call at a time.
+    """A process's streams and pinned slots for staging. One call at a time.
 
     Two streams: `down` for copies from the device, `up` for those that come back and what the GPU adds then. A slot is
     written again only when all that read it is done, by events; the host polls events, and calls `check_peers`
@@ -65,11 +65,6 @@ class Staging:
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
         is_direct: Whether MPI takes device memory, as the user says: then nothing is copied, and no slot is needed.
-
-    Attributes:
-        sizes: As above.
-        kernels: As above.
-        is_direct: As above.
     """
 
     def __init__(
@@ -86,7 +81,6 @@ class Staging:
         self._cuda = cuda
         self._memory: Array = np.empty(0, np.uint8)
         self._slot_nbytes = 0
-        self._scratch: Array = None
         self._is_pinned = True
         self._ended = ""
 
@@ -96,7 +90,7 @@ class Staging:
         if self._memory.size < count * nbytes and not self.is_direct:
             self._require_usable("staging")
             self._memory = np.empty(0, np.uint8)  # before there is more: pinned memory is scarce
-            self._memory = self._pinned(_power_of_two(count * nbytes))
+            self._memory = self._pinned(1 << (count * nbytes - 1).bit_length())
         self._slot_nbytes = nbytes
 
     def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
@@ -116,15 +110,6 @@ class Staging:
             room[at : offsets[-1]],
         )
 
-    def scratch(self, count: int, nbytes: int) -> list[Array]:
-        """Lend device memory for as many chunks: arrays of bytes."""
-        count, nbytes = min(count, self.sizes.depth), aligned(nbytes)
-        if self._scratch is None or self._scratch.size < count * nbytes:
-            self._require_usable("staging")
-            self._scratch = None
-            self._scratch = self._cuda.cupy.empty(_power_of_two(count * nbytes), np.uint8)
-        return [self._scratch[at * nbytes : (at + 1) * nbytes] for at in range(count)]
-
     def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None], keeps: Any) -> None:
         """Pass chunks through their phases, after what the current stream holds; return when all is done.
 
@@ -142,29 +127,21 @@ class Staging:
             return
         self._require_usable(what)
         self._wait_for_launches(what)
-        streams = self._streams
+        pipeline = self._pipeline
         try:
-            _Pass(self, what, count, phases_of, check_peers).run()
+            pipeline.run(what, count, phases_of, check_peers)
         except BaseException as error:
             self._ended = f"an earlier call failed ({type(error).__name__}: {first_line(error)})"
-            never_free((self._memory, self._scratch, streams, keeps))
+            never_free((self._memory, pipeline, keeps))
             raise
 
     def free(self) -> None:
         """Give the memory back. Local; nothing may be under way."""
-        self._memory, self._scratch = np.empty(0, np.uint8), None
-
-    def wait(self, event: Any, what: str, check_peers: Callable[[], None]) -> None:
-        """Poll until an event is complete."""
-        cupy = self._cuda.cupy
-        way = "of device memory through the host"
-        poll(lambda: is_complete(cupy, event, what, way), check_peers, is_message=False)
+        self._memory = np.empty(0, np.uint8)
 
     @cached_property
-    def _streams(self) -> _Streams:
-        cuda = self._cuda.cupy.cuda
-        ready, *of_slots = (cuda.Event(disable_timing=True) for _ in range(1 + 2 * self.sizes.depth))
-        return _Streams(new_stream(cuda), new_stream(cuda), ready, of_slots[::2], of_slots[1::2])
+    def _pipeline(self) -> _Pipeline:
+        return _Pipeline(self._cuda.cupy, self.sizes.depth)
 
     def _pinned(self, nbytes: int) -> Array:
         cuda = self._cuda.cupy.cuda
@@ -191,88 +168,73 @@ class Staging:
 
 
 @final
-@dataclass(frozen=True)
-class _Streams:
+class _Pipeline:
     """What orders the work on the GPU.
 
-    Attributes:
-        down: The stream of copies from the device.
-        up: The stream of copies to the device, and of what the GPU adds then.
-        ready: The event of what the caller's stream holds.
-        downloaded: For each slot, the event after the copies from the device: the host may work on the slot.
-        returned: For each slot, the event after the copies to the device, and what the GPU adds then.
+    Args:
+        cupy: CuPy.
+        depth: Number of slots.
     """
 
-    down: Any
-    up: Any
-    ready: Any
-    downloaded: Sequence[Any]
-    returned: Sequence[Any]
+    def __init__(self, cupy: Any, depth: int) -> None:
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        # Copies from the device have a stream; copies to the device, and what the GPU adds then, have another one.
+        self._down, self._up = new_stream(cupy.cuda), new_stream(cupy.cuda)
+        # What the caller's stream holds; and for each slot, what each of these streams has done for it.
+        self._ready, *of_slots = (cupy.cuda.Event(disable_timing=True) for _ in range(1 + 2 * depth))
+        self._downloaded, self._returned = of_slots[:depth], of_slots[depth:]
 
+    def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]) -> None:
+        """Pass chunks through their phases: see `Staging.run`."""
+        depth = min(count, len(self._returned))
+        phases: list[Sequence[Phase]] = [()] * depth
 
-@final
-class _Pass:
-    """One call's way through the slots."""
+        def start(chunk: int) -> None:
+            phases[chunk % depth] = phases_of(chunk, chunk % depth)
+            self._lower(phases[chunk % depth][0], chunk % depth)
 
-    def __init__(
-        self, staging: Staging, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]
-    ) -> None:
-        self._staging, self._what, self._count, self._check_peers = staging, what, count, check_peers
-        self._streams = staging._streams
-        self._phases_of = phases_of
-        self._depth = min(count, staging.sizes.depth)
-        self._phases: list[Sequence[Phase]] = [()] * self._depth
-        self._cupy = staging._cuda.cupy
-        runtime = self._cupy.cuda.runtime
-        self._copy = runtime.memcpyAsync
-        self._to_host, self._to_device = int(runtime.memcpyDeviceToHost), int(runtime.memcpyHostToDevice)
+        def advance(chunk: int, number: int) -> None:
+            slot = chunk % depth
+            if number >= len(phases[slot]):
+                return
+            wait_for_event(self._cupy, self._downloaded[slot], what, check_peers)
+            self._move(phases[slot][number], slot)
+            if number + 1 < len(phases[slot]):
+                self._lower(phases[slot][number + 1], slot)
+            elif chunk + depth < count:
+                start(chunk + depth)
 
-    def run(self) -> None:
-        streams = self._streams
-        streams.ready.record(self._cupy.cuda.get_current_stream())
-        streams.down.wait_event(streams.ready)
-        streams.up.wait_event(streams.ready)
-        for chunk in range(self._depth):
-            self._start(chunk)
-        for turn in range(self._count + 1):
-            if turn < self._count:
-                self._advance(turn, 0)
+        self._ready.record(self._cupy.cuda.get_current_stream())
+        self._up.wait_event(self._ready)
+        self._down.wait_event(self._ready)
+        for chunk in range(depth):
+            start(chunk)
+        for turn in range(count + 1):
+            if turn < count:
+                advance(turn, 0)
             if turn:
-                self._advance(turn - 1, 1)
-        for returned in streams.returned[: self._depth]:
-            self._staging.wait(returned, self._what, self._check_peers)
-
-    def _start(self, chunk: int) -> None:
-        slot = chunk % self._depth
-        self._phases[slot] = self._phases_of(chunk, slot)
-        self._lower(self._phases[slot][0], slot)
-
-    def _advance(self, chunk: int, number: int) -> None:
-        streams, slot = self._streams, chunk % self._depth
-        phases, returned = self._phases[slot], streams.returned[slot]
-        if number >= len(phases):
-            return
-        phase = phases[number]
-        self._staging.wait(streams.downloaded[slot], self._what, self._check_peers)
-        phase.move()
-        for host, device, nbytes in phase.up:
-            self._copy(device, host, nbytes, self._to_device, streams.up.ptr)
-        if phase.join is not None:
-            with on_stream(self._cupy, streams.up):
-                phase.join()
-        returned.record(streams.up)
-        if number + 1 < len(phases):
-            streams.down.wait_event(returned)
-            self._lower(phases[number + 1], slot)
-        elif chunk + self._depth < self._count:
-            streams.down.wait_event(returned)
-            self._start(chunk + self._depth)
+                advance(turn - 1, 1)
+        for returned in self._returned[:depth]:
+            wait_for_event(self._cupy, returned, what, check_peers)
 
     def _lower(self, phase: Phase, slot: int) -> None:
+        """Copy from the device to a slot, and mark the end."""
         for host, device, nbytes in phase.down:
-            self._copy(host, device, nbytes, self._to_host, self._streams.down.ptr)
-        self._streams.downloaded[slot].record(self._streams.down)
+            self._runtime.memcpyAsync(host, device, nbytes, self._runtime.memcpyDeviceToHost, self._down.ptr)
+        self._downloaded[slot].record(self._down)
+
+    def _move(self, phase: Phase, slot: int) -> None:
+        """Let the host work, and then the GPU. What is copied to the slot next comes after that."""
+        phase.move()
+        for host, device, nbytes in phase.up:
+            self._runtime.memcpyAsync(device, host, nbytes, self._runtime.memcpyHostToDevice, self._up.ptr)
+        if phase.join is not None:
+            with on_stream(self._cupy, self._up):
+                phase.join()
+        self._returned[slot].record(self._up)
+        self._down.wait_event(self._returned[slot])
 
 
-def _power_of_two(nbytes: int) -> int:
-    return 1 << max(nbytes - 1, 0).bit_length()
+def wait_for_event(cupy: Any, event: Any, what: str, check_peers: Callable[[], None]) -> None:
+    """Poll until an event is complete, for work that is not NCCL's. `what`: the call, for errors."""
+    poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers, is_message=False)

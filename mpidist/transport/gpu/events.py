@@ -49,15 +49,15 @@ def new_stream(cuda: Any) -> Any:
 
 
 @contextmanager
-def on_stream(cupy: Any, stream: Any) -> Iterator[None]:
-    """Make a stream current for the body of a `with` statement.
+def on_stream(cupy: Any, stream: Any) -> Iterator[Any]:
+    """Make a stream current for the body of a `with` statement, and yield the one that was.
 
     CuPy's own `with stream:` goes back to the last stream that was entered so, not to one made current by `use`.
     """
     before = cupy.cuda.get_current_stream()
     stream.use()
     try:
-        yield
+        yield before
     finally:
         before.use()
 
@@ -74,14 +74,14 @@ class Events:
         self._cuda = cuda
         self._free: list[Any] = []
 
-    def record(self, stream: Any = None) -> Any:
-        """Mark what a stream, by default the current stream, holds now."""
+    def record(self) -> Any:
+        """Mark what the current stream holds now."""
         cuda = self._cuda.cupy.cuda
         try:
             event = self._free.pop()
         except IndexError:  # not asked before: another thread may take the last one
             event = cuda.Event(disable_timing=True)
-        event.record(cuda.get_current_stream() if stream is None else stream)
+        event.record(cuda.get_current_stream())
         return event
 
     def give_back(self, event: Any) -> None:
@@ -104,11 +104,9 @@ class Launched:
         result: What the function that launched the work returned.
         event: Is complete when the work is done.
         memory: What must live as long as the work.
-        is_done: Whether the host has seen the event.
     """
 
     what: str
     result: Any
     event: Any
     memory: Any
-    is_done: bool = False

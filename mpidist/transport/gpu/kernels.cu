@@ -130,13 +130,6 @@ template <class Complex, class Real> INLINE Complex by_smith(Complex x, Real n) 
 INLINE c8 quotient(c8 x, i8 n) { return by_smith(x, (f4)n); }
 INLINE c16 quotient(c16 x, i8 n) { return by_smith(x, (f8)n); }
 
-template <class From, class To, bool DIVIDES> struct One {
-    INLINE To of(From x, i8) { return Cast<To>::of(x); }
-};
-template <class From, class To> struct One<From, To, true> {
-    INLINE To of(From x, i8 divisor) { return Cast<To>::of(quotient(x, divisor)); }
-};
-
 // ---- Up to 16 bytes at once.
 
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Several { T at[N]; };
@@ -169,9 +162,13 @@ template <class From, class To, bool DIVIDES> struct Copy {
     static constexpr u4 ROW = ROW_BYTES / WIDER;  // elements
 
     INLINE To one(From x, i8 divisor, u4& overflow) {
-        const To y = One<From, To, DIVIDES>::of(x, divisor);
-        overflow += overflows(x, y);
-        return y;
+        if constexpr (DIVIDES) {
+            return Cast<To>::of(quotient(x, divisor));
+        } else {
+            const To y = Cast<To>::of(x);
+            overflow += overflows(x, y);
+            return y;
+        }
     }
 
     template <int M> INLINE void step(const Several<From, M>& read, Several<To, M>* to, i8 divisor, u4& overflow) {
@@ -269,23 +266,12 @@ template <class T> INLINE T joined(i8 op, T a, T b) {  // the first that is no n
 
 template <class T> INLINE T divided(T x, i8 n) { return n == 1 ? x : quotient(x, n); }
 
-struct Addresses { u8 of[480]; };
-
-struct Parts {
-    const Addresses& addresses;  // of the parts, if `stride` is below 0
-    u8 first;                    // else the address of the first, and how far the others are from each other, in bytes
-    i8 stride;
-    i8 number;
-
-    template <class T> INLINE const T* at(const Parts& parts, i8 which) {
-        return (const T*)(parts.stride < 0 ? parts.addresses.of[which] : parts.first + (u8)(which * parts.stride));
-    }
-};
+struct Parts { u8 addresses[480]; };
 
 // Elements `begin` to `end`, N at a time. `out` may be one of the parts: what goes into a result is read before it is
 // written, by the same thread.
 template <class Part, class Out, int N> INLINE void combine(
-    const Parts& parts, u8 begin, u8 end, Out* out, i8 op, i8 divisor, bool is_out_aligned, u4& overflow
+    const Parts& parts, i8 number, u8 begin, u8 end, Out* out, i8 op, i8 divisor, bool is_out_aligned, u4& overflow
 ) {
     typedef typename Of<Part>::Total Total;
     typedef Several<Part, N> Read;
@@ -295,16 +281,16 @@ template <class Part, class Out, int N> INLINE void combine(
     for (u8 at = begin + thread * N; at + N <= end; at += num_threads * N) {
         Total totals[N] = {};
         #pragma unroll 1
-        for (i8 first = 0; first < parts.number; first += DEPTH) {
+        for (i8 first = 0; first < number; first += DEPTH) {
             Read held[DEPTH];  // all are under way before one is joined, as the memory takes long to answer
             #pragma unroll
             for (int ahead = 0; ahead < DEPTH; ahead++) {
-                const i8 which = first + ahead < parts.number ? first + ahead : parts.number - 1;
-                held[ahead] = *(const Read*)(Parts::at<Part>(parts, which) + at);
+                const i8 which = first + ahead < number ? first + ahead : number - 1;
+                held[ahead] = *(const Read*)((const Part*)parts.addresses[which] + at);
             }
             #pragma unroll
             for (int ahead = 0; ahead < DEPTH; ahead++) {
-                if (first + ahead >= parts.number) break;
+                if (first + ahead >= number) break;
                 #pragma unroll
                 for (int its = 0; its < N; its++) {
                     const Total next = Cast<Total>::of(held[ahead].at[its]);
@@ -330,15 +316,13 @@ template <class Part, class Out, int N> INLINE void combine(
 
 #define COMBINE(NAME, PART, OUT) \
     extern "C" __global__ void mpidist_combine_##NAME( \
-        const Addresses addresses, u8 first, i8 stride, i8 number, i8 count, OUT* out, i8 op, i8 divisor, \
-        i8 are_parts_aligned, u4* overflows_seen \
+        const Parts parts, i8 number, i8 count, OUT* out, i8 op, i8 divisor, i8 are_parts_aligned, u4* overflows_seen \
     ) { \
         constexpr int N = sizeof(PART) < 16 ? 16 / sizeof(PART) : 1; \
-        const Parts parts = {addresses, first, stride, number}; \
         const u8 whole = are_parts_aligned ? (u8)count / N * N : 0; \
         const bool is_out_aligned = is_aligned<Several<OUT, N>>(out); \
         u4 overflow = 0; \
-        combine<PART, OUT, N>(parts, 0, whole, out, op, divisor, is_out_aligned, overflow); \
-        combine<PART, OUT, 1>(parts, whole, (u8)count, out, op, divisor, true, overflow); \
+        combine<PART, OUT, N>(parts, number, 0, whole, out, op, divisor, is_out_aligned, overflow); \
+        combine<PART, OUT, 1>(parts, number, whole, (u8)count, out, op, divisor, true, overflow); \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }

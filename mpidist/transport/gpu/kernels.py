@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, lru_cache, partial
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
@@ -34,17 +33,14 @@ __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
 _OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
-_MAX_ADDRESSES: Final = 480  # as in kernels.cu
-_ADDRESSES: Final = np.dtype((np.void, 8 * _MAX_ADDRESSES))
-_NO_ADDRESSES: Final = np.zeros(1, _ADDRESSES)
+_MAX_PARTS: Final = 480  # as in kernels.cu
 _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 
 _size_of: Final = attrgetter("size")
 
 Array = Any
-DeviceCopy: TypeAlias = tuple[
-    np.dtype[Any], np.dtype[Any], bool
-]  # what is read, what is written, whether it is divided
+# What is read, what is written, and whether it is divided.
+DeviceCopy: TypeAlias = tuple[np.dtype[Any], np.dtype[Any], bool]
 
 
 @final
@@ -149,7 +145,7 @@ class DeviceKernels:
         given, taken, sizes = self._lists.of(sources), self._writable(targets), tuple(map(_size_of, targets))
         if given.dtypes != taken.dtypes or sizes != tuple(map(_size_of, sources)):
             pairs = zip(sources, targets, strict=True)
-            source, target = next(pair for pair in pairs if _form_of(pair[0]) != _form_of(pair[1]))
+            source, target = next(its for its in pairs if its[0].size != its[1].size or its[0].dtype != its[1].dtype)
             raise ValueError(f"cannot copy {_text(source)} to {_text(target)}: needed the same size and dtype")
         if 0 in sizes:
             self.copy([its for its in sources if its.size], [its for its in targets if its.size], divide_by)
@@ -168,7 +164,8 @@ class DeviceKernels:
 
         The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
         round once, and for which of two zeros or of two NaNs the minimum is. Floating-point numbers and sums of complex
-        ones take one launch; others go by CuPy's operations, one for each piece, and so do all with a `fold`.
+        ones take one launch, and two more for each 479 pieces beyond 480; others go by CuPy's operations, one for each
+        piece, and so do all with a `fold`.
 
         Args:
             parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
@@ -195,40 +192,36 @@ class DeviceKernels:
             real = np.dtype(f"f{dtype.itemsize // 2}")
             rows, out = [row.view(real) for row in rows], out.view(real)
         pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
-        if pair not in COMBINED and (rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod")):
-            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
-        if pair not in COMBINED and reduction.divisor != 1:
-            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
-        if not out.size:
-            return
         if pair in COMBINED:
-            self._combine(rows, pair, reduction, out)
+            if out.size:
+                self._combine(rows, reduction, out)
             return
+        if rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod"):
+            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
+        if reduction.divisor != 1:
+            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
         total = rows[0] if len(rows) == 1 else reduction.ufunc(rows[0], rows[1])
         for row in rows[2:]:
             reduction.ufunc(total, row, out=total)
         out[...] = total  # not before all rows have been read, as it may be one of them
 
-    def _combine(self, rows: Sequence[Array], pair: str, reduction: Reduction, out: Array) -> None:
-        places, table = list(map(address_of, rows)), _NO_ADDRESSES
-        steps = {after - before for before, after in pairwise(places)}
-        stride = steps.pop() if len(steps) == 1 else 0
-        if steps or stride < 0:
-            if len(rows) > _MAX_ADDRESSES:
-                whole = self._cuda.cupy.empty(len(rows) * out.size, rows[0].dtype)
-                self.pack(rows, whole)
-                self._combine(whole.reshape(len(rows), out.size), pair, reduction, out)
-                return
-            stride, table = -1, np.zeros(1, _ADDRESSES)
-            table.view(np.uint64)[: len(places)] = places
-        count, width = out.size, rows[0].itemsize
+    def _combine(self, rows: Sequence[Array], reduction: Reduction, out: Array) -> None:
+        while len(rows) > _MAX_PARTS:  # which are joined first, not yet rounded
+            wide = np.dtype(np.float32) if rows[0].itemsize == 2 else rows[0].dtype
+            joined = self._cuda.cupy.empty((1 + len(rows) - _MAX_PARTS, out.size), wide)
+            self._combine(rows[:_MAX_PARTS], Reduction(reduction.op), joined[0])
+            self.pack(rows[_MAX_PARTS:], joined[1:].reshape(-1))
+            rows = list(joined)
+        addresses = np.zeros(_MAX_PARTS, np.uint64)
+        addresses[: len(rows)] = places = list(map(address_of, rows))
         are_aligned = int(not any(place % 16 for place in places))
         arguments = (
-            by_value(table), places[0], stride, len(rows), count, address_of(out), _OPS[reduction.op],
-            reduction.divisor, are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
+            by_value(addresses), len(rows), out.size, address_of(out), _OPS[reduction.op], reduction.divisor,
+            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
-        num_blocks = min(_MAX_BLOCKS, -(-count * width // (16 * BLOCK)))
-        self._launch(f"combine_{pair.replace(' ', '_')}", num_blocks, arguments)
+        pair = f"{dtype_code(rows[0].dtype)}_{dtype_code(out.dtype)}"
+        num_blocks = min(_MAX_BLOCKS, -(-out.size * rows[0].itemsize // (16 * BLOCK)))
+        self._launch(f"combine_{pair}", num_blocks, arguments)
 
     @property
     def overflowed(self) -> int:
@@ -310,10 +303,6 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
 def _plain(array: Array) -> Array:
     """Return an array, copied if kernels cannot read it."""
     return array if is_plain(array) else array.copy()
-
-
-def _form_of(array: Array) -> tuple[int, np.dtype[Any]]:
-    return array.size, array.dtype
 
 
 def _text(array: Array) -> str:

@@ -19,19 +19,12 @@ _SHARED: Final = 1 << 20  # bytes of an allocation, all of which a program keeps
 
 @final
 class _Block(NamedTuple):
-    """Arrays of one dtype that share an allocation, and all lengths but the first.
-
-    Attributes:
-        dtype: As above.
-        rest: The lengths.
-        bounds: Where the allocation is cut along the first axis.
-        places: The place in the list, and the piece, of each array.
-    """
+    """Arrays of one dtype that share an allocation, and all lengths but the first."""
 
     dtype: np.dtype[Any]
-    rest: tuple[int, ...]
-    bounds: list[int]
-    places: list[tuple[int, int]]
+    rest: tuple[int, ...]  # the lengths
+    bounds: list[int]  # where the allocation is cut along the first axis
+    places: list[tuple[int, int]]  # the place in the list, and the piece, of each array
 
 
 @final

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Final, final
 
@@ -16,7 +16,7 @@ from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
 from mpidist.transport.cuda import INSTALL_CUPY, Cuda
-from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes
+from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes, wait_for_event
 from mpidist.transport.devices import Device
 from mpidist.transport.gpu import Background, DeviceKernels, Events, new_stream, on_stream
 from mpidist.transport.group.levels import Levels, NcclReach
@@ -79,9 +79,9 @@ class DeviceLevels:
         self._cuda = cuda
         self._agreement = agreement
         self._settings = settings
-        spans_nodes = topology.num_nodes > 1
-        speed = cost_model.link_bytes_per_second if spans_nodes else cost_model.stream_bytes_per_second
         self._kernels = DeviceKernels(cuda)
+        is_alone = topology.num_nodes == 1
+        speed = cost_model.stream_bytes_per_second if is_alone else cost_model.link_bytes_per_second
         sizes = StagingSizes(settings.staging_bytes, speed)
         self._staging_by = partial(Staging, cuda, sizes, self._kernels, self._wait_for_stream)
         self._staging = self._staging_by()
@@ -108,11 +108,9 @@ class DeviceLevels:
         if self._device is not None:
             self._cuda.cupy.cuda.Device(self._device).use()
 
-    @contextmanager
-    def private_stream(self) -> Iterator[None]:
+    def private_stream(self) -> AbstractContextManager[Any]:
         """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
-        with on_stream(self._cuda.cupy, self._stream):
-            yield
+        return on_stream(self._cuda.cupy, self._stream)
 
     @cached_property
     def _stream(self) -> Any:
@@ -224,7 +222,7 @@ class DeviceLevels:
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()
-        self._staging.wait(event, what, self._agreement.check_peers)
+        wait_for_event(self._cuda.cupy, event, what, self._agreement.check_peers)
         self.events.give_back(event)
 
     def free(self) -> None:
@@ -232,9 +230,7 @@ class DeviceLevels:
         nccl_handles.wait_for_endings()
         while self._own:
             self._own.pop().free()
-        self._levels.clear()
-        self._gpus_of_process.clear()
-        self._queue = None
+        self._forget()
         self._staging.free()
 
     def abandon(self) -> None:
@@ -244,10 +240,12 @@ class DeviceLevels:
             nccl_handles.wait_for_endings()
         if self._queue is not None:
             self._queue.give_up(RuntimeError("a call of its ranks failed"))
+        self._forget()
+
+    def _forget(self) -> None:
         self._queue = None
-        self._own.clear()
-        self._levels.clear()
-        self._gpus_of_process.clear()
+        for made in (self._own, self._levels, self._gpus_of_process):
+            made.clear()
 
     def _wait_for_stream(self, what: str) -> None:
         if self._queue is not None:
@@ -256,29 +254,28 @@ class DeviceLevels:
     def _make(self, everywhere: bool) -> Levels:
         topology, host = self._topology, self._host
         if topology.size == 1:
-            return _solo(self._kernels)
+            return Levels.solo(self._kernels)
         self.compile({"copy"})
         spans_nodes = topology.num_nodes > 1
-        if everywhere and not spans_nodes:
-            levels = self.levels()
-            if levels.nccl is not NcclReach.WORLD:
-                raise UnavailableError(_cannot(self._reason([range(topology.size)])))
-            return levels
         groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
         reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
         if reason:
             if everywhere:
-                raise UnavailableError(_cannot(reason))
+                raise UnavailableError(f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"')
             if topology.rank == 0:
                 logger.warning("device memory goes from rank to rank through the host, which is slower: %s", reason)
             return self.staged
+        if everywhere and not spans_nodes:
+            return self.levels()
         if self._queue is None:
             self._queue = DeviceQueue(self._cuda, self.events)
         reach, across = NcclReach.WORLD, None
         if everywhere:
             within = self.levels().within_node
             world = self._connect("world", groups)
-            across = self._connect("across_nodes", [_ranks_at(topology, at) for at in range(max(topology.node_sizes))])
+            lanes = range(max(topology.node_sizes))
+            of_lanes = [[ranks[at] for ranks in topology.nodes if len(ranks) > at] for at in lanes]
+            across = self._connect("across_nodes", of_lanes)
         else:
             world = within = self._connect("within_node", groups)
             if spans_nodes:
@@ -367,16 +364,3 @@ class DeviceLevels:
             raised = UnavailableError(f"{what}: {name_ranks(failed)}: {errors[failed[0]]}. {remedy}")
             mark_shared(raised, self._agreement.ranks)
             raise raised
-
-
-def _solo(kernels: DeviceKernels) -> Levels:
-    world, within, across = (SoloCommunicator(name, device=True) for name in ("world", "within_node", "across_nodes"))
-    return Levels(world, within, across, True, nccl=NcclReach.WORLD, own_kernels=kernels)
-
-
-def _ranks_at(topology: Topology, place: int) -> list[int]:
-    return [ranks[place] for ranks in topology.nodes if len(ranks) > place]
-
-
-def _cannot(reason: str) -> str:
-    return f'implementation="NCCL" cannot be had: {reason}; or use implementation="AUTO"'

@@ -96,9 +96,11 @@ class Levels:
         return self.own_kernels
 
     @classmethod
-    def solo(cls) -> Levels:
-        """Make the levels of a group of one."""
-        return cls(SoloCommunicator("world"), SoloCommunicator("within_node"), SoloCommunicator("across_nodes"), True)
+    def solo(cls, kernels: DeviceKernels | None = None) -> Levels:
+        """Make the levels of a group of one, for device memory if there are kernels."""
+        device, reach = kernels is not None, NcclReach.NOWHERE if kernels is None else NcclReach.WORLD
+        world, within, across = (SoloCommunicator(name, device) for name in ("world", "within_node", "across_nodes"))
+        return cls(world, within, across, True, nccl=reach, own_kernels=kernels)
 
     @classmethod
     def from_mpi(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _DTYPES: Final = {
 }  # fmt: skip
 
 Launch = Callable[[Any, int], None]  # with CuPy's communicator, and the address of the stream
+_Part: TypeAlias = tuple[int, int, int]  # another rank, the address here, and the bytes of what is sent or received
 
 
 @final
@@ -112,18 +113,15 @@ class NcclCommunicator(Communicator):
         if native is None:
             self._join_shard(buffer, bounds, reduction, shard)
             return shard
-        at, to_shard, (code, width), op = _address(buffer), _address(shard), native, self._ops[reduction.op]
-        step = buffer.itemsize
+        to_shard, (code, width), op = _address(shard), native, self._ops[reduction.op]
 
         def launch(comm: Any, to: int) -> None:
             if _are_even(bounds):
-                comm.reduceScatter(at, to_shard, bounds[1] * width, code, op, to)
+                comm.reduceScatter(_address(buffer), to_shard, bounds[1] * width, code, op, to)
                 return
-            for root, (start, stop) in enumerate(pairwise(bounds)):
-                if stop > start:
-                    sent = at + start * step
-                    received = to_shard if root == self.rank else sent
-                    comm.reduce(sent, received, (stop - start) * width, code, op, root, to)
+            for root, sent, nbytes in _shards(buffer, bounds):
+                received = to_shard if root == self.rank else sent
+                comm.reduce(sent, received, nbytes // buffer.itemsize * width, code, op, root, to)
 
         self._run("reduce_scatter", (buffer, shard), launch)
         return shard
@@ -140,21 +138,13 @@ class NcclCommunicator(Communicator):
     def gather(self, buffer: Array, root: int) -> Array | None:
         is_root = self.rank == root
         self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
-        at, nbytes = _address(buffer), buffer.nbytes
-        kind = "gather", root
         if not is_root:
-            self._run("gather", [buffer], lambda comm, to: comm.send(at, nbytes, self._byte, root, to), kind)
+            self._exchange("gather", [buffer], [(root, _address(buffer), buffer.nbytes)], [])
             return None
         rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
-        first = _address(rows)
-
-        def launch(comm: Any, to: int) -> None:
-            for source in range(self.size):
-                if source != root:
-                    comm.recv(first + source * nbytes, nbytes, self._byte, source, to)
-
-        self._run("gather", [rows], launch, kind)
+        bounds = [row * buffer.size for row in range(self.size + 1)]
+        self._exchange("gather", [rows], [], _shards(rows, bounds, without=root))
         return rows
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
@@ -162,16 +152,8 @@ class NcclCommunicator(Communicator):
         if to == source == self.rank:
             incoming[...] = outgoing
             return
-        sent, received = _address(outgoing), _address(incoming)
-
-        def launch(comm: Any, stream: int) -> None:
-            if outgoing.size:
-                comm.send(sent, outgoing.nbytes, self._byte, to, stream)
-            if incoming.size:
-                comm.recv(received, incoming.nbytes, self._byte, source, stream)
-
-        kind = "exchange", to if outgoing.size else None, source if incoming.size else None
-        self._run("exchange", (outgoing, incoming), launch, kind)
+        sends, receives = (to, _address(outgoing), outgoing.nbytes), (source, _address(incoming), incoming.nbytes)
+        self._exchange("exchange", (outgoing, incoming), [sends], [receives])
 
     def free(self) -> None:
         nccl_handles.destroy([self._handle])
@@ -201,60 +183,45 @@ class NcclCommunicator(Communicator):
         memory = self._queue.buffer("parts", self.size * step)
         parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
         parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        at, first = _address(buffer), _address(parts)
-
-        def launch(comm: Any, to: int) -> None:
-            for peer, (start, stop) in enumerate(pairwise(bounds)):
-                if peer == self.rank:
-                    continue
-                if stop > start:
-                    comm.send(at + start * width, (stop - start) * width, self._byte, peer, to)
-                if count:
-                    comm.recv(first + peer * step, nbytes, self._byte, peer, to)
-
-        has_shards = tuple(stop > start for start, stop in pairwise(bounds))
-        self._run("reduce", (buffer, parts), launch, ("shards", has_shards))
+        first, others = _address(parts), (peer for peer in range(self.size) if peer != self.rank)
+        receives = [(peer, first + peer * step, nbytes) for peer in others]
+        self._exchange("reduce", (buffer, parts), _shards(buffer, bounds, without=self.rank), receives)
         if count:
             self._kernels.combine(parts, reduction, shard)
 
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
-        at, width = _address(buffer), buffer.itemsize
-
         def launch(comm: Any, to: int) -> None:
             if _are_even(bounds):
-                own = bounds[1] * width
+                at, own = _address(buffer), bounds[1] * buffer.itemsize
                 comm.allGather(at + self.rank * own, at, own, self._byte, to)
                 return
-            for root, (start, stop) in enumerate(pairwise(bounds)):
-                if stop > start:
-                    comm.bcast(at + start * width, (stop - start) * width, self._byte, root, to)
+            for root, at, nbytes in _shards(buffer, bounds):
+                comm.bcast(at, nbytes, self._byte, root, to)
 
         self._run("all_gather", [buffer], launch)
 
     def _collect(self, buffer: Array, bounds: Sequence[int], root: int) -> None:
         """Bring every rank's shard to the root's buffer."""
-        at, width = _address(buffer), buffer.itemsize
+        if self.rank == root:
+            self._exchange("reduce", [buffer], [], _shards(buffer, bounds, without=root))
+        else:
+            own = [(root, at, nbytes) for rank, at, nbytes in _shards(buffer, bounds) if rank == self.rank]
+            self._exchange("reduce", [buffer], own, [])
+
+    def _exchange(self, what: str, memory: Sequence[Array], sends: Sequence[_Part], receives: Sequence[_Part]) -> None:
+        """Send parts to ranks, and receive parts from ranks, as one group. Empty parts are left out."""
 
         def launch(comm: Any, to: int) -> None:
-            for source, (start, stop) in enumerate(pairwise(bounds)):
-                if stop > start and source != root:
-                    if self.rank == root:
-                        comm.recv(at + start * width, (stop - start) * width, self._byte, source, to)
-                    elif self.rank == source:
-                        comm.send(at + start * width, (stop - start) * width, self._byte, root, to)
+            for call, parts in ((comm.send, sends), (comm.recv, receives)):
+                for peer, at, nbytes in parts:
+                    if nbytes:
+                        call(at, nbytes, self._byte, peer, to)
 
-        has_shards = tuple(stop > start for start, stop in pairwise(bounds))
-        self._run("reduce", [buffer], launch, ("shards to", root, has_shards))
+        peers = (tuple(peer for peer, _, nbytes in parts if nbytes) for parts in (sends, receives))
+        self._run(what, memory, launch, tuple(peers))
 
     def _run(self, what: str, memory: Sequence[Array], launch: Launch, kind: Any = "") -> None:
-        """Launch calls of NCCL as one group, after what the current stream holds, unless all arrays are empty.
-
-        Args:
-            what: The primitive, for errors.
-            memory: The arrays that the calls read and write.
-            launch: Makes the calls.
-            kind: Equal for calls to the same ranks, as in `DeviceQueue.issue`.
-        """
+        """Issue calls of NCCL to its queue, unless all arrays are empty: see `DeviceQueue.issue`."""
         if any(array.size for array in memory):
             self._queue.issue(what, self._handle, memory, launch, kind)
 
@@ -262,6 +229,16 @@ class NcclCommunicator(Communicator):
 def _are_even(bounds: Sequence[int]) -> bool:
     step = bounds[1]
     return all(stop - start == step for start, stop in pairwise(bounds))
+
+
+def _shards(buffer: Array, bounds: Sequence[int], without: int = -1) -> list[_Part]:
+    """List the shards of ranks that are not empty, but for one rank's."""
+    at, width = _address(buffer), buffer.itemsize
+    return [
+        (rank, at + start * width, (stop - start) * width)
+        for rank, (start, stop) in enumerate(pairwise(bounds))
+        if stop > start and rank != without
+    ]
 
 
 def _address(array: Array) -> int:

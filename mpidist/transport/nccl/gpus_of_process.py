@@ -28,21 +28,12 @@ _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_N
 
 @final
 class _Gpu(NamedTuple):
-    """One of the GPUs.
+    """One of the GPUs."""
 
-    Attributes:
-        device: CuPy's device.
-        handle: The GPU's communicator.
-        stream: NCCL's stream on this GPU, which also carries the kernels around NCCL's work.
-        mark: The event of what a caller's stream holds, and then of the end of the work.
-        kernels: Packs arrays.
-    """
-
-    device: Any
     handle: Handle
-    stream: Any
-    mark: Any
-    kernels: DeviceKernels
+    stream: Any  # NCCL's stream on this GPU, which also carries the kernels around NCCL's work
+    mark: Any  # the event of what a caller's stream holds, and then of the end of the work
+    kernels: DeviceKernels  # packs arrays
 
 
 @final
@@ -71,10 +62,9 @@ class GpusOfProcess:
         self._gpus: list[_Gpu] = []
         made = cuda.cupy.cuda
         for handle in self._connect(indices):
-            device = made.Device(handle.device)
-            device.use()
+            made.Device(handle.device).use()
             mark = made.Event(disable_timing=True)
-            self._gpus.append(_Gpu(device, handle, new_stream(made), mark, DeviceKernels(cuda)))
+            self._gpus.append(_Gpu(handle, new_stream(made), mark, DeviceKernels(cuda)))
             handle.keeps = self
         self._first.use()
 
@@ -199,12 +189,13 @@ class GpusOfProcess:
         return [self._cuda.cupy.empty(count, dtype) for _ in range(number)]
 
     @contextmanager
-    def _on(self, at: int) -> Iterator[None]:
-        """Make a GPU and its stream current for the body, and then the first GPU."""
-        self._gpus[at].device.use()
+    def _on(self, at: int) -> Iterator[Any]:
+        """Make a GPU and its stream current for the body, with the caller's stream there, and then the first GPU."""
+        gpu = self._gpus[at]
+        self._cuda.cupy.cuda.Device(gpu.handle.device).use()
         try:
-            with on_stream(self._cuda.cupy, self._gpus[at].stream):
-                yield
+            with on_stream(self._cuda.cupy, gpu.stream) as callers:
+                yield callers
         finally:
             self._first.use()
 
@@ -216,24 +207,21 @@ class GpusOfProcess:
         self._require_usable(text)
         try:
             with translated(self._nccl, text):
-                for gpu in self._gpus:
-                    gpu.device.use()
-                    gpu.mark.record(self._cuda.cupy.cuda.get_current_stream())
-                    gpu.stream.wait_event(gpu.mark)
-                self._first.use()
+                for at, gpu in enumerate(self._gpus):
+                    with self._on(at) as callers:
+                        gpu.mark.record(callers)
+                        gpu.stream.wait_event(gpu.mark)
                 yield held
                 self._wait(text)
         except BaseException as error:
-            self._first.use()
             nccl_handles.abort_all(error)
             never_free((self, held))
             raise
 
     def _wait(self, what: str) -> None:
-        for gpu in self._gpus:
-            gpu.device.use()
-            gpu.mark.record(gpu.stream)
-        self._first.use()
+        for at, gpu in enumerate(self._gpus):
+            with self._on(at):
+                gpu.mark.record(gpu.stream)
         cupy, check_time = self._cuda.cupy, self._patience.watch(what, _ADVICE)
 
         def check() -> None:

@@ -88,27 +88,27 @@ _ending: Final[list[_Ending]] = []
 
 
 @final
-class _Ending:
-    """An abort or a destruction, which may hang, in a daemon thread.
+class _Ending(threading.Thread):
+    """The end of communicators, which may hang, in a daemon thread. `work`: does it, with the handles."""
 
-    Args:
-        what: For people.
-        work: The work.
-        keeps: What must not be collected before it is done.
-    """
-
-    def __init__(self, what: str, work: Callable[[], None], keeps: Iterable[Any]) -> None:
-        self._what, self._work, self._keeps = what, work, tuple(keeps)
+    def __init__(self, what: str, work: Callable[[list[Handle]], None], handles: list[Handle]) -> None:
+        super().__init__(name=f"mpidist {what}", daemon=True)
+        self._what, self._work, self._handles = what, work, handles
         self._until = time.monotonic() + LIMIT_SECONDS
-        self._thread = threading.Thread(target=self._run, name=f"mpidist {what}", daemon=True)
         with _lock:
             _ending.append(self)
-        self._thread.start()
+        self.start()
 
-    def wait(self, seconds: float = LIMIT_SECONDS) -> None:
+    def run(self) -> None:
+        try:
+            self._work(self._handles)
+        except Exception as error:
+            logger.warning("NCCL: %s failed: %s", self._what, error)
+
+    def wait(self, seconds: float) -> None:
         """Wait for at most so long. After all the time that it may take, it is left alone for ever."""
-        self._thread.join(min(seconds, max(0.0, self._until - time.monotonic())))
-        is_late = self._thread.is_alive()
+        self.join(min(seconds, max(0.0, self._until - time.monotonic())))
+        is_late = self.is_alive()
         if is_late and time.monotonic() < self._until:
             return
         with _lock:  # two threads may see it end
@@ -119,12 +119,6 @@ class _Ending:
             never_free((self,))
             late = "NCCL: %s did not end within %g s; end this process soon, its GPU is not free"
             logger.warning(late, self._what, LIMIT_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            logger.warning("NCCL: %s failed: %s", self._what, error)
 
 
 def num_open() -> int:
@@ -141,33 +135,32 @@ def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = No
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
-    taken = _take(handles, reason)
-    if taken:
-        _Ending("the abort of communicators", lambda: _abort(taken), taken).wait(_PROMPT_SECONDS)
+    _end("the abort of communicators", _abort, handles, reason, _PROMPT_SECONDS)
 
 
 def destroy(handles: Iterable[Handle]) -> None:
     """Destroy communicators that nothing is under way in. All their ranks must do so. Waits."""
-    taken = _take(handles, "it was freed")
-    if taken:
-        _Ending("the end of communicators", lambda: _destroy(taken), taken).wait()
+    _end("the end of communicators", _destroy, handles, "it was freed", LIMIT_SECONDS)
 
 
 def wait_for_endings() -> None:
     """Wait for aborts that still go on, as long as they may take. Local."""
     for ending in list(_ending):
-        ending.wait()
+        ending.wait(LIMIT_SECONDS)
 
 
-def _take(handles: Iterable[Handle] | None, reason: str) -> list[Handle]:
-    """Take handles out of use; all of them, for `None`."""
+def _end(
+    what: str, work: Callable[[list[Handle]], None], handles: Iterable[Handle] | None, reason: str, seconds: float
+) -> None:
+    """Take handles out of use, all of them for `None`, let `work` end them, and wait for so long."""
     with _lock:
         wanted = set(_open if handles is None else handles)
         taken = [handle for handle in _open if handle in wanted]
         for handle in taken:
             _open.remove(handle)
             handle.ended = reason
-    return taken
+    if taken:
+        _Ending(what, work, taken).wait(seconds)
 
 
 @contextmanager

@@ -132,10 +132,7 @@ class DeviceQueue:
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Pack, when the pack before the last one is unpacked; what comes then waits. Nothing outside of `launch`."""
-        if self._held is None:
-            yield
-            return
+        """Pack within `launch`, when the pack before the last one is unpacked; what comes then waits."""
         self._turn ^= 1
         self._packs.wait_event(self._unpacked[self._turn])
         with on_stream(self._cuda.cupy, self._packs):
@@ -145,10 +142,7 @@ class DeviceQueue:
 
     @contextmanager
     def unpacking(self) -> Iterator[None]:
-        """Unpack the last pack, after all that was launched; nothing waits for it. Nothing outside of `launch`."""
-        if self._held is None:
-            yield
-            return
+        """Unpack the last pack within `launch`, after all that was launched; nothing waits for it."""
         self._done.record(self.stream)
         self._unpacks.wait_event(self._done)
         with on_stream(self._cuda.cupy, self._unpacks):
@@ -178,28 +172,22 @@ class DeviceQueue:
             launch: Makes the calls: with CuPy's communicator, and the address of the stream.
             kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
         """
-        current, held = self._cuda.cupy.cuda.get_current_stream(), self._held
+        if self._held is None:
+            self.wait(self.launch(what, partial(self.issue, what, handle, memory, launch, kind)))
+            return
         self._require_usable(what)
-        try:
-            with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
-                if held is None:
-                    self._ready.record(current)
-                    self.stream.wait_event(self._ready)
-                group = partial(self._call_as_group, handle, launch)
-                if (kind or what) in handle.connected:
-                    group()
-                else:
-                    self._connect(what, group)
-                    handle.connected.add(kind or what)
-            if held is not None:
-                held.append(memory)
-                return
-            launched = self._launched(what, None, self._events.record(self.stream), memory)
-            current.wait_event(launched.event)
-        except BaseException as error:
-            self.give_up(error, memory)
-            raise
-        self.wait(launched)
+        self._held.append(memory)
+
+        def group() -> None:
+            with nccl_handles.group_of_calls(self._cuda.nccl):
+                launch(handle.comm, self.stream.ptr)
+
+        with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
+            if (kind or what) in handle.connected:
+                group()
+            else:
+                self._connect(what, group)
+                handle.connected.add(kind or what)
 
     def is_complete(self, launched: Launched) -> bool:
         """Say whether work is done; once it is, let go of the memory. Never waits.
@@ -207,7 +195,7 @@ class DeviceQueue:
         Raises:
             Exception: If NCCL failed, in this work or earlier.
         """
-        if launched.is_done:
+        if launched not in self._flying:
             return True
         try:
             if not is_complete(self._cuda.cupy, launched.event, launched.what, "with NCCL"):
@@ -217,7 +205,7 @@ class DeviceQueue:
         except BaseException as error:
             self.give_up(error)
             raise
-        launched.is_done, launched.memory = True, None
+        launched.memory = None
         self._events.give_back(launched.event)
         self._flying.remove(launched)
         return True
@@ -261,10 +249,6 @@ class DeviceQueue:
     def _launched(self, what: str, result: Any, event: Any, memory: Any) -> Launched:
         self._flying.append(Launched(what, result, event, memory))
         return self._flying[-1]
-
-    def _call_as_group(self, handle: Handle, launch: Callable[[Any, int], None]) -> None:
-        with nccl_handles.group_of_calls(self._cuda.nccl):
-            launch(handle.comm, self.stream.ptr)
 
     def _connect(self, what: str, group: Callable[[], None]) -> None:
         """Make a group of calls in a thread, and watch the other ranks until it returns."""
