@@ -73,6 +73,10 @@ class Emulated:
             self._calls.append((name, int(number)))
         return [its for its in self._calls if its[0] in names]
 
+    def nbytes(self, name: str) -> int:
+        """Add up the bytes of the calls of a name."""
+        return sum(number for _, number in self.calls(name))
+
     def forget(self) -> None:
         """Forget the calls so far."""
         self.calls()

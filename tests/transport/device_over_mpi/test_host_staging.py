@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.device_checks import CHECKS, CHUNK
+from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
-from support.contributions import HALVES, contribution, reduction_of
+from host_cuda.gpus import down, emulated, gpus, opened, up
+from support.contributions import HALVES
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
@@ -95,10 +96,6 @@ def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Noted
 
 
-def copied(emulated: Emulated, way: str) -> int:
-    return sum(nbytes for _, nbytes in emulated.calls(way))
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_what_every_communicator_of_device_memory_must_do(rig: Rig, check: str) -> None:
     CHECKS[check](rig.its)
@@ -170,8 +167,8 @@ def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intrac
         buffer = up(np.ones(nbytes // 4, np.float32))
         emulated.forget()
         rig.its.all_reduce(buffer, Reduction())
-        assert copied(emulated, "copy down") == lowered
-        assert copied(emulated, "copy up") == raised
+        assert emulated.nbytes("copy down") == lowered
+        assert emulated.nbytes("copy up") == raised
         rig.free()
 
 
@@ -187,7 +184,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
     do = getattr(type(rig.host), name)
 
     def note(*arguments: Any) -> None:
-        down_before.append(copied(emulated, "copy down"))
+        down_before.append(emulated.nbytes("copy down"))
         do(*arguments)
 
     monkeypatch.setattr(type(rig.host), name, note)
@@ -213,12 +210,7 @@ def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intr
         rig.its.broadcast(buffer, 0)
     assert pinned.made == 1
     assert sum(its.size for its in pinned.there) <= rig.staging.sizes.depth * 2 * 1024
-    gc.collect()
-    before = emulated.held()
-    for _ in range(10):
-        rig.its.all_reduce(buffer, Reduction())
-    gc.collect()
-    assert emulated.held() == before
+    assert emulated.grown_by(lambda: rig.its.all_reduce(buffer, Reduction()), 1, 10) == (0, 0, 0)
     rig.free()
     gc.collect()
     assert not pinned.there
@@ -244,9 +236,9 @@ def test_a_rank_without_pinned_memory_does_with_pageable(
     emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
     rig = Rig(cuda.current(), comm, kind)
     for count in (50, 5000):
-        buffer = up(contribution("sum", comm.rank, count, F64))
+        buffer = mine(comm.rank, count, F64)
         rig.its.all_reduce(buffer, Reduction())
-        assert (down(buffer) == reduction_of("sum", comm.size, count, F64)).all()
+        assert is_total(buffer, comm.size, count, F64)
     assert caplog.text.count("of pinned memory (cudaErrorMemoryAllocation: ") == (comm.rank == 0)
     assert pinned.made == 0 or comm.rank
     rig.free()
@@ -292,24 +284,24 @@ def test_sizes_that_cannot_be_are_refused(text: str) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "524288")
-    with raises_everywhere(comm, TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"):
-        SyncGroup.from_mpi(comm)
-    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "0")
-    with raises_everywhere(comm, ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"):
-        SyncGroup.from_mpi(comm)
+    for text, kind, pattern in (
+        ("524288", TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"),
+        ("0", ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"),
+    ):
+        monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else text)
+        with raises_everywhere(comm, kind, pattern):
+            SyncGroup.from_mpi(comm)
 
 
 @pytest.mark.ranks(min=2)
 def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_NCCL", "0")
-    group = SyncGroup.from_mpi(comm)
-    value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
-    result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
-    assert (down(result) == comm.size).all()
-    assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
-    group.close()
+    for group in opened(comm):
+        value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
+        result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
+        assert (down(result) == comm.size).all()
+        assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
 
 
 # Everything together, and what goes wrong.
@@ -320,13 +312,11 @@ def test_large_arrays_on_every_placement(
     gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, nccl: str
 ) -> None:
     monkeypatch.setenv("MPIDIST_NCCL", nccl)
-    group = SyncGroup.from_mpi(comm)
-    for its in (CollectiveAllReduce(), HierarchicalCopyAllReduce()):
-        ops = its.bound_to(group, CommunicationOptions())
-        for dtype, count in ((F64, 200_001), (HALVES[0], 600_000)):
-            result = ops.all_reduce("SUM", up(contribution("sum", comm.rank, count, dtype)))
-            assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all()
-    group.close()
+    for group in opened(comm):
+        for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+            for dtype, count in ((F64, 200_001), (HALVES[0], 600_000)):
+                result = ops.all_reduce("SUM", mine(comm.rank, count, dtype))
+                assert is_total(result, comm.size, count, dtype)
 
 
 @pytest.mark.ranks(min=2)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from host_cuda.device_checks import CHECKS
-from host_cuda.emulated import HANGS, Emulated
-from host_cuda.gpus import anywhere, connected, down, emulated, gpus, is_working, opened, up, use_own_settings
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import anywhere, down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import (
     COMPLEX,
     HALVES,
@@ -29,6 +27,7 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.everywhere import raises_everywhere
+from transport.nccl.made_communicators import connect
 
 from mpidist.collectives import all_gather, reduce_scatter
 from mpidist.cross_device_ops import (
@@ -38,28 +37,24 @@ from mpidist.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
+from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
 from mpidist.transport import cuda
 from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.group import NcclReach, SyncGroup
-from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["anywhere", "connected", "emulated", "gpus"]  # fixtures
-
-_HAS_RAISED: Final = 21  # a tag
+__all__ = ["anywhere", "emulated", "gpus"]  # fixtures
 
 HOSTNAME = socket.gethostname()
-A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
+A_FEW = [*map(np.dtype, ("int16", "int32", "float32", "float64")), *HALVES]
 ONLY_NCCL = CommunicationOptions(implementation="NCCL")
 CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
 
@@ -87,16 +82,6 @@ def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunica
     made.free()
 
 
-def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
-    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
-    device = int(provider.cupy.cuda.runtime.getDevice())
-    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
-
-
-def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
-    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_what_every_communicator_of_device_memory_must_do(communicator: NcclCommunicator, check: str) -> None:
     CHECKS[check](communicator)
@@ -114,7 +99,7 @@ def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: NcclCommunicator) 
 
 @pytest.mark.parametrize("op", UFUNCS)
 def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None:
-    for dtype in [*A_FEW[2:], *(COMPLEX[:2] if op in ("sum", "prod") else [])]:
+    for dtype in [*A_FEW[3:], *(COMPLEX[:2] if op in ("sum", "prod") else [])]:
         for owner in range(communicator.size):
             numbers = np.ones(3, dtype)
             numbers[1] = np.nan if owner == communicator.rank else 1
@@ -130,79 +115,6 @@ def test_many_calls_leave_nothing_behind(emulated: Emulated, comm: Intracomm) ->
     its.free()
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", [DeadlineExceededError, KeyboardInterrupt])
-def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(emulated: Emulated, comm: Intracomm, kind: Any) -> None:
-    """All communicators of the process go together, the error comes in time, and later calls name it."""
-    first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
-    start = time.monotonic()
-
-    def give_up() -> None:
-        if time.monotonic() - start > 0.4:
-            raise kind("rank 1 did not come")
-
-    first.set_wait_hook(give_up)
-    if comm.rank != 1:
-        with pytest.raises(kind, match="rank 1 did not come"):
-            first.all_reduce(up(np.ones(5)), Reduction())
-        assert time.monotonic() - start < 10
-        assert emulated.ended() == [("abort", 2)]
-        for its in (first, second):
-            with pytest.raises(
-                (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
-            ):
-                its.all_reduce(up(np.ones(5)), Reduction())
-    else:
-        nccl_handles.abort_all("the others gave up")
-    nccl_handles.wait_for_endings()
-    first.free()  # what is gone need not be destroyed
-    second.free()
-    assert emulated.ended() == [("abort", 2)]
-
-
-@pytest.mark.ranks(2)
-def test_an_abort_that_hangs_holds_nobody_up(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
-    its = connect(cuda.current(), comm)
-    emulated.wish("abort", HANGS)
-    start = time.monotonic()
-    nccl_handles.abort_all("of a test")
-    assert time.monotonic() - start < 3.9
-    nccl_handles.wait_for_endings()
-    assert 3.9 < time.monotonic() - start < 20
-    assert "did not end within" in caplog.text
-    its.free()
-    assert time.monotonic() - start < 20
-    emulated.be_normal()
-
-
-@pytest.mark.parametrize(("status", "kind"), [(2, PeerFailedError), (6, PeerFailedError), (3, UnavailableError)])
-@pytest.mark.ranks(min=2)
-def test_errors_of_nccl_become_ours(emulated: Emulated, comm: Intracomm, status: int, kind: Any) -> None:
-    its = connect(cuda.current(), comm)
-    if comm.rank == 0:
-        emulated.wish("an error of NCCL", status)
-        with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
-            its.all_reduce(up(np.ones(5)), Reduction())
-    nccl_handles.abort_all("of a test")
-    nccl_handles.wait_for_endings()
-    assert emulated.ended() == [("abort", 1)]
-
-
-def test_statuses_that_cupy_has_no_word_for(emulated: Emulated, comm: Intracomm) -> None:
-    for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
-        its = connect(cuda.current(), comm)
-        its.set_wait_hook(lambda: None)
-        emulated.wish("ncclGroupEnd", status)
-        with pytest.raises(kind, match=f"NCCL's status {status}; unset NCCL_COMM_BLOCKING"):
-            its.all_reduce(up(np.ones(5)), Reduction())
-        emulated.wish("ncclGroupEnd", 0)
-        comm.Barrier()
-    nccl_handles.wait_for_endings()
-
-
 # All together.
 
 
@@ -212,32 +124,45 @@ def all_ops() -> list[CrossDeviceOps]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", ["AUTO", "NCCL", "RING"])
-def test_every_algorithm_on_every_placement(anywhere: SyncGroup, comm: Intracomm, implementation: str) -> None:
-    if implementation == "NCCL" and not can_meet(cuda.current(), comm):
+OPTIONS = {
+    "AUTO": CommunicationOptions(),
+    "NCCL": ONLY_NCCL,
+    "RING": CommunicationOptions(implementation="RING"),
+    "small packs": CommunicationOptions(bytes_per_pack=1199),
+    "a pack each": CommunicationOptions(bytes_per_pack=1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_algorithm_on_every_placement(anywhere: SyncGroup, comm: Intracomm, name: str) -> None:
+    """Of GPU and host arrays, into new results, into others, and in place."""
+    if name == "NCCL" and not can_meet(cuda.current(), comm):
         pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
-    options = CommunicationOptions(implementation=implementation)
-    for ops in [its.bound_to(anywhere, options) for its in all_ops()]:
-        for dtype in A_FEW:
-            numbers = [contribution("sum", comm.rank, count, dtype) for count in (1, 0, 40, 9000)]
-            results = ops.all_reduce("SUM", [*map(up, numbers), numbers[2]])
-            for count, result in zip((1, 0, 40, 9000), results, strict=False):
-                assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all(), (ops, dtype, count)
-            assert isinstance(results[4], np.ndarray)
-            assert (results[4] == reduction_of("sum", comm.size, 40, dtype)).all()
-            mean = ops.all_reduce("MEAN", up(numbers[2]))
-            sums = reduction_of("sum", comm.size, 40, np.dtype(np.float64))
-            assert np.allclose(down(mean).astype(np.float64), sums / comm.size, rtol=1e-2)
+    for ops, dtype in itertools.product([its.bound_to(anywhere, OPTIONS[name]) for its in all_ops()], A_FEW):
+        numbers = [contribution("sum", comm.rank, count, dtype) for count in (1, 0, 40, 9000, 100, 100, 7)]
+        totals = [reduction_of("sum", comm.size, its.size, dtype) for its in (*numbers, numbers[2])]
+        arrays = [*map(up, numbers), numbers[2].copy()]
+        mean = ops.all_reduce("MEAN", arrays[2])
+        assert np.allclose(down(mean).astype(float), totals[2].astype(float) / comm.size, rtol=1e-2)
+        for out in (None, [*(up(np.zeros_like(its)) for its in numbers), np.zeros_like(numbers[2])], arrays):
+            *results, on_host = ops.all_reduce("SUM", arrays, out=out)
+            assert isinstance(on_host, np.ndarray)
+            for result, total in zip([*map(down, results), on_host], totals, strict=True):
+                assert (result == total).all(), (ops, dtype, total.size)
+    if name == "RING" or not can_meet(cuda.current(), comm):
+        return
+    reach = anywhere.levels_of(True).nccl
+    one_node = len(set(anywhere.topology.node_of_rank)) == 1
+    assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
+
+
+def test_large_means_and_flags_on_every_placement(anywhere: SyncGroup, comm: Intracomm) -> None:
+    for ops in [its.bound_to(anywhere, options) for its in all_ops() for options in (OPTIONS["AUTO"], OPTIONS["RING"])]:
         large = np.full(9000, 2**63, np.uint64)
         assert (down(ops.all_reduce("MEAN", up(large))) == 2.0**63).all()
         flags = np.arange(9000) % comm.size == comm.rank
         assert down(ops.all_reduce("MAX", up(flags))).all()
         assert (down(ops.all_reduce("MIN", up(flags))) == (comm.size == 1)).all()
-    if implementation == "RING" or not can_meet(cuda.current(), comm):
-        return
-    reach = anywhere.levels_of(True).nccl
-    one_node = len(set(anywhere.topology.node_of_rank)) == 1
-    assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
 
 
 def test_gather_and_reduce_scatter_go_by_levels(anywhere: SyncGroup, comm: Intracomm) -> None:
@@ -323,93 +248,6 @@ def test_communicators_that_do_not_block_are_done_without(
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
-def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
-    emulated: Emulated, comm: Intracomm, what: str
-) -> None:
-    failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
-    if comm.rank == failing:
-        emulated.wish(what, 2)
-    start, pattern = time.monotonic(), rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
-    for group in opened(comm):
-        with raises_everywhere(comm, UnavailableError, pattern):
-            is_working(group)
-        assert time.monotonic() - start < 20
-        emulated.be_normal()
-        assert is_working(group)
-
-
-@pytest.mark.ranks(min=2)
-def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
-    for _ in range(2):
-        if comm.rank == 0:
-            emulated.wish("an error of NCCL", 6)
-
-        def call_on() -> None:
-            while True:  # a rank may be done before the error
-                is_working(connected, CommunicationOptions(timeout_seconds=2))
-
-        with pytest.raises((PeerFailedError, RuntimeError)):
-            call_on()
-        emulated.wish("an error of NCCL", 0)
-        connected.reset()
-        assert is_working(connected)
-    connected.close()
-    assert emulated.ended() == [("abort", 1), ("abort", 1), ("destroy", 1)]
-
-
-@pytest.mark.ranks(min=2)
-def test_a_missing_rank_ends_the_communicators_of_all_groups(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm
-) -> None:
-    """It is named. NCCL wants the communicators of a process aborted together; each group is reset."""
-    for other in opened(comm):
-        assert is_working(other)
-        start = time.monotonic()
-        if comm.rank != 1:
-            with pytest.raises(DeadlineExceededError, match="rank 1"):
-                is_working(connected, CommunicationOptions(timeout_seconds=0.5))
-        assert time.monotonic() - start < 10
-        comm.Barrier()
-        connected.reset()
-        with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
-            is_working(other)
-        comm.Barrier()
-        other.reset()
-        assert is_working(connected)
-        assert is_working(other)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
-def test_a_rank_that_stops_within_a_call_is_noticed(
-    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
-
-    Also where NCCL first has to connect the ranks, for which it waits before its call returns.
-    """
-    run, others = NcclCommunicator._run, [rank for rank in range(comm.size) if rank != 1]
-
-    def come_last(*args: Any, **more: Any) -> Any:
-        for rank in others:  # those that waited for this one would wait for ever
-            assert comm.recv(None, rank, _HAS_RAISED) == rank
-        return run(*args, **more)
-
-    with monkeypatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr(NcclCommunicator, "_run", come_last)
-        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
-            is_working(connected, CommunicationOptions(timeout_seconds=2.0), dtype)
-        nccl_handles.wait_for_endings()
-        if comm.rank != 1:
-            comm.send(comm.rank, 1, _HAS_RAISED)
-    assert emulated.ended() == [("abort", 1)]
-    connected.reset()
-    assert is_working(connected)
-
-
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", ["NCCL", "through the host", "RING"])
 def test_kernels_and_copies_go_before_the_users(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, way: str
@@ -425,47 +263,3 @@ def test_kernels_and_copies_go_before_the_users(
     made = [priority for _, priority in emulated.calls("a stream of its own")]
     assert len(made) == 3, "NCCL's own and two of packs; or copies down, copies up, and work that waits for no caller"
     assert all(priority < 0 for priority in made)
-
-
-def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
-    """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
-    handle, order = make_handle(cuda.current(), comm), []
-    real, look = handle.comm, handle.comm.check_async_error
-
-    def slow_look() -> None:
-        other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
-        other.start()
-        other.join(0.2)
-        order.append("looked")
-        threads.append(other)
-        look()
-
-    threads: list[threading.Thread] = []
-    handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
-    handle.check()
-    threads[0].join()
-    handle.check()
-    nccl_handles.wait_for_endings()
-    assert order == ["looked", "aborted"]
-    assert emulated.ended() == [("abort", 1)]
-
-
-@pytest.mark.ranks(min=2)
-def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
-    unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
-    if comm.rank == 0:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {0: 0})
-        time.sleep(0.1)
-        assert making.outcome() == (False, "")
-        making.cancel()
-    comm.Barrier()
-    if comm.rank:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {comm.rank: 0})
-        while not making.outcome()[0]:
-            time.sleep(0.01)
-        making.cancel()
-    until = time.monotonic() + 5
-    while not emulated.ended() and time.monotonic() < until:
-        time.sleep(0.01)
-    nccl_handles.wait_for_endings()
-    assert emulated.ended() == [("abort", 1)]
