@@ -100,40 +100,29 @@ def test_a_stream_made_current_by_use_stays_current(gpus: cuda.Cuda, connected: 
 # Calls that were started.
 
 
-@pytest.mark.parametrize("order", ["in order", "last first", "at random"])
-def test_waiting_in_any_order(anywhere: SyncGroup, comm: Intracomm, order: str) -> None:
-    for ops in [its.bound_to(anywhere) for its in all_ops()]:
-        for step in range(3):
-            calls = list(zip(COUNTS, [F4, *HALVES, np.dtype(np.int16), np.dtype(np.float64)], strict=True))
-            handles = [ops.start_all_reduce("SUM", mine(comm.rank, *call)) for call in calls]
-            indices = list(range(len(COUNTS)))
-            if order == "last first":
-                indices.reverse()
-            elif order == "at random":
-                random.Random(comm.rank + 10 * step).shuffle(indices)
-            for at in indices:
-                assert is_total(handles[at].wait(), comm.size, *calls[at])
-                assert handles[at].is_done()
-
-
-@pytest.mark.parametrize("dtype", [F4, HALVES[0]], ids=str)
-def test_started_and_blocking_calls_mixed(anywhere: SyncGroup, comm: Intracomm, dtype: Any) -> None:
-    """On GPUs and on the host; every rank has a speed of its own."""
-    ops, chance = NcclAllReduce().bound_to(anywhere), random.Random(comm.rank)
-    for step in range(6):
+@pytest.mark.parametrize("dtype", [F4, *HALVES, np.dtype(np.int16), np.dtype(np.float64)], ids=str)
+def test_started_and_blocking_calls_are_waited_for_in_any_order(
+    anywhere: SyncGroup, comm: Intracomm, dtype: Any
+) -> None:
+    """On GPUs and on the host; every rank has a speed and an order of its own."""
+    chance = random.Random(comm.rank)
+    for step, ops in enumerate(2 * [its.bound_to(anywhere) for its in all_ops()]):
         handles = []
         for at, count in enumerate(COUNTS):
             handles.append(ops.start_all_reduce("SUM", mine(comm.rank, count, dtype), PACKS))
             handles.append(ops.start_all_reduce("SUM", contribution("sum", comm.rank, count, dtype)))
             time.sleep(chance.random() * 0.002)
             if at == step % 5:
-                result = ops.all_reduce("SUM", mine(comm.rank, 11, dtype))
-                assert is_total(result, comm.size, 11, dtype)
+                assert is_total(ops.all_reduce("SUM", mine(comm.rank, 11, dtype)), comm.size, 11, dtype)
                 assert all(handle.is_done() for handle in handles)
-        for at, handle in enumerate(handles):
-            result, count = handle.wait(), COUNTS[at // 2]
+        order = list(range(len(handles)))[:: -1 if step == 1 else 1]
+        if step > 1:
+            chance.shuffle(order)
+        for at in order:
+            result = handles[at].wait()
+            assert handles[at].is_done()
             assert isinstance(result, np.ndarray) == at % 2
-            assert is_total(result if at % 2 == 0 else up(result), comm.size, count, dtype)
+            assert is_total(result if at % 2 == 0 else up(result), comm.size, COUNTS[at // 2], dtype)
 
 
 def test_results_into_arrays_and_arguments_overwritten_afterwards(anywhere: SyncGroup, comm: Intracomm) -> None:
