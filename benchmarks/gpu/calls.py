@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import resource
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +25,6 @@ from mpidist.errors import DeadlineExceededError, PeerFailedError
 
 __all__ = ["faults", "overlap", "peers", "public_call", "staging"]
 
-MOST_BYTES = 4 << 20  # of the host: the driver's own memory grows, too
 PIECE = 4 << 20  # of a message between hosts
 PACK = 40  # gradients: the first ones, of the last layers, are the large ones
 MOST_HOST = 0.4e-3  # seconds that the caller of 161 arrays waits
@@ -66,7 +64,7 @@ def strategy_over_mpi(bench: Bench) -> Any:
 
 
 def public_call(bench: Bench, report: Report) -> None:
-    """Time what the caller of 161 arrays waits, and see what the calls leave behind. For one rank.
+    """Time what the caller of 161 arrays waits. For one rank.
 
     One rank neither packs nor calls NCCL: the times are those of looking at arguments, and of results.
     """
@@ -86,25 +84,6 @@ def public_call(bench: Bench, report: Report) -> None:
             report.at_most(question, times, MOST_HOST)
         for array in (*arrays, *outs):
             bench.require_equal("mean of one rank", array, np.ones(array.shape, np.float32))
-        look_for_leaks(bench, report, [call for (call,) in ways.values()])
-
-
-def look_for_leaks(bench: Bench, report: Report, calls: list[Call]) -> None:
-    """See what memory many turns of calls, all of which have been made before, leave behind."""
-    pool, pinned = bench.cupy.get_default_memory_pool(), bench.cupy.get_default_pinned_memory_pool()
-
-    def held() -> np.ndarray:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return np.array([pool.total_bytes(), pinned.n_free_blocks(), most])
-
-    before, turns = held(), bench.turns(300)
-    for _ in range(turns):
-        for call in calls:
-            call()
-    on_gpu, blocks, on_host = (held() - before).tolist()
-    got = f"{on_gpu} bytes of the GPU, {blocks} pinned blocks, {on_host >> 10} KiB of the host"
-    is_clean = on_gpu == blocks == 0 and on_host <= MOST_BYTES
-    report.add(f"memory that {turns * len(calls)} calls leave behind", got, goal=("none", is_clean))
 
 
 def peers(bench: Bench, report: Report) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from math import prod
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from record import shapes_of_list
@@ -40,27 +40,39 @@ PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtyp
 Shape = tuple[int, ...]
 
 
+class Asked(NamedTuple):
+    """A list of tensors, and what is wanted of packing it: a share of the roof, and seconds of the host."""
+
+    shapes: Sequence[Shape]
+    dtype: Any = np.float32  # of the buffer
+    divisor: int = 1
+    is_padded: bool = False
+    sets: int = SETS
+    least: float = LEAST
+    most_host: float | None = None
+
+
 class Lists:
     """Sets of tensors with random numbers, laid out once, as the library does it, and what they are copied to."""
 
-    def __init__(self, bench: Bench, shapes: Sequence[Shape], count: int, dtype: Any, is_padded: bool) -> None:
-        empty, sizes = bench.cupy.empty, list(map(prod, shapes))
-        self.sizes, self.dtype, self._host = sizes, np.dtype(dtype), bench.cupy.asnumpy
-        self.layout = PackLayout(sizes, self.dtype, is_padded)
-        self.starts = (self.layout.offsets // self.dtype.itemsize).tolist()
-        self.tensors = [[bench.cupy.asarray(bench.numbers(shape)) for shape in shapes] for _ in range(count)]
-        self.buffers = [empty(self.layout.size, dtype) for _ in range(count)]
-        self.targets = [[empty(size, np.float32) for size in sizes] for _ in range(count)]
+    def __init__(self, bench: Bench, asked: Asked) -> None:
+        self.sizes, self.dtype = list(map(prod, asked.shapes)), np.dtype(asked.dtype)
+        self.layout = PackLayout(self.sizes, self.dtype, asked.is_padded)
+        self.host = [[bench.numbers(shape) for shape in asked.shapes] for _ in range(asked.sets)]
+        self.tensors = [list(map(bench.cupy.asarray, its)) for its in self.host]
+        self.buffers = [bench.cupy.empty(self.layout.size, self.dtype) for _ in self.host]
+        self.targets = [[bench.cupy.empty(size, np.float32) for size in self.sizes] for _ in self.host]
 
     def cut(self, buffer: Any) -> list[Any]:
         """Return the part of each tensor."""
-        return [buffer[start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)]
+        starts = (self.layout.offsets // self.dtype.itemsize).tolist()
+        return [buffer[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
 
     def packed(self, at: int) -> np.ndarray:
         """Return what packing set `at` must give, [layout.size]: rounded, and 0 in what is padding."""
         whole = np.zeros(self.layout.size, self.dtype)
-        for part, tensor in zip(self.cut(whole), self.tensors[at], strict=True):
-            part[...] = self._host(tensor).reshape(-1)
+        for part, numbers in zip(self.cut(whole), self.host[at], strict=True):
+            part[...] = numbers.reshape(-1)
         return whole
 
 
@@ -94,78 +106,65 @@ class Kernels:
     def __init__(self, bench: Bench, report: Report) -> None:
         self._bench, self._report, self.kernels = bench, report, DeviceKernels(bench.cuda)
 
-    def checked_lists(
-        self, shapes: Sequence[Shape], sets: int, dtype: Any, divisor: int, is_padded: bool = False
-    ) -> Lists:
+    def checked_lists(self, asked: Asked) -> Lists:
         """Pack into buffers and unpack, divided, over what is no result; look at all numbers."""
-        lists = Lists(self._bench, shapes, sets, dtype, is_padded)
+        lists = Lists(self._bench, asked)
         for at, (tensors, buffer, targets) in enumerate(zip(lists.tensors, lists.buffers, lists.targets, strict=True)):
             for array in (buffer, *targets):
                 self._bench.poison(array)
             packed = lists.packed(at)
             self.kernels.pack(tensors, buffer, layout=lists.layout)
             self._bench.require_equal(f"pack to {lists.dtype}", buffer, packed)
-            self.kernels.unpack(buffer, targets, divisor, lists.layout)
+            self.kernels.unpack(buffer, targets, asked.divisor, lists.layout)
             for target, part in zip(targets, lists.cut(packed), strict=True):
-                quotients = part.astype(np.float32) / np.float32(divisor)
+                quotients = part.astype(np.float32) / np.float32(asked.divisor)
                 self._bench.require_equal(f"unpack from {lists.dtype}", target, quotients)
         return lists
 
     def checked_sum(self, count: int, dtype: Any) -> tuple[Call, int]:
         """Return a sum of 4 ranks' parts, whose numbers were looked at, and the bytes that it moves."""
         host, out = [self._bench.numbers(count).astype(dtype) for _ in range(4)], self._bench.cupy.empty(count, dtype)
-        parts = [self._bench.cupy.asarray(part) for part in host]
+        add = partial(self.kernels.combine, [self._bench.cupy.asarray(part) for part in host], Reduction("sum"), out)
         self._bench.poison(out)
-        self.kernels.combine(parts, Reduction("sum"), out)
+        add()
         total = sum((part.astype(np.float32) for part in host[1:]), host[0].astype(np.float32))  # rounded once
         self._bench.require_equal(f"sum of {np.dtype(dtype)}", out, total.astype(dtype))
-        return partial(self.kernels.combine, parts, Reduction("sum"), out), 5 * int(out.nbytes)
+        return add, 5 * int(out.nbytes)
 
-    def lists(
-        self,
-        shapes: Sequence[Shape],
-        dtype: Any = np.float32,
-        divisor: int = 1,
-        sets: int = SETS,
-        least: float = LEAST,
-        most_host: float | None = None,
-        is_padded: bool = False,
-    ) -> Lists:
+    def lists(self, asked: Asked) -> Lists:
         """Time packing into a buffer, and unpacking; on the host, too, where that has a goal."""
-        lists = self.checked_lists(shapes, sets, dtype, divisor, is_padded)
+        lists = self.checked_lists(asked)
         pack = partial(self.kernels.pack, layout=lists.layout)
-        unpack = partial(self.kernels.unpack, divide_by=divisor, layout=lists.layout)
+        unpack = partial(self.kernels.unpack, divide_by=asked.divisor, layout=lists.layout)
         ways: dict[str, list[Call]] = {
             "pack": [partial(pack, *its) for its in zip(lists.tensors, lists.buffers, strict=True)],
             "unpack": [partial(unpack, *its) for its in zip(lists.buffers, lists.targets, strict=True)],
         }
-        for name, times in self._bench.times(ways, 60, "GPU").items():
-            question = f"{name}, buffer of {lists.dtype}: {len(lists.sizes)} tensors"
-            self._beside_roof(question, (4 + lists.dtype.itemsize) * sum(lists.sizes), times, least)
-        if most_host is not None:
+        tensors, nbytes = f"{len(lists.sizes)} tensors", (4 + lists.dtype.itemsize) * sum(lists.sizes)
+        questions = {f"{name}, buffer of {lists.dtype}: {tensors}": calls for name, calls in ways.items()}
+        self._beside_roof(questions, nbytes, asked.least)
+        if asked.most_host is not None:
             both = [lambda its=its: [call() for call in its] for its in zip(*ways.values(), strict=True)]
-            times = self._bench.times({"": both}, 60, "host")[""]
-            question = f"pack and unpack of {len(lists.sizes)} tensors: what launching takes the host"
-            self._report.at_most(question, times, most_host)
+            question = f"pack and unpack of {tensors}: what launching takes the host"
+            self._report.at_most(question, self._bench.times({"": both}, 60, "host")[""], asked.most_host)
         return lists
 
     def sum(self, dtype: Any) -> None:
         """Time adding the parts of 4 ranks."""
         add, nbytes = self.checked_sum(self._bench.nbytes(25 << 20) // 4, dtype)
-        times = self._bench.times({"": [add]}, 60, "GPU")[""]
-        self._beside_roof(f"sum of 4 parts of {np.dtype(dtype)}", nbytes, times, LEAST)
+        self._beside_roof({f"sum of 4 parts of {np.dtype(dtype)}": [add]}, nbytes, LEAST)
 
-    def _beside_roof(self, question: str, nbytes: int, times: np.ndarray, least: float) -> None:
-        roof = self._bench.roof(nbytes)
-        share = roof / float(np.median(times))
-        got = f"{text_of(times)}, {share:.0%} of the roof: {time_text(roof)}, {nbytes / roof / 1e12:.2f} TB/s"
-        self._report.add(
-            f"{question}, {nbytes / 1e6:.1f} MB moved", got, goal=(f"at least {least:.0%}", share >= least)
-        )
+    def _beside_roof(self, ways: Mapping[str, list[Call]], nbytes: int, least: float) -> None:
+        for question, times in self._bench.times(ways, 60, "GPU").items():
+            roof = self._bench.roof(nbytes)
+            share = roof / float(np.median(times))
+            got = f"{text_of(times)}, {share:.0%} of the roof: {time_text(roof)}, {nbytes / roof / 1e12:.2f} TB/s"
+            goal = f"at least {least:.0%}", share >= least
+            self._report.add(f"{question}, {nbytes / 1e6:.1f} MB moved", got, goal=goal)
 
     def beside_others(self) -> None:
         """Time packing ResNet-50's gradients, then beside other libraries."""
-        lists = self.lists(shapes_of(self._bench), most_host=MOST_HOST)
+        lists = self.lists(Asked(shapes_of(self._bench), most_host=MOST_HOST))
         ways: dict[str, list[Call]] = defaultdict(list)
         torch = torch_of_gpus(self._report, "pack")
         for tensors, buffer in zip(lists.tensors, lists.buffers, strict=True):
@@ -193,12 +192,12 @@ def measure(bench: Bench, report: Report) -> None:
     many = [(256,)] * (50 if bench.is_tiny else 10_000)
     questions: dict[str, Callable[[], object]] = {
         "pack and unpack 161 float32 tensors": its.beside_others,
-        "with a cast to bfloat16": lambda: its.lists(shapes, half, 8),
-        "sizes that are no multiples of 16 bytes": lambda: its.lists(UNALIGNED, is_padded=True),
-        "pack 10,000 tensors of 256": lambda: its.lists(many, least=0.5, most_host=MOST_HOST_OF_MANY),
-        "add the parts of ranks": lambda: its.sum(np.float32),
-        "add the parts of ranks, bfloat16": lambda: its.sum(half),
-        "pack and unpack 1 GB": lambda: its.lists(shapes_of(bench, 10), sets=1),
+        "with a cast to bfloat16": partial(its.lists, Asked(shapes, half, 8)),
+        "sizes that are no multiples of 16 bytes": partial(its.lists, Asked(UNALIGNED, is_padded=True)),
+        "pack 10,000 tensors of 256": partial(its.lists, Asked(many, least=0.5, most_host=MOST_HOST_OF_MANY)),
+        "add the parts of ranks": partial(its.sum, np.float32),
+        "add the parts of ranks, bfloat16": partial(its.sum, half),
+        "pack and unpack 1 GB": lambda: its.lists(Asked(shapes_of(bench, 10), sets=1)),
     }
     for question, ask in questions.items():
         with report.question(question):
@@ -211,6 +210,6 @@ def small(bench: Bench, report: Report) -> None:
     its = Kernels(bench, report)
     for dtype in (np.float32, bfloat16(), np.float16):
         for is_padded in (False, True):
-            its.checked_lists([(size,) for size in SMALL], 1, dtype, 2, is_padded)
+            its.checked_lists(Asked([(size,) for size in SMALL], dtype, 2, is_padded, sets=1))
         its.checked_sum(max(SMALL), dtype)
     report.add("a small run of the kernels", f"{its.kernels.num_launches} launches, right numbers", True)

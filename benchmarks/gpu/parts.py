@@ -49,7 +49,7 @@ def _tests(name: str, ranks: str, words: str, limit: float, settings: str, *file
 PARTS: tuple[Part, ...] = (
     Part("machine", "gpu.kernels:machine", "what the machine is", 30),
     Part("kernels", "gpu.kernels:measure", "lists of tensors into one buffer and back, and sums", 80),
-    Part("public-call", "gpu.calls:public_call", "the public call, and what it leaves behind", 38),
+    Part("public-call", "gpu.calls:public_call", "what the caller of the public call waits", 38),
     Part("peers", "gpu.calls:peers", "all_reduce beside NCCL alone and torch.distributed", 38, 2,
          environment=settings_of(HOSTIDS)),
     Part("staging", "gpu.calls:staging", "all-reduce of device memory that MPI carries", 38, 2),

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-from support.contributions import HALVES, contribution, in_rank_order, reduction_of
+from support.contributions import DTYPES, HALVES, UFUNCS, contribution, in_rank_order, reduction_of
 
 from host_cuda.gpus import down, up
-from mpidist.transport import Communicator, Reduction, shard_bounds
+from mpidist.transport import Communicator, Reduction, cuda, shard_bounds
 
-__all__ = ["CHECKS", "check_gathers", "check_reductions", "check_uneven_shards"]
+__all__ = ["CHECKS", "CHUNK"]
 
+CHUNK = 192  # bytes, of those whose messages are cut; the parts of 1 to 4 ranks are whole numbers
+LENGTH = 600  # of several chunks
+ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
 A_FEW = [np.dtype(name) for name in ("int8", "int16", "int32", "float64")] + list(HALVES)
-LENGTH = 600  # of several chunks of the tests of staging
-Counts = Callable[[Any], Iterable[int]]  # of elements, for a dtype
 
 
-def check_reductions(its: Communicator, op: str, dtypes: Iterable[Any], counts_of: Counts) -> None:
-    """All-reduce, reduce and reduce-scatter numbers whose results are exact."""
-    for dtype in dtypes:
-        for count in counts_of(dtype):
-            expected = reduction_of(op, its.size, count, dtype)
-            buffer = up(contribution(op, its.rank, count, dtype))
-            its.all_reduce(buffer, Reduction(op))
-            assert (down(buffer) == expected).all(), (dtype, count)
-            buffer = up(contribution(op, its.rank, count, dtype))
-            its.reduce(buffer, Reduction(op), its.size - 1)
-            assert its.rank != its.size - 1 or (down(buffer) == expected).all(), (dtype, count)
+def lengths_of(its: Communicator, dtype: Any) -> Sequence[int]:
+    """Numbers of elements; for a few dtypes those round the limits of chunks, and some that leave ranks without any."""
+    size, chunk = its.size, CHUNK // dtype.itemsize
+    if dtype not in A_FEW:
+        return 0, 1, 2 * size, 3 * size + 1, 5 * chunk + 1
+    return sorted({0, 1, size, size + 1, 3 * size, chunk - 1, chunk, chunk + 1, 4 * chunk + 3, 7 * chunk})
+
+
+def check_reductions(op: str, its: Communicator) -> None:
+    """All-reduce, reduce and reduce-scatter numbers whose results are exact, in any order and in that of ranks."""
+    for dtype in ON_DEVICE if op in ("sum", "prod") else [its for its in ON_DEVICE if its.kind != "c"]:
+        for count in lengths_of(its, dtype):
+            numbers, expected = contribution(op, its.rank, count, dtype), reduction_of(op, its.size, count, dtype)
             start, stop = shard_bounds(count, its.size)[its.rank :][:2]
-            buffer = up(contribution(op, its.rank, count, dtype))
+            for reduction in (Reduction(op), Reduction(op, in_rank_order=True)):
+                buffer = up(numbers)
+                its.all_reduce(buffer, reduction)
+                assert (down(buffer) == expected).all(), (dtype, count)
+            for root in range(its.size) if (op, dtype in A_FEW) == ("sum", True) else [its.size - 1]:
+                buffer = up(numbers)
+                its.reduce(buffer, Reduction(op), root)
+                assert its.rank != root or (down(buffer) == expected).all(), (dtype, count, root)
+            buffer = up(numbers)
             shard = its.reduce_scatter(buffer, Reduction(op))
             assert (down(shard) == expected[start:stop]).all(), (dtype, count)
             assert (down(buffer)[start:stop] == expected[start:stop]).all(), (dtype, count)
 
 
-def check_uneven_shards(its: Communicator, in_order: bool, dtypes: Iterable[Any], factors: Iterable[int]) -> None:
+def check_uneven_shards(in_order: bool, its: Communicator) -> None:
     """Of any lengths, some of them 0; into another array, and in place."""
     lengths = [(2 * at + 1) % 4 * 3 for at in range(its.size)]
-    for dtype, factor in itertools.product(dtypes, factors):
+    for dtype, factor in itertools.product(A_FEW, (0, 1, 40)):
         bounds = [int(bound) for bound in (0, *np.cumsum([factor * length for length in lengths]))]
         start, stop = bounds[its.rank], bounds[its.rank + 1]
         expected = reduction_of("sum", its.size, bounds[-1], dtype)
@@ -56,10 +68,10 @@ def check_uneven_shards(its: Communicator, in_order: bool, dtypes: Iterable[Any]
         assert (down(buffer) == expected).all(), dtype
 
 
-def check_gathers(its: Communicator, dtypes: Iterable[Any], counts_of: Counts) -> None:
+def check_gathers(its: Communicator) -> None:
     """All-gather, broadcast and gather, from every root."""
-    for dtype in dtypes:
-        for count in counts_of(dtype):
+    for dtype in ON_DEVICE:
+        for count in lengths_of(its, dtype):
             everyone = [contribution("sum", at, count, dtype) for at in range(its.size)]
             whole = contribution("sum", 5, count, dtype)
             start, stop = shard_bounds(count, its.size)[its.rank :][:2]
@@ -115,4 +127,34 @@ def check_neighbours(its: Communicator) -> None:
         assert (down(around)[-5:] == 99).all()
 
 
-CHECKS = [check_exchange, check_halves, check_neighbours]
+def check_streams(its: Communicator) -> None:
+    """Work follows the current stream, after a kernel and after a copy: nothing of the caller's waits but events."""
+    cupy, size = cuda.current().cupy, 4 * CHUNK
+    runtime, memory = cupy.cuda.runtime, cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(4 * size), 0)
+    pinned = np.ndarray(size, np.float32, buffer=memory)
+    pinned[:] = contribution("sum", its.rank, size, pinned.dtype)
+    expected = reduction_of("sum", its.size, size, pinned.dtype)
+    for stream in [cupy.cuda.Stream(non_blocking=True), cupy.cuda.get_current_stream()] * 3:
+        with stream:
+            buffer = cupy.empty(size, np.float32)
+            buffer[...] = 1
+            its.all_reduce(buffer, Reduction())
+            buffer /= 2
+            assert (down(buffer) == its.size / 2).all()
+            address = int(buffer.data.ptr)
+            runtime.memcpyAsync(address, pinned.ctypes.data, pinned.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            its.all_reduce(buffer, Reduction())
+            assert (down(buffer) == expected).all()
+            del buffer
+
+
+CHECKS: dict[str, Callable[[Communicator], None]] = {
+    **{op: partial(check_reductions, op) for op in UFUNCS},
+    "uneven shards": partial(check_uneven_shards, False),
+    "uneven shards in rank order": partial(check_uneven_shards, True),
+    "gathers": check_gathers,
+    "exchange": check_exchange,
+    "halves": check_halves,
+    "neighbours": check_neighbours,
+    "streams": check_streams,
+}

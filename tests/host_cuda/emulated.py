@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import gc
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, final
@@ -15,6 +17,7 @@ __all__ = ["HANGS", "Emulated", "memory_is_given_back_late", "problems"]
 
 HANGS: Final = -1
 _SETTLE_SECONDS: Final = 5.0
+_PATIENCE_SECONDS: Final = 20.0
 
 
 @cache
@@ -70,6 +73,10 @@ class Emulated:
             self._calls.append((name, int(number)))
         return [its for its in self._calls if its[0] in names]
 
+    def nbytes(self, name: str) -> int:
+        """Add up the bytes of the calls of a name."""
+        return sum(number for _, number in self.calls(name))
+
     def forget(self) -> None:
         """Forget the calls so far."""
         self.calls()
@@ -87,6 +94,24 @@ class Emulated:
         """Count the bytes that arrays hold on the current device, and events and streams."""
         pool = cuda.current().cupy.get_default_memory_pool()
         return pool.used_bytes(), self.count("events"), self.count("streams")
+
+    def grown_by(self, call: Callable[[], object], first: int, then: int) -> tuple[int, int, int]:
+        """Return how much more is `held` after many calls than after the first ones."""
+        held = []
+        for number in (first, then):
+            for _ in range(number):
+                call()
+            gc.collect()
+            held.append(self.held())
+        bytes_more, events_more, streams_more = (after - before for before, after in zip(*held, strict=True))
+        return bytes_more, events_more, streams_more
+
+    def comes_to(self, what: str, number: int, meanwhile: Callable[[], object] = lambda: time.sleep(0.01)) -> bool:
+        """Wait until a `count` is as high as that, for a while; say whether it is."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self.count(what) < number and time.monotonic() < until:
+            meanwhile()
+        return self.count(what) == number
 
     def be_normal(self) -> None:
         """Take all wishes back, and let go on what hangs."""

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import pytest
 
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated, memory_is_given_back_late, problems
+from mpidist.cross_device_ops import NcclAllReduce
+from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
 from mpidist.transport.group import SyncGroup
 from mpidist.transport.nccl import handles as nccl_handles
@@ -27,10 +30,12 @@ __all__ = [
     "anywhere",
     "capturing",
     "compiler",
+    "connected",
     "down",
     "emulated",
     "gpus",
     "group",
+    "is_working",
     "keep_busy",
     "one_node",
     "opened",
@@ -140,6 +145,20 @@ def group(
 def anywhere(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
     """Ranks on every placement."""
     yield from opened(comm)
+
+
+@pytest.fixture
+def connected(emulated: Emulated, comm: Intracomm) -> Iterator[SyncGroup]:
+    """Ranks of one node, whose communicators are made."""
+    for made in opened(comm):
+        assert is_working(made)
+        yield made
+
+
+def is_working(group: SyncGroup, options: CommunicationOptions | None = None, dtype: str = "f8") -> bool:
+    """Add the ones of all ranks; say whether the sum is right. Collective."""
+    result = NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5, dtype)), options)
+    return bool((down(result) == group.topology.size).all())
 
 
 def opened(comm: Intracomm) -> Iterator[SyncGroup]:

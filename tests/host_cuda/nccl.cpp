@@ -59,6 +59,8 @@ struct Call {
     bool is_for_two() const { return kind == SEND || kind == RECV; }
     bool sends() const { return kind != RECV && (kind != BROADCAST || peer == its->rank); }
     bool receives() const { return kind != SEND && (kind != REDUCE || peer == its->rank); }
+    size_t bytes_sent() const { return sends() ? nbytes() * (kind == REDUCE_SCATTER ? its->size : 1) : 0; }
+    size_t bytes_received() const { return receives() ? nbytes() * (kind == ALL_GATHER ? its->size : 1) : 0; }
     std::string text() const {
         std::string text;
         for (size_t number : {(size_t)kind, count, (size_t)dtype, (size_t)op, (size_t)peer}) text += std::to_string(number) + " ";
@@ -217,7 +219,7 @@ std::string message(int from, int to, long number) {
 std::string begin(const Call& call) {
     Communicator* its = call.its;
     if (call.kind == RECV) return message(call.peer, its->rank, its->num_received[call.peer]++);
-    const std::string own((const char*)call.from, call.sends() ? call.nbytes() * (call.kind == REDUCE_SCATTER ? its->size : 1) : 0);
+    const std::string own((const char*)call.from, call.bytes_sent());
     if (call.kind == SEND) {
         put(its, message(its->rank, call.peer, its->num_sent[call.peer]++), own);
         return "";
@@ -233,9 +235,8 @@ bool is_any_aborted(const std::vector<Call>& calls) {
 
 void run(const std::vector<Call>& calls) {
     for (auto& call : calls) {
-        const size_t factor = call.its->size;
-        if (call.sends()) host_cuda::uses(call.from, call.nbytes() * (call.kind == REDUCE_SCATTER ? factor : 1), false);
-        if (call.receives()) host_cuda::uses(call.to, call.nbytes() * (call.kind == ALL_GATHER ? factor : 1), true);
+        host_cuda::uses(call.from, call.bytes_sent(), false);
+        host_cuda::uses(call.to, call.bytes_received(), true);
     }
     usleep(host_cuda::wished("NCCL's delay"));
     while (host_cuda::wished("NCCL is held back") && !is_any_aborted(calls)) usleep(200);
@@ -346,11 +347,9 @@ Status end_group() {
 }
 
 bool is_on_device(const Call& call) {
-    const size_t factor = call.its->size, sent = call.nbytes() * (call.kind == REDUCE_SCATTER ? factor : 1);
-    const size_t received = call.nbytes() * (call.kind == ALL_GATHER ? factor : 1);
     const int device = call.its->device;
-    return (!call.sends() || host_cuda::device_of_memory(call.from, sent) == device) &&
-           (!call.receives() || host_cuda::device_of_memory(call.to, received) == device) &&
+    return (!call.sends() || host_cuda::device_of_memory(call.from, call.bytes_sent()) == device) &&
+           (!call.receives() || host_cuda::device_of_memory(call.to, call.bytes_received()) == device) &&
            host_cuda::device_of_stream(call.stream) == device;
 }
 

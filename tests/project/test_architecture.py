@@ -440,7 +440,7 @@ TOUCH_PRIVATES = {
     "replica_context/test_replicas_on_gpus.py": {"_compile_module_with_cache"},
     "transport/failures/test_deadlines.py": {"_rest"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
-    "transport/nccl/test_nccl.py": {"_run"},
+    "transport/nccl/test_nccl_failures.py": {"_run"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
     "variables/test_per_node_variables.py": {"_value"},

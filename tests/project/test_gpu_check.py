@@ -1,4 +1,4 @@
-"""The GPU check: what it says, how it ends parts that hang, and its measurements."""
+"""The GPU check: what it says, and how it ends parts that hang."""
 
 from __future__ import annotations
 
@@ -13,30 +13,19 @@ import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_cuda.emulated import Emulated
-from host_cuda.gpus import emulated, gpus
 from mpi_session import clean_environment
-
-from mpidist.transport import cuda
-
-__all__ = ["emulated", "gpus"]  # fixtures
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import gpu_check  # noqa: E402
 from gpu import running  # noqa: E402
-from gpu.bench import Bench  # noqa: E402
 from gpu.environment import ROOT, Environment, prepare  # noqa: E402
 from gpu.parts import PARTS, Part  # noqa: E402
 from gpu.report import WRONG, Report, Row, read_rows, table, text_of  # noqa: E402
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 # What a part may do instead of measuring.
 BEGINNING = """
@@ -97,25 +86,6 @@ def said_of(outcome: running.Outcome) -> dict[str, tuple[str, str]]:
     return {row.question: (row.got, row.note) for row in outcome.rows}
 
 
-@pytest.mark.no_mpi
-def test_part_that_hangs_is_ended_with_all_it_started_and_its_answers_stay(
-    environment: Environment, tmp_path: Path
-) -> None:
-    outcome = run("hangs", environment, tmp_path, 4)
-    assert outcome.why == "not done within 4 s"
-    assert said_of(outcome) == {"is it there": ("yes", ""), REST: ("not measured", "not done within 4 s")}
-    assert 4 <= outcome.seconds < 20
-    pid = int((tmp_path / "child").read_text())
-    assert not _is_running(pid)
-
-
-@pytest.mark.no_mpi
-def test_part_that_ignores_signals_is_killed(environment: Environment, tmp_path: Path) -> None:
-    outcome = run("ignores_signals", environment, tmp_path, 4)
-    assert outcome.why == "not done within 4 s"
-    assert 5 <= outcome.seconds < 20
-
-
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -123,32 +93,34 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+YES, LATE, NOT_MEASURED = ("yes", ""), "not done within 4 s", "not measured"
+
+
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(
-    ("name", "why", "answers"),
+    ("name", "why", "answers", "last"),
     [
-        ("crashes", "ended with code -6: ", {"is it there": "yes", REST: "not measured"}),
-        ("fails", "ended with code 1: RuntimeError: no luck", {"is it there": "not measured"}),
-        ("says_nothing", "", {"is it there": "not measured"}),
+        ("hangs", LATE, {"is it there": YES}, REST),
+        ("ignores_signals", LATE, {}, "is it there"),
+        ("crashes", "ended with code -6: ", {"is it there": YES}, REST),
+        ("fails", "ended with code 1: RuntimeError: no luck", {}, "is it there"),
+        ("says_nothing", "", {}, "is it there"),
+        ("answers_in_part", "ended with code 1",
+         {"is it there": (NOT_MEASURED, "RuntimeError: no luck"), "is it fast": ("no", "")}, REST),
     ],
-)
-def test_part_that_ends_badly_says_why(
-    environment: Environment, tmp_path: Path, name: str, why: str, answers: dict[str, str]
+)  # fmt: skip
+def test_part_that_ends_badly_says_why_and_its_answers_stay(
+    environment: Environment, tmp_path: Path, name: str, why: str, answers: dict[str, tuple[str, str]], last: str
 ) -> None:
-    outcome = run(name, environment, tmp_path)
+    """With all that it started; a question that fails does not stop the next one."""
+    outcome = run(name, environment, tmp_path, 4 if why == LATE else 30)
     assert outcome.why.startswith(why)
-    assert {row.question: row.got for row in outcome.rows} == answers
-    assert outcome.rows[-1].note == (outcome.why or "it ended without an answer")
+    note = outcome.why or "it ended without an answer"
+    assert said_of(outcome) == {**answers, last: (NOT_MEASURED, note)}
     assert name != "crashes" or "about to crash" in outcome.log
-
-
-@pytest.mark.no_mpi
-def test_question_that_fails_does_not_stop_the_next(environment: Environment, tmp_path: Path) -> None:
-    outcome = run("answers_in_part", environment, tmp_path)
-    assert outcome.why.startswith("ended with code 1")
-    said = said_of(outcome)
-    assert said.pop(REST)[0] == "not measured"
-    assert said == {"is it there": ("not measured", "RuntimeError: no luck"), "is it fast": ("no", "")}
+    if why == LATE:
+        assert 4 + (name == "ignores_signals") <= outcome.seconds < 20
+    assert name != "hangs" or not _is_running(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.no_mpi
@@ -169,6 +141,12 @@ def test_check_goes_on_and_writes_after_each_part(environment: Environment, tmp_
     out.mkdir()
     parts = [Part(name, f"{name}:ask", "is it there", 30, alone=name != "fails") for name in ("crashes", "answers")]
     parts.append(Part("fails", "fails:ask", "is it good", 30, alone=False))
+    first = tmp_path / "first"
+    first.mkdir()
+    check = gpu_check.Check(parts[1:2], first, 60)
+    assert not check.is_all_right, "nothing was measured"
+    check.run(environment, first)
+    assert check.is_all_right
     check = gpu_check.Check(parts, out, 60)
     check.run(environment, tmp_path)
     assert [outcome.name for outcome in check.outcomes] == ["crashes", "answers", "fails"]
@@ -203,14 +181,6 @@ def test_check_that_is_stopped_writes_what_it_has(environment: Environment, tmp_
     assert check.outcomes[0].why.startswith("ended with code -9")
     assert check.outcomes[1].why == "no time was left"
     assert not _is_running(int((tmp_path / "child").read_text()))
-
-
-@pytest.mark.no_mpi
-def test_check_is_content_only_if_all_was_measured_and_is_right(environment: Environment, tmp_path: Path) -> None:
-    check = gpu_check.Check([Part("answers", "answers:ask", "is it there", 30)], tmp_path, 60)
-    assert not check.is_all_right
-    check.run(environment, tmp_path)
-    assert check.is_all_right
 
 
 @pytest.mark.no_mpi
@@ -353,28 +323,26 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
         ("ERROR SUMMARY: 0 errors", 0, ""),
         ("ERROR SUMMARY: 3 errors", 99, "ended with code 99: ERROR SUMMARY: 3 errors"),
         ("Device not supported", 0, "compute-sanitizer did not say ERROR SUMMARY: 0 errors"),
+        (None, 0, "compute-sanitizer is not on PATH"),
     ],
 )
 def test_sanitizer_is_given_the_kernels_and_heard(
-    environment: Environment, tmp_path: Path, said: str, code: int, why: str
+    environment: Environment, tmp_path: Path, said: str | None, code: int, why: str
 ) -> None:
     """A program of its name runs what it is given, which is no kernel here."""
-    program = tmp_path / "compute-sanitizer"
-    program.write_text(f'#!/bin/sh\nshift 2\n"$@" || exit 1\necho "{said}"\nexit {code}\n')
-    program.chmod(0o755)
-    (part,) = (its for its in PARTS if its.name == "sanitizer")
-    here = Environment({**environment.variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, (), "")
+    if said is not None:
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f'#!/bin/sh\nshift 2\n"$@" || exit 1\necho "{said}"\nexit {code}\n')
+        program.chmod(0o755)
+    (part,) = (its for its in PARTS if its.tool)
+    path = f"{tmp_path}:{os.environ['PATH']}" if said else "/nowhere"
+    here = Environment({**environment.variables, "PATH": path}, (), "")
     outcome = running.run(replace(part, ask="answers:ask"), 60, here, tmp_path)
     assert outcome.why == why
-    assert [row.got for row in outcome.rows] == ["yes", *["not measured"] * bool(why)]
-
-
-@pytest.mark.no_mpi
-def test_sanitizer_that_is_missing_is_named(environment: Environment, tmp_path: Path) -> None:
-    nowhere = Environment({**environment.variables, "PATH": "/nowhere"}, (), "")
-    (part,) = (its for its in PARTS if its.tool)
-    outcome = running.run(part, 60, nowhere, tmp_path)
-    assert said_of(outcome) == {part.question: ("not measured", "compute-sanitizer is not on PATH")}
+    (measured, *rest) = outcome.rows
+    assert [row.got for row in outcome.rows] == ["yes"] * (said is not None) + [NOT_MEASURED] * bool(why)
+    assert said is not None or (measured.question, measured.note) == (part.question, why)
+    assert not rest or rest[0].question == REST
 
 
 @pytest.mark.no_mpi
@@ -388,94 +356,6 @@ def test_digits_are_learnt_on_the_cpu_and_a_failure_is_told() -> None:
     assert learnt.stdout.endswith("True\n"), learnt
     assert "--epochs must be 1 or more" in failed.stderr
     assert failed.returncode == 2
-
-
-# Every measurement, small.
-
-
-def measured(gpus: cuda.Cuda, ask: str, path: Path | None = None, comm: Intracomm | None = None) -> Report:
-    """Run a part's measurements."""
-    report = Report(path, judges=False)
-    module, _, function = ask.partition(":")
-    getattr(importlib.import_module(f"gpu.{module}"), function)(Bench(True, comm), report)
-    gpus.cupy.cuda.set_allocator(gpus.cupy.get_default_memory_pool().malloc)  # which some do without
-    return report
-
-
-@pytest.mark.ranks(max=1)
-@pytest.mark.parametrize(
-    ("ask", "answers"),
-    [("kernels:machine", 3), ("kernels:measure", 17), ("calls:public_call", 5), ("kernels:small", 1)],
-)
-def test_measurement_of_one_rank(
-    gpus: cuda.Cuda, tmp_path: Path, capfd: pytest.CaptureFixture[str], ask: str, answers: int
-) -> None:
-    report = measured(gpus, ask, tmp_path / "part.jsonl")
-    others = [row for row in report.rows if "torch" not in row.question]
-    assert len(others) == answers, [row.question for row in others]
-    assert read_rows(tmp_path / "part.jsonl") == report.rows
-    said = capfd.readouterr().out
-    assert all(row.got in said for row in report.rows)
-    assert not any(row.got == "not measured" for row in others), [row.note for row in report.rows]
-
-
-@pytest.mark.ranks(max=1)
-def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place one rank has nothing to write: the row of that says nothing of others."""
-    launches = {}
-
-    def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
-        for name, (call,) in ways.items():
-            call()
-            emulated.forget()
-            call()
-            launches[name] = len(emulated.calls("a kernel"))
-        return dict.fromkeys(ways, np.zeros(1))
-
-    monkeypatch.setattr(Bench, "times", count)
-    measured(cuda.current(), "calls:public_call")
-    assert launches == {"new results": 1, "out= given": 1, "in place": 0, "started, and waited for": 1}
-
-
-@pytest.mark.ranks(min=2, max=2)
-@pytest.mark.parametrize(
-    ("ask", "answers"), [("calls:peers", 3), ("calls:staging", 2), ("calls:overlap", 1), ("calls:faults", 2)]
-)
-def test_measurement_of_two_ranks(
-    gpus: cuda.Cuda, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, ask: str, answers: int
-) -> None:
-    for name in ("MPIDIST_NCCL", "MPIDIST_PRETEND_NODES", "MPIDIST_STAGING_BYTES", "NCCL_HOSTID"):
-        monkeypatch.setenv(name, "")  # and back, after the measurement has set it
-        monkeypatch.delenv(name)
-    report = measured(gpus, ask, comm=comm)
-    assert len([row for row in report.rows if "torch" not in row.question]) == answers
-    assert [row.note for row in report.rows if row.got == "not measured"] == []
-    if ask == "calls:faults":
-        (reset,) = (row for row in report.rows if row.question.startswith("reset()"))
-        assert reset.verdict == "at most 10 s: open"
-
-
-@pytest.mark.ranks(max=1)
-@pytest.mark.parametrize("what", ["nothing", "one byte", "too late"])
-def test_wrong_results_are_not_timed(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    from gpu import kernels
-
-    class Wrong(kernels.DeviceKernels):  # type: ignore[misc]
-        def pack(self, sources: Any, buffer: Any, layout: Any) -> None:
-            if what != "nothing":
-                super().pack(sources, buffer, layout=layout)
-            if what == "one byte":
-                buffer.view(np.uint8)[7:8] = 1
-            if what == "too late":
-                buffer[-1:] = sources[0].reshape(-1)[:1]
-
-    monkeypatch.setattr(kernels, "DeviceKernels", Wrong)
-    report = measured(gpus, "kernels:measure")
-    packed = [
-        row for row in report.rows if not row.question.startswith(("sum of", "add")) and "torch" not in row.question
-    ]
-    assert len(packed) == 5
-    assert all(row.got == "not measured" and "numbers are wrong" in row.note for row in packed), packed
 
 
 @pytest.mark.no_mpi

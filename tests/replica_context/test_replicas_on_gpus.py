@@ -12,7 +12,6 @@ import pytest
 from host_cuda.gpus import down, gpus, one_node, up
 
 from mpidist import CommunicationOptions, MirroredStrategy, get_replica_context
-from mpidist.transport import cuda
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -64,19 +63,13 @@ def test_sums_have_the_bits_of_the_host(strategy: Any, gpus: Any) -> None:
     assert len(on_gpus[-1].values[0]) == 4 * 5 * total
 
 
-@pytest.mark.gpu
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("rows", ["a row", "two rows"])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_the_time_that_kernels_of_sums_take_to_compile_is_no_deadlines(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
+    gpus: Any, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, rows: str, is_started: bool
 ) -> None:
     """It is seconds, on the ranks of a node that has never done it. CuPy has no kernels of this operation yet."""
-    found = cuda.current()
-    reasons = [reason for reason in comm.allgather(found.support.reason) if reason]
-    if reasons:
-        pytest.skip(f"needs a GPU: {reasons[0]}")
-    found.cupy.cuda.Device(comm.rank % found.support.num_devices).use()
     compiler, slow = importlib.import_module("cupy.cuda.compiler"), 0.0 if comm.rank else 1.5
     compile_module = compiler._compile_module_with_cache
     taken = []

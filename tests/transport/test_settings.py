@@ -158,3 +158,10 @@ def test_all_variables_that_are_known_are_on_their_page() -> None:
     text = (Path(mpidist.__file__).parent / "transport" / "settings.py").read_text()
     (known,) = re.findall(r"^_KNOWN: Final = \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL)
     assert documented == set(re.findall(r"MPIDIST_\w+", known))
+
+
+@pytest.mark.parametrize("text", ["1", "262143", "8388609", "1e6", "-5", "2MiB"])
+def test_sizes_of_chunks_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"MPIDIST_STAGING_BYTES='{text}'.*bytes, 262144 to 8388608"):
+        Settings.from_environment({"MPIDIST_STAGING_BYTES": text})
+    assert Settings.from_environment({"MPIDIST_STAGING_BYTES": "262144"}).staging_bytes == 262144

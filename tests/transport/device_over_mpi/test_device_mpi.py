@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from host_cuda import are_emulated
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
+from host_cuda.gpus import down, emulated, gpus, opened, up
 from support.contributions import contribution, reduction_of
 
 from mpidist.cli.cuda_aware_mpi import Answer, child_command, child_environment, hint, prove, takes_device_memory
@@ -131,24 +131,22 @@ def test_where_the_user_says_so_mpi_reads_device_memory(
     made: list[int] = []
     real = cuda.current().cupy.cuda.PinnedMemory
     monkeypatch.setattr(cuda.current().cupy.cuda, "PinnedMemory", lambda nbytes: made.append(nbytes) or real(nbytes))
-    group = SyncGroup.from_mpi(comm)
-    reduced(group, comm)
-    assert group.levels_of(True).world.name == "world from device memory"
-    value = up(np.ones(100_001))
-    emulated.forget()
-    HierarchicalCopyAllReduce().bound_to(group).all_reduce("SUM", value)
-    assert emulated.calls("copy down", "copy up") == []
-    assert made == [], "no slots, and no counter: the program's own float16 may overflow"
-    group.close()
+    for group in opened(comm):
+        reduced(group, comm)
+        assert group.levels_of(True).world.name == "world from device memory"
+        value = up(np.ones(100_001))
+        emulated.forget()
+        HierarchicalCopyAllReduce().bound_to(group).all_reduce("SUM", value)
+        assert emulated.calls("copy down", "copy up") == []
+        assert made == [], "no slots, and no counter: the program's own float16 may overflow"
 
 
 @on_two_nodes
 @pytest.mark.ranks(min=2)
 def test_without_a_word_of_the_user_it_goes_through_the_host(gpus: cuda.Cuda, comm: Intracomm) -> None:
-    group = SyncGroup.from_mpi(comm)
-    reduced(group, comm)
-    assert group.levels_of(True).world.name == "world through the host"
-    group.close()
+    for group in opened(comm):
+        reduced(group, comm)
+        assert group.levels_of(True).world.name == "world through the host"
 
 
 def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
@@ -182,11 +180,7 @@ def test_the_proof_holds_where_mpi_reads_the_memory(comm: Intracomm) -> None:
     assert not takes_device_memory(Numbers(Elsewhere))
 
 
-@pytest.mark.gpu
-def test_a_real_child_says_what_the_library_is(comm: Intracomm) -> None:
-    reasons = comm.allgather(cuda.current().support.reason)
-    if any(reasons):
-        pytest.skip(f"needs a GPU: {next(filter(None, reasons))}")
+def test_a_real_child_says_what_the_library_is(gpus: cuda.Cuda, comm: Intracomm) -> None:
     if are_emulated():
         pytest.skip("needs a real GPU: the memory of emulated ones is the host's, which every MPI takes")
     answer = prove(child_command(0))

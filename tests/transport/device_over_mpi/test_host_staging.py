@@ -7,16 +7,17 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 from host_cuda import are_emulated
-from host_cuda.device_checks import CHECKS, check_gathers, check_reductions, check_uneven_shards
+from host_cuda.device_checks import CHECKS, CHUNK
+from host_cuda.device_sums import is_total, mine
 from host_cuda.emulated import Emulated
-from host_cuda.gpus import down, emulated, gpus, up
-from support.contributions import DTYPES, HALVES, contribution, reduction_of
+from host_cuda.gpus import down, emulated, gpus, opened, up
+from support.contributions import HALVES
 from support.everywhere import raises_everywhere
 
 from mpidist.cli.cuda_aware_mpi import hint
@@ -24,7 +25,7 @@ from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllRed
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError
 from mpidist.options import CommunicationOptions
 from mpidist.transport import cuda
-from mpidist.transport.communicator import Communicator, shard_bounds
+from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.pieces import cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
@@ -34,7 +35,7 @@ from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.node_memory import Slots
 from mpidist.transport.node_memory.window import LINE_BYTES
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, Settings
+from mpidist.transport.settings import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from mpidist.transport.shared_memory import FusedReducer, SharedMemoryCommunicator
 
 if TYPE_CHECKING:
@@ -42,10 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["emulated", "gpus"]  # fixtures
 
-CHUNK = 192  # bytes; the parts of 1 to 4 ranks are whole numbers
-ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
-A_FEW = [np.dtype(np.int16), np.dtype(np.float64), *HALVES]
-OPS = ["sum", "prod", "min", "max"]
+F64 = np.dtype(np.float64)
 KINDS = ["GPUs add", "MPI adds", "shared memory adds"]
 DIRECT = "MPI takes device memory"
 NO_JOIN = 1 << 60
@@ -98,82 +96,9 @@ def pinned(gpus: cuda.Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Noted
 
 
-def copied(emulated: Emulated, way: str) -> int:
-    return sum(nbytes for _, nbytes in emulated.calls(way))
-
-
-def can(op: str, dtype: Any) -> bool:
-    return dtype.kind != "c" or op in ("sum", "prod")
-
-
-def counts_of(dtype: Any, size: int) -> list[int]:
-    """Numbers of elements round the limits of chunks, and some that leave ranks without a piece."""
-    chunk = CHUNK // dtype.itemsize
-    return sorted({0, 1, size, size + 1, chunk - 1, chunk, chunk + 1, 4 * chunk + 3, 7 * chunk})
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_reductions_are_exact_for_every_dtype(rig: Rig, op: str) -> None:
-    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
-    check_reductions(rig.its, op, dtypes, lambda dtype: (0, 1, 3 * rig.its.size + 1, 5 * CHUNK // dtype.itemsize + 1))
-
-
-def test_lengths_round_the_limits_of_chunks(rig: Rig) -> None:
-    its = rig.its
-    for dtype in A_FEW:
-        for count in counts_of(dtype, its.size):
-            expected = reduction_of("sum", its.size, count, dtype)
-            for reduction in (Reduction(), Reduction(in_rank_order=True)):
-                buffer = up(contribution("sum", its.rank, count, dtype))
-                its.all_reduce(buffer, reduction)
-                assert (down(buffer) == expected).all(), (dtype, count)
-            for root in range(its.size):
-                buffer = up(contribution("sum", its.rank, count, dtype))
-                its.reduce(buffer, Reduction(), root)
-                assert its.rank != root or (down(buffer) == expected).all(), (dtype, count, root)
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_uneven_shards(rig: Rig, in_order: bool) -> None:
-    check_uneven_shards(rig.its, in_order, A_FEW, (0, 1, 40))
-
-
-def test_all_gather_broadcast_and_gather(rig: Rig) -> None:
-    check_gathers(rig.its, A_FEW, lambda dtype: counts_of(dtype, rig.its.size))
-
-
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_every_communicator_must_do(rig: Rig, check: Callable[[Communicator], None]) -> None:
-    check(rig.its)
-
-
-def test_work_follows_the_current_stream(rig: Rig) -> None:
-    """What is put on a stream of the caller's just before, and nothing waits for but events."""
-    cupy = cuda.current().cupy
-    for _ in range(5):
-        with cupy.cuda.Stream(non_blocking=True):
-            buffer = cupy.empty(4 * CHUNK, np.float32)
-            buffer[...] = 1
-            rig.its.all_reduce(buffer, Reduction())
-            buffer /= 2
-            assert (down(buffer) == rig.its.size / 2).all()
-
-
-def test_a_copy_that_the_caller_began_is_waited_for(rig: Rig) -> None:
-    """MPI that reads device memory knows no streams."""
-    cupy, nbytes = cuda.current().cupy, 10 * CHUNK
-    pinned = np.ndarray(nbytes, np.uint8, buffer=cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0))
-    numbers = pinned.view(np.float32)
-    numbers[:] = contribution("sum", rig.its.rank, numbers.size, np.dtype(np.float32))
-    expected = reduction_of("sum", rig.its.size, numbers.size, np.dtype(np.float32))
-    runtime = cupy.cuda.runtime
-    for _ in range(5):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            buffer = cupy.empty(numbers.size, np.float32)
-            address = pinned.__array_interface__["data"][0]
-            runtime.memcpyAsync(int(buffer.data.ptr), address, nbytes, runtime.memcpyHostToDevice, stream.ptr)
-            rig.its.all_reduce(buffer, Reduction())
-            assert (down(buffer) == expected).all()
+def test_what_every_communicator_of_device_memory_must_do(rig: Rig, check: str) -> None:
+    CHECKS[check](rig.its)
 
 
 def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm) -> None:
@@ -242,8 +167,8 @@ def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intrac
         buffer = up(np.ones(nbytes // 4, np.float32))
         emulated.forget()
         rig.its.all_reduce(buffer, Reduction())
-        assert copied(emulated, "copy down") == lowered
-        assert copied(emulated, "copy up") == raised
+        assert emulated.nbytes("copy down") == lowered
+        assert emulated.nbytes("copy up") == raised
         rig.free()
 
 
@@ -259,7 +184,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
     do = getattr(type(rig.host), name)
 
     def note(*arguments: Any) -> None:
-        down_before.append(copied(emulated, "copy down"))
+        down_before.append(emulated.nbytes("copy down"))
         do(*arguments)
 
     monkeypatch.setattr(type(rig.host), name, note)
@@ -285,12 +210,7 @@ def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intr
         rig.its.broadcast(buffer, 0)
     assert pinned.made == 1
     assert sum(its.size for its in pinned.there) <= rig.staging.sizes.depth * 2 * 1024
-    gc.collect()
-    before = emulated.held()
-    for _ in range(10):
-        rig.its.all_reduce(buffer, Reduction())
-    gc.collect()
-    assert emulated.held() == before
+    assert emulated.grown_by(lambda: rig.its.all_reduce(buffer, Reduction()), 1, 10) == (0, 0, 0)
     rig.free()
     gc.collect()
     assert not pinned.there
@@ -316,9 +236,9 @@ def test_a_rank_without_pinned_memory_does_with_pageable(
     emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
     rig = Rig(cuda.current(), comm, kind)
     for count in (50, 5000):
-        buffer = up(contribution("sum", comm.rank, count, A_FEW[1]))
+        buffer = mine(comm.rank, count, F64)
         rig.its.all_reduce(buffer, Reduction())
-        assert (down(buffer) == reduction_of("sum", comm.size, count, A_FEW[1])).all()
+        assert is_total(buffer, comm.size, count, F64)
     assert caplog.text.count("of pinned memory (cudaErrorMemoryAllocation: ") == (comm.rank == 0)
     assert pinned.made == 0 or comm.rank
     rig.free()
@@ -329,25 +249,19 @@ def test_a_rank_without_pinned_memory_does_with_pageable(
 
 @pytest.mark.no_mpi
 @pytest.mark.parametrize(
-    ("nbytes", "speed", "chunks"),
+    ("speed", "chunks"),
     [
-        (0, 1e9, 0),
-        (1, 1e9, 1),
-        ((1 << 20) - 1, 1e9, 1),
-        (1 << 20, 1e9, 4),
-        (100_000_000, 1.25e9, math.ceil(1e8 / math.sqrt(1e8 * 20e-6 * 1.25e9 / 2))),
-        (1 << 30, 1e6, (1 << 30) // LEAST_CHUNK_BYTES),
-        (1 << 40, 1e12, (1 << 40) // MOST_CHUNK_BYTES),
-        (4 << 20, 1e12, 4),
+        (1e9, {0: 0, 1: 1, (1 << 20) - 1: 1, 1 << 20: 4}),
+        (1.25e9, {100_000_000: math.ceil(1e8 / math.sqrt(1e8 * 20e-6 * 1.25e9 / 2))}),
+        (1e6, {1 << 30: (1 << 30) // LEAST_CHUNK_BYTES}),
+        (1e12, {4 << 20: 4, 1 << 40: (1 << 40) // MOST_CHUNK_BYTES}),
+        (None, {0: 0, 1: 1, 100: 1, 101: 2, 1000: 10}),
     ],
 )
-def test_number_of_chunks(nbytes: int, speed: float, chunks: int) -> None:
-    assert StagingSizes(bytes_per_second=speed).num_chunks(nbytes) == chunks
-
-
-@pytest.mark.no_mpi
-def test_number_of_chunks_of_a_size_that_was_set() -> None:
-    assert [StagingSizes(100).num_chunks(nbytes) for nbytes in (0, 1, 100, 101, 1000)] == [0, 1, 1, 2, 10]
+def test_number_of_chunks(speed: float | None, chunks: dict[int, int]) -> None:
+    """By the speed of the network, or of a size that was set."""
+    sizes = StagingSizes(100) if speed is None else StagingSizes(bytes_per_second=speed)
+    assert {nbytes: sizes.num_chunks(nbytes) for nbytes in chunks} == chunks
 
 
 @pytest.mark.no_mpi
@@ -360,34 +274,26 @@ def test_chunks_cover_all_and_no_element_twice() -> None:
     assert cut_evenly(0, 3, 0) == cut_shards([0, 0, 0], 0) == []
 
 
-@pytest.mark.no_mpi
-@pytest.mark.parametrize("text", ["1", "262143", "8388609", "1e6", "-5", "2MiB"])
-def test_sizes_that_cannot_be_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"MPIDIST_STAGING_BYTES='{text}'.*bytes, 262144 to 8388608"):
-        Settings.from_environment({"MPIDIST_STAGING_BYTES": text})
-    assert Settings.from_environment({"MPIDIST_STAGING_BYTES": "262144"}).staging_bytes == 262144
-
-
 @pytest.mark.ranks(min=2)
 def test_sizes_must_be_the_same_on_all_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "524288")
-    with raises_everywhere(comm, TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"):
-        SyncGroup.from_mpi(comm)
-    monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else "0")
-    with raises_everywhere(comm, ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"):
-        SyncGroup.from_mpi(comm)
+    for text, kind, pattern in (
+        ("524288", TopologyError, "MPIDIST_STAGING_BYTES must be the same on all ranks"),
+        ("0", ValueError, "rank 0: MPIDIST_STAGING_BYTES='0'"),
+    ):
+        monkeypatch.setenv("MPIDIST_STAGING_BYTES", "262144" if comm.rank else text)
+        with raises_everywhere(comm, kind, pattern):
+            SyncGroup.from_mpi(comm)
 
 
 @pytest.mark.ranks(min=2)
 def test_the_size_that_was_set_is_used(emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", str(LEAST_CHUNK_BYTES))
     monkeypatch.setenv("MPIDIST_NCCL", "0")
-    group = SyncGroup.from_mpi(comm)
-    value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
-    result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
-    assert (down(result) == comm.size).all()
-    assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
-    group.close()
+    for group in opened(comm):
+        value = up(np.ones(4 * LEAST_CHUNK_BYTES, np.uint8))
+        result = CollectiveAllReduce().bound_to(group).all_reduce("SUM", value)
+        assert (down(result) == comm.size).all()
+        assert emulated.calls("copy down") == [*[("copy down", LEAST_CHUNK_BYTES)] * 4, ("copy down", value.nbytes)]
 
 
 # Everything together, and what goes wrong.
@@ -398,13 +304,11 @@ def test_large_arrays_on_every_placement(
     gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, nccl: str
 ) -> None:
     monkeypatch.setenv("MPIDIST_NCCL", nccl)
-    group = SyncGroup.from_mpi(comm)
-    for its in (CollectiveAllReduce(), HierarchicalCopyAllReduce()):
-        ops = its.bound_to(group, CommunicationOptions())
-        for dtype, count in ((A_FEW[1], 200_001), (HALVES[0], 600_000)):
-            result = ops.all_reduce("SUM", up(contribution("sum", comm.rank, count, dtype)))
-            assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all()
-    group.close()
+    for group in opened(comm):
+        for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+            for dtype, count in ((F64, 200_001), (HALVES[0], 600_000)):
+                result = ops.all_reduce("SUM", mine(comm.rank, count, dtype))
+                assert is_total(result, comm.size, count, dtype)
 
 
 @pytest.mark.ranks(min=2)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import os
 import re
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from host_cuda.device_checks import CHECKS, check_gathers, check_reductions, check_uneven_shards
-from host_cuda.emulated import HANGS, Emulated
-from host_cuda.gpus import down, emulated, gpus, up, use_own_settings
+from host_cuda.device_checks import CHECKS
+from host_cuda.emulated import Emulated
+from host_cuda.gpus import anywhere, down, emulated, gpus, is_working, opened, up, use_own_settings
 from support.contributions import (
     COMPLEX,
-    DTYPES,
     HALVES,
+    UFUNCS,
     bits,
     contribution,
     flat_trees,
@@ -30,6 +27,7 @@ from support.contributions import (
     unlike_numbers,
 )
 from support.everywhere import raises_everywhere
+from transport.nccl.made_communicators import connect
 
 from mpidist.collectives import all_gather, reduce_scatter
 from mpidist.cross_device_ops import (
@@ -39,30 +37,25 @@ from mpidist.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
+from mpidist.errors import TopologyError, UnavailableError
 from mpidist.options import CommunicationOptions
 from mpidist.replicas import Replicas
 from mpidist.transport import cuda
-from mpidist.transport.communicator import Communicator, shard_bounds
+from mpidist.transport.communicator import shard_bounds
 from mpidist.transport.group import NcclReach, SyncGroup
-from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
 from mpidist.transport.nccl.communicator import NcclCommunicator
-from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["emulated", "gpus"]  # fixtures
-
-_HAS_RAISED: Final = 21  # a tag
+__all__ = ["anywhere", "emulated", "gpus"]  # fixtures
 
 HOSTNAME = socket.gethostname()
-ON_DEVICE = [dtype for dtype in DTYPES if dtype.char not in "gG"]
-A_FEW = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.float64), *HALVES]
-OPS = ["sum", "prod", "min", "max"]
+A_FEW = [*map(np.dtype, ("int16", "int32", "float32", "float64")), *HALVES]
+ONLY_NCCL = CommunicationOptions(implementation="NCCL")
 CALLS_OF_NCCL = ["allReduce", "reduce", "reduceScatter", "allGather", "broadcast", "send", "recv"]
 
 
@@ -89,44 +82,9 @@ def communicator(provider: cuda.Cuda, comm: Intracomm) -> Iterator[NcclCommunica
     made.free()
 
 
-def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
-    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
-    device = int(provider.cupy.cuda.runtime.getDevice())
-    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
-
-
-def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
-    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size)
-
-
-def can(op: str, dtype: Any) -> bool:
-    return dtype.kind != "c" or op in ("sum", "prod")
-
-
-def mine(its: NcclCommunicator, op: str, count: int, dtype: Any) -> Any:
-    return up(contribution(op, its.rank, count, dtype))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_reductions_are_exact_for_every_dtype(communicator: NcclCommunicator, op: str) -> None:
-    size = communicator.size
-    dtypes = [dtype for dtype in ON_DEVICE if can(op, dtype)]
-    check_reductions(communicator, op, dtypes, lambda dtype: (0, 1, size, 3 * size, 3 * size + 1))
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_uneven_shards(communicator: NcclCommunicator, in_order: bool) -> None:
-    check_uneven_shards(communicator, in_order, A_FEW, [1])
-
-
-def test_all_gather_broadcast_and_gather(communicator: NcclCommunicator) -> None:
-    size = communicator.size
-    check_gathers(communicator, ON_DEVICE, lambda dtype: (0, 1, 2 * size, 2 * size + 1))
-
-
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_every_communicator_must_do(communicator: NcclCommunicator, check: Callable[[Communicator], None]) -> None:
-    check(communicator)
+def test_what_every_communicator_of_device_memory_must_do(communicator: NcclCommunicator, check: str) -> None:
+    CHECKS[check](communicator)
 
 
 def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: NcclCommunicator) -> None:
@@ -139,10 +97,10 @@ def test_the_order_of_a_fold_is_kept_to_the_bit(communicator: NcclCommunicator) 
         assert bits(down(buffer)) == bits(in_tree_order(np.add, numbers)), tree
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", UFUNCS)
 def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None:
-    for dtype in [*A_FEW[2:], *COMPLEX[:2]]:
-        for owner in range(communicator.size if can(op, dtype) else 0):
+    for dtype in [*A_FEW[3:], *(COMPLEX[:2] if op in ("sum", "prod") else [])]:
+        for owner in range(communicator.size):
             numbers = np.ones(3, dtype)
             numbers[1] = np.nan if owner == communicator.rank else 1
             buffer = up(numbers)
@@ -150,117 +108,14 @@ def test_one_nan_is_seen_by_all(communicator: NcclCommunicator, op: str) -> None
             assert np.isnan(down(buffer)).tolist() == [False, True, False], (dtype, owner)
 
 
-def test_work_follows_the_current_stream_and_is_done_on_return(emulated: Emulated, comm: Intracomm) -> None:
-    """Emulated GPUs notice races: here nothing of the caller's waits for a stream but by events."""
-    its = connect(cuda.current(), comm)
-    for _ in range(3):
-        buffer = cuda.current().cupy.empty(10, np.float32)
-        buffer[...] = 1
-        its.all_reduce(buffer, Reduction())
-        assert (down(buffer) == comm.size).all()
-        del buffer
-    its.free()
-
-
 def test_many_calls_leave_nothing_behind(emulated: Emulated, comm: Intracomm) -> None:
     its = connect(cuda.current(), comm)
     buffers = [up(contribution("sum", comm.rank, 9, dtype)) for dtype in (A_FEW[0], A_FEW[1])]
-
-    def call() -> None:
-        for buffer in buffers:
-            its.all_reduce(buffer, Reduction())
-
-    for _ in range(5):
-        call()
-    gc.collect()
-    before = emulated.held()
-    for _ in range(100):
-        call()
-    gc.collect()
-    assert emulated.held() == before
+    assert emulated.grown_by(lambda: [its.all_reduce(buffer, Reduction()) for buffer in buffers], 5, 100) == (0, 0, 0)
     its.free()
-
-
-@pytest.mark.ranks(min=2)
-def test_a_missing_rank_ends_in_a_deadline_and_one_abort(emulated: Emulated, comm: Intracomm) -> None:
-    """All communicators of the process go together, and the error comes in time."""
-    first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
-    start = time.monotonic()
-
-    def check_peers() -> None:
-        if time.monotonic() - start > 0.4:
-            raise DeadlineExceededError("rank 1 did not come")
-
-    first.set_wait_hook(check_peers)
-    if comm.rank != 1:
-        with pytest.raises(DeadlineExceededError, match="rank 1 did not come"):
-            first.all_reduce(up(np.ones(5)), Reduction())
-        assert time.monotonic() - start < 10
-        assert emulated.ended() == [("abort", 2)]
-        for its in (first, second):
-            with pytest.raises(
-                (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
-            ):
-                its.all_reduce(up(np.ones(5)), Reduction())
-    else:
-        nccl_handles.abort_all("the others gave up")
-    nccl_handles.wait_for_endings()
-    first.free()  # what is gone need not be destroyed
-    second.free()
-    assert emulated.ended() == [("abort", 2)]
-
-
-@pytest.mark.ranks(2)
-def test_an_abort_that_hangs_holds_nobody_up(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
-    its = connect(cuda.current(), comm)
-    emulated.wish("abort", HANGS)
-    start = time.monotonic()
-    nccl_handles.abort_all("of a test")
-    assert time.monotonic() - start < 3.9
-    nccl_handles.wait_for_endings()
-    assert 3.9 < time.monotonic() - start < 20
-    assert "did not end within" in caplog.text
-    its.free()
-    assert time.monotonic() - start < 20
-    emulated.be_normal()
-
-
-@pytest.mark.parametrize(("status", "kind"), [(2, PeerFailedError), (6, PeerFailedError), (3, UnavailableError)])
-@pytest.mark.ranks(min=2)
-def test_errors_of_nccl_become_ours(emulated: Emulated, comm: Intracomm, status: int, kind: Any) -> None:
-    its = connect(cuda.current(), comm)
-    if comm.rank == 0:
-        emulated.wish("an error of NCCL", status)
-        with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
-            its.all_reduce(up(np.ones(5)), Reduction())
-    nccl_handles.abort_all("of a test")
-    nccl_handles.wait_for_endings()
-    assert emulated.ended() == [("abort", 1)]
-
-
-def test_statuses_that_cupy_has_no_word_for(emulated: Emulated, comm: Intracomm) -> None:
-    for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
-        its = connect(cuda.current(), comm)
-        its.set_wait_hook(lambda: None)
-        emulated.wish("ncclGroupEnd", status)
-        with pytest.raises(kind, match=f"NCCL's status {status}; unset NCCL_COMM_BLOCKING"):
-            its.all_reduce(up(np.ones(5)), Reduction())
-        emulated.wish("ncclGroupEnd", 0)
-        comm.Barrier()
-    nccl_handles.wait_for_endings()
 
 
 # All together.
-
-
-@pytest.fixture
-def group(gpus: cuda.Cuda, comm: Intracomm, placement: tuple[int, ...]) -> Iterator[SyncGroup]:
-    made = SyncGroup.from_mpi(comm)
-    yield made
-    made.close()
 
 
 def all_ops() -> list[CrossDeviceOps]:
@@ -269,61 +124,65 @@ def all_ops() -> list[CrossDeviceOps]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", ["AUTO", "NCCL", "RING"])
-def test_every_algorithm_on_every_placement(group: SyncGroup, comm: Intracomm, implementation: str) -> None:
-    if implementation == "NCCL" and not can_meet(cuda.current(), comm):
+OPTIONS = {
+    "AUTO": CommunicationOptions(),
+    "NCCL": ONLY_NCCL,
+    "RING": CommunicationOptions(implementation="RING"),
+    "small packs": CommunicationOptions(bytes_per_pack=1199),
+    "a pack each": CommunicationOptions(bytes_per_pack=1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_algorithm_on_every_placement(anywhere: SyncGroup, comm: Intracomm, name: str) -> None:
+    """Of GPU and host arrays, into new results, into others, and in place."""
+    if name == "NCCL" and not can_meet(cuda.current(), comm):
         pytest.skip("needs a GPU for each rank, or a NCCL_HOSTID for each")
-    options = CommunicationOptions(implementation=implementation)
-    for ops in [its.bound_to(group, options) for its in all_ops()]:
-        for dtype in A_FEW:
-            numbers = [contribution("sum", comm.rank, count, dtype) for count in (1, 0, 40, 9000)]
-            results = ops.all_reduce("SUM", [*map(up, numbers), numbers[2]])
-            for count, result in zip((1, 0, 40, 9000), results, strict=False):
-                assert (down(result) == reduction_of("sum", comm.size, count, dtype)).all(), (ops, dtype, count)
-            assert isinstance(results[4], np.ndarray)
-            assert (results[4] == reduction_of("sum", comm.size, 40, dtype)).all()
-            mean = ops.all_reduce("MEAN", up(numbers[2]))
-            sums = reduction_of("sum", comm.size, 40, np.dtype(np.float64))
-            assert np.allclose(down(mean).astype(np.float64), sums / comm.size, rtol=1e-2)
+    for ops, dtype in itertools.product([its.bound_to(anywhere, OPTIONS[name]) for its in all_ops()], A_FEW):
+        numbers = [contribution("sum", comm.rank, count, dtype) for count in (1, 0, 40, 9000, 100, 100, 7)]
+        totals = [reduction_of("sum", comm.size, its.size, dtype) for its in (*numbers, numbers[2])]
+        arrays = [*map(up, numbers), numbers[2].copy()]
+        mean = ops.all_reduce("MEAN", arrays[2])
+        assert np.allclose(down(mean).astype(float), totals[2].astype(float) / comm.size, rtol=1e-2)
+        for out in (None, [*(up(np.zeros_like(its)) for its in numbers), np.zeros_like(numbers[2])], arrays):
+            *results, on_host = ops.all_reduce("SUM", arrays, out=out)
+            assert isinstance(on_host, np.ndarray)
+            for result, total in zip([*map(down, results), on_host], totals, strict=True):
+                assert (result == total).all(), (ops, dtype, total.size)
+    if name == "RING" or not can_meet(cuda.current(), comm):
+        return
+    reach = anywhere.levels_of(True).nccl
+    one_node = len(set(anywhere.topology.node_of_rank)) == 1
+    assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
+
+
+def test_large_means_and_flags_on_every_placement(anywhere: SyncGroup, comm: Intracomm) -> None:
+    for ops in [its.bound_to(anywhere, options) for its in all_ops() for options in (OPTIONS["AUTO"], OPTIONS["RING"])]:
         large = np.full(9000, 2**63, np.uint64)
         assert (down(ops.all_reduce("MEAN", up(large))) == 2.0**63).all()
         flags = np.arange(9000) % comm.size == comm.rank
         assert down(ops.all_reduce("MAX", up(flags))).all()
         assert (down(ops.all_reduce("MIN", up(flags))) == (comm.size == 1)).all()
-    if implementation == "RING" or not can_meet(cuda.current(), comm):
-        return
-    reach = group.levels_of(True).nccl
-    one_node = len(set(group.topology.node_of_rank)) == 1
-    assert reach is (NcclReach.WORLD if one_node else NcclReach.NODE)
 
 
-def test_a_call_that_was_started_is_done_in_the_callers_thread(group: SyncGroup, comm: Intracomm) -> None:
-    """Where the current stream and device are."""
-    ops = HierarchicalCopyAllReduce().bound_to(group)
-    started = [ops.start_all_reduce("SUM", up(contribution("sum", comm.rank, 40, dtype))) for dtype in A_FEW]
-    time.sleep(0.05)
-    for call, dtype in zip(started, A_FEW, strict=True):
-        assert (down(call.wait()) == reduction_of("sum", comm.size, 40, dtype)).all()
-
-
-def test_gather_and_reduce_scatter_go_by_levels(group: SyncGroup, comm: Intracomm) -> None:
+def test_gather_and_reduce_scatter_go_by_levels(anywhere: SyncGroup, comm: Intracomm) -> None:
     size, rank = comm.size, comm.rank
     for dtype in A_FEW:
         for count in (size, 3 * size + 1):
             numbers = np.stack([contribution("sum", rank, count, dtype)] * 2, axis=1)
             whole = np.stack([reduction_of("sum", size, count, dtype)] * 2, axis=1)
             start, stop = shard_bounds(count, size)[rank:][:2]
-            part = reduce_scatter(group, "reduce_scatter", "SUM", up(numbers), 0, CommunicationOptions())
+            part = reduce_scatter(anywhere, "reduce_scatter", "SUM", up(numbers), 0, CommunicationOptions())
             assert (down(part) == whole[start:stop]).all(), (dtype, count)
-            mean = reduce_scatter(group, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
+            mean = reduce_scatter(anywhere, "reduce_scatter", "MEAN", up(numbers), 0, CommunicationOptions())
             assert np.allclose(down(mean).astype(float), whole[start:stop].astype(float) / size, rtol=1e-2)
-            replicas = Replicas.one_per_rank(group.topology)
-            everything = all_gather(group, "all_gather", part, 0, CommunicationOptions(), replicas)
+            replicas = Replicas.one_per_rank(anywhere.topology)
+            everything = all_gather(anywhere, "all_gather", part, 0, CommunicationOptions(), replicas)
             assert (down(everything) == whole).all(), (dtype, count)
 
 
-def test_reduce_and_broadcast_reach_their_destinations(group: SyncGroup, comm: Intracomm) -> None:
-    for ops in [its.bound_to(group) for its in all_ops()]:
+def test_reduce_and_broadcast_reach_their_destinations(anywhere: SyncGroup, comm: Intracomm) -> None:
+    for ops in [its.bound_to(anywhere) for its in all_ops()]:
         last = comm.size - 1
         result = ops.reduce("SUM", up(contribution("sum", comm.rank, 40, A_FEW[1])), last)
         assert (result is None) == (comm.rank != last)
@@ -337,14 +196,12 @@ def test_host_staging_moves_no_byte_by_nccl(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MPIDIST_NCCL", "0")
-    group = SyncGroup.from_mpi(comm)
-    ops = NcclAllReduce().bound_to(group)
-    for _ in range(2):
-        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
+    for group in opened(comm):
+        assert is_working(group)
+        assert is_working(group)
     assert emulated.calls(*CALLS_OF_NCCL) == []
     assert caplog.text.count("goes from rank to rank through the host") == (comm.rank == 0)
     assert "MPIDIST_NCCL=0" in caplog.text or comm.rank
-    group.close()
 
 
 @pytest.mark.ranks(min=2)
@@ -358,12 +215,11 @@ def test_more_ranks_than_gpus_are_staged(
     for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     gpus.cupy.cuda.Device(0).use()
-    group = SyncGroup.from_mpi(comm)
-    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    assert re.search(r"share GPU \w+:\w\w:00.0 of", caplog.text) or comm.rank
-    with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
-        NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)), CommunicationOptions(implementation="NCCL"))
-    group.close()
+    for group in opened(comm):
+        assert is_working(group)
+        assert re.search(r"share GPU \w+:\w\w:00.0 of", caplog.text) or comm.rank
+        with raises_everywhere(comm, UnavailableError, '"NCCL" cannot be had: ranks 0.* share GPU'):
+            is_working(group, ONLY_NCCL)
 
 
 @pytest.mark.ranks(min=2)
@@ -373,11 +229,10 @@ def test_other_versions_are_refused_with_a_table(
     emulated.wish("NCCL's version", 22809 if comm.rank else 23004)
     its = cuda.Cuda()
     monkeypatch.setattr(cuda, "current", lambda: its)
-    group = SyncGroup.from_mpi(comm)
-    with raises_everywhere(comm, TopologyError, r"one version of NCCL.*: 2.30.4 on rank 0 .*, 2.28.9 on rank"):
-        NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))
-    assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
-    group.close()
+    for group in opened(comm):
+        with raises_everywhere(comm, TopologyError, r"one version of NCCL.*: 2.30.4 on rank 0 .*, 2.28.9 on rank"):
+            is_working(group)
+        assert NcclAllReduce().bound_to(group).all_reduce("SUM", 1) == comm.size  # host arrays go on
 
 
 @pytest.mark.ranks(min=2)
@@ -385,125 +240,11 @@ def test_communicators_that_do_not_block_are_done_without(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    group, value = SyncGroup.from_mpi(comm), up(np.ones(5))
-    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", value)) == comm.size).all()
-    assert group.levels_of(True).nccl is NcclReach.NOWHERE
-    with raises_everywhere(comm, UnavailableError, "cannot be had: .*NCCL_COMM_BLOCKING=0 is set.*unset it"):
-        NcclAllReduce().bound_to(group).all_reduce("SUM", value, CommunicationOptions(implementation="NCCL"))
-    group.close()
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
-def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
-    emulated: Emulated, comm: Intracomm, what: str
-) -> None:
-    group = SyncGroup.from_mpi(comm)
-    ops = NcclAllReduce().bound_to(group)
-    failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
-    if comm.rank == failing:
-        emulated.wish(what, 2)
-    start = time.monotonic()
-    with raises_everywhere(
-        comm, UnavailableError, rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
-    ):
-        ops.all_reduce("SUM", up(np.ones(5)))
-    assert time.monotonic() - start < 20
-    emulated.be_normal()
-    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    group.close()
-
-
-@pytest.mark.ranks(min=2)
-def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, comm: Intracomm) -> None:
-    group = SyncGroup.from_mpi(comm)
-    ops = NcclAllReduce().bound_to(group)
-    for _ in range(2):
-        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-        if comm.rank == 0:
-            emulated.wish("an error of NCCL", 6)
-
-        def call_on() -> None:
-            while True:  # a rank may be done before the error
-                ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=2))
-
-        with pytest.raises((PeerFailedError, RuntimeError)):
-            call_on()
-        emulated.wish("an error of NCCL", 0)
-        group.reset()
-    assert (down(NcclAllReduce().bound_to(group).all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    group.close()
-    assert emulated.ended() == [("abort", 1), ("abort", 1), ("destroy", 1)]
-
-
-@pytest.mark.ranks(min=2)
-def test_a_failure_ends_the_communicators_of_all_groups(emulated: Emulated, comm: Intracomm) -> None:
-    """NCCL wants those of a process aborted together; each group is reset."""
-    groups = [SyncGroup.from_mpi(comm) for _ in range(2)]
-    one, other = (NcclAllReduce().bound_to(group) for group in groups)
-    for ops in (one, other):
-        ops.all_reduce("SUM", up(np.ones(5)))
-    if comm.rank != 1:
-        with pytest.raises(DeadlineExceededError, match="rank 1"):
-            one.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
-    comm.Barrier()
-    groups[0].reset()
-    with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
-        other.all_reduce("SUM", up(np.ones(5)))
-    comm.Barrier()
-    groups[1].reset()
-    for ops, group in zip((one, other), groups, strict=True):
-        assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-        group.close()
-
-
-@pytest.mark.ranks(min=2)
-def test_a_missing_rank_is_named_and_reset_goes_on(emulated: Emulated, comm: Intracomm) -> None:
-    group = SyncGroup.from_mpi(comm)
-    ops = NcclAllReduce().bound_to(group)
-    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    if comm.rank != 1:
-        start = time.monotonic()
-        with pytest.raises(DeadlineExceededError, match="rank 1"):
-            ops.all_reduce("SUM", up(np.ones(5)), CommunicationOptions(timeout_seconds=0.5))
-        assert time.monotonic() - start < 10
-    comm.Barrier()
-    group.reset()
-    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    group.close()
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
-def test_a_rank_that_stops_within_a_call_is_noticed(
-    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
-
-    Also where NCCL first has to connect the ranks, for which it waits before its call returns.
-    """
-    group = SyncGroup.from_mpi(comm)
-    ops = NcclAllReduce().bound_to(group)
-    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    run, others = NcclCommunicator._run, [rank for rank in range(comm.size) if rank != 1]
-
-    def come_last(*args: Any, **more: Any) -> Any:
-        for rank in others:  # those that waited for this one would wait for ever
-            assert comm.recv(None, rank, _HAS_RAISED) == rank
-        return run(*args, **more)
-
-    with monkeypatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr(NcclCommunicator, "_run", come_last)
-        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
-            ops.all_reduce("SUM", up(np.ones(5, dtype)), CommunicationOptions(timeout_seconds=2.0))
-        nccl_handles.wait_for_endings()
-        if comm.rank != 1:
-            comm.send(comm.rank, 1, _HAS_RAISED)
-    assert emulated.ended() == [("abort", 1)]
-    group.reset()
-    assert (down(ops.all_reduce("SUM", up(np.ones(5)))) == comm.size).all()
-    group.close()
+    for group in opened(comm):
+        assert is_working(group)
+        assert group.levels_of(True).nccl is NcclReach.NOWHERE
+        with raises_everywhere(comm, UnavailableError, "cannot be had: .*NCCL_COMM_BLOCKING=0 is set.*unset it"):
+            is_working(group, ONLY_NCCL)
 
 
 @pytest.mark.ranks(min=2)
@@ -513,75 +254,12 @@ def test_kernels_and_copies_go_before_the_users(
 ) -> None:
     """Which fill the GPU in a backward pass; only streams of a higher priority get on meanwhile."""
     monkeypatch.setenv("MPIDIST_NCCL", "1" if way == "NCCL" else "0")
-    group = SyncGroup.from_mpi(comm)
     options = CommunicationOptions(implementation="RING" if way == "RING" else "AUTO")
-    for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
-        values = [up(np.ones(count)) for count in (5, 7000)]
-        ops.all_reduce("SUM", values, options)
-        ops.start_all_reduce("SUM", values, options).wait()
+    for group in opened(comm):
+        for ops in (CollectiveAllReduce().bound_to(group), HierarchicalCopyAllReduce().bound_to(group)):
+            values = [up(np.ones(count)) for count in (5, 7000)]
+            ops.all_reduce("SUM", values, options)
+            ops.start_all_reduce("SUM", values, options).wait()
     made = [priority for _, priority in emulated.calls("a stream of its own")]
     assert len(made) == 3, "NCCL's own and two of packs; or copies down, copies up, and work that waits for no caller"
     assert all(priority < 0 for priority in made)
-    group.close()
-
-
-def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
-    """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
-    handle, order = make_handle(cuda.current(), comm), []
-    real, look = handle.comm, handle.comm.check_async_error
-
-    def slow_look() -> None:
-        other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
-        other.start()
-        other.join(0.2)
-        order.append("looked")
-        threads.append(other)
-        look()
-
-    threads: list[threading.Thread] = []
-    handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
-    handle.check()
-    threads[0].join()
-    handle.check()
-    nccl_handles.wait_for_endings()
-    assert order == ["looked", "aborted"]
-    assert emulated.ended() == [("abort", 1)]
-
-
-@pytest.mark.ranks(min=2)
-def test_an_interrupt_aborts(emulated: Emulated, comm: Intracomm) -> None:
-    """Ctrl-C, while this rank waits for others in NCCL."""
-    its = connect(cuda.current(), comm)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    its.set_wait_hook(interrupt)
-    if comm.rank == 0:
-        with pytest.raises(KeyboardInterrupt):
-            its.all_reduce(up(np.ones(5)), Reduction())
-    else:
-        nccl_handles.abort_all("of a test")
-    nccl_handles.wait_for_endings()
-    assert emulated.ended() == [("abort", 1)]
-
-
-@pytest.mark.ranks(min=2)
-def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
-    unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
-    if comm.rank == 0:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {0: 0})
-        time.sleep(0.1)
-        assert making.outcome() == (False, "")
-        making.cancel()
-    comm.Barrier()
-    if comm.rank:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {comm.rank: 0})
-        while not making.outcome()[0]:
-            time.sleep(0.01)
-        making.cancel()
-    until = time.monotonic() + 5
-    while not emulated.ended() and time.monotonic() < until:
-        time.sleep(0.01)
-    nccl_handles.wait_for_endings()
-    assert emulated.ended() == [("abort", 1)]

@@ -1,0 +1,122 @@
+"""Kernels that join pieces of device memory, bit by bit as the host does it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from host_cuda.gpus import down, gpus, up
+from support.contributions import HALVES, UFUNCS, bits, in_rank_order, in_tree_order, unlike_numbers
+from transport.gpu.device_numbers import (
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    F64,
+    ON_DEVICE,
+    empty,
+    kernels,
+    numbers_of,
+    odd_numbers_of,
+    same,
+)  # fmt: skip
+
+from mpidist.transport.gpu.compiled import COMBINED
+from mpidist.transport.gpu.kernels import DeviceKernels
+from mpidist.transport.reduction import Reduction
+from mpidist.transport.tree import Fold
+
+__all__ = ["gpus", "kernels"]  # fixtures
+
+pytestmark = pytest.mark.ranks(1)
+
+WITH_KERNELS = [tuple(DTYPES[code] for code in pair.split()) for pair in COMBINED]
+WITHOUT = [(dtype, dtype) for dtype in ON_DEVICE if (dtype, dtype) not in WITH_KERNELS]
+JOINED = [
+    (*pair, op) for pair, op in product(WITH_KERNELS + WITHOUT, UFUNCS) if pair[0].kind != "c" or op in ("sum", "prod")
+]
+
+
+def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, written: Any, divisor: int = 1) -> None:
+    """Join the rows of an array, and arrays that lie anywhere; compare with NumPy's numbers, and the host's."""
+    reduction, read = Reduction(op, divisor), rows[0].dtype
+    with np.errstate(all="ignore"):
+        expected = in_rank_order(UFUNCS[op], rows, written, divisor)
+        results = []
+        if read == written and (divisor == 1 or read in HALVES):
+            reduction.combine(rows, on_host := np.empty(expected.size, written))
+            results.append(on_host)
+        for parts in (up(np.stack(rows)), [up(row) for row in rows]):
+            kernels.combine(parts, reduction, out := empty(expected.size, written))
+            results.append(down(out))
+        if op in ("min", "max"):  # which of two zeros is less is nobody's promise
+            expected, *results = (its + written.type(0) for its in (expected, *results))
+        for result in results:
+            if written.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
+                limit = 8 * len(rows) * np.finfo(written).eps * abs(expected)
+                assert (abs(result - expected) <= limit).all()
+            else:
+                assert same(result, expected), (len(rows), expected.size, divisor)
+
+
+@pytest.mark.parametrize(("read", "written", "op"), JOINED, ids=str)
+def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, read: Any, written: Any, op: str) -> None:
+    """In one launch if there is a kernel: half precision in float32, divided, and rounded once."""
+    divisors = (1, 8, 3) if (read, written) in WITH_KERNELS else (1,)
+    num_joined = 0
+    for count, num_parts, divisor in product((1, 7, 64, 5003), (1, 2, 3, 8), divisors):
+        check_joined(kernels, [numbers_of(read, count, seed) for seed in range(num_parts)], op, written, divisor)
+        num_joined += 2
+    is_kernels = len(divisors) > 1 or (read.kind == "c" and op == "sum")
+    assert kernels.num_launches == num_joined * is_kernels
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "op"), [its for its in JOINED if its[0].kind != "c" or its[2] == "sum"], ids=str
+)
+def test_odd_numbers_are_joined_as_on_the_host(kernels: DeviceKernels, read: Any, written: Any, op: str) -> None:
+    """Each with each, as the first, second or third piece: one that is no number wins."""
+    odd = odd_numbers_of(read)
+    rows = [np.repeat(odd, odd.size), np.tile(odd, odd.size)]
+    for pieces in (rows, [np.ones_like(rows[0]), *rows], [*rows, np.ones_like(rows[0])]):
+        check_joined(kernels, pieces, op, written)
+
+
+def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
+    """In any order: their addresses are no row of even steps."""
+    check_joined(kernels, [numbers_of(F16, 5, seed) for seed in range(500)], "sum", F16, 500)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, np.dtype(np.int16)], ids=str)
+def test_pieces_are_joined_in_the_order_of_a_fold(kernels: DeviceKernels, dtype: Any) -> None:
+    for total in (1, 2, 7, 8):
+        rows = unlike_numbers(total, 300, dtype)
+        reduction = Reduction("sum", fold=Fold(total, [[replica] for replica in range(total)]))
+        for parts in (up(np.stack(rows)), [up(row) for row in rows]):
+            for out in (empty(300, dtype), parts[0]):
+                kernels.combine(parts, reduction, out)
+                assert bits(down(out)) == bits(in_tree_order(np.add, rows)), total
+
+
+def test_pieces_of_any_alignment_distance_and_order(kernels: DeviceKernels) -> None:
+    """Also into one of them; what lies behind the result is left alone."""
+    for dtype in (np.dtype(np.int8), BF16, F32, F64):
+        rows = [numbers_of(dtype, 1003, seed) for seed in range(3)]
+        with np.errstate(all="ignore"):
+            expected, swapped = (in_rank_order(np.add, its, dtype) for its in (rows, rows[::-1]))
+        for width, at in product((1003, 1008, 1010), (0, 1, 4)):
+            whole = up(np.zeros((3, width + 4), dtype))[:, at : at + 1003]
+            for to, row in zip(whole, rows, strict=True):
+                to[...] = up(row)
+            around = up(np.full(1100, 9, dtype))
+            out = around[at : at + 1003]
+            kernels.combine(whole, Reduction(), out)
+            assert same(down(out), expected), (dtype, width, at)
+            kernels.combine([whole[2], whole[1], whole[0]], Reduction(), out)
+            assert same(down(out), swapped)
+            assert (down(around)[:at] == 9).all()
+            assert (down(around)[at + 1003 :] == 9).all()
+            kernels.combine([whole[0], whole[2], whole[1]], Reduction("max"), whole[1])
+            assert same(down(whole[1]), np.maximum(np.maximum(rows[0], rows[2]), rows[1]))

@@ -1,0 +1,149 @@
+"""How kernels are compiled: when they are needed, for old GPUs and drivers, and by CUDA's own compilers."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host_cuda import are_emulated
+from host_cuda.gpus import Compiler, compiler, gpus, up
+from transport.gpu.device_numbers import empty, kernels
+
+from mpidist.transport.gpu.compiled import KERNEL_OPTIONS, KERNELS, kernel_source
+from mpidist.transport.gpu.kernels import DeviceKernels
+
+__all__ = ["compiler", "gpus", "kernels"]  # fixtures
+
+pytestmark = pytest.mark.ranks(1)
+
+BEFORE_VOLTA = """
+from host_cuda.emulated import Emulated
+Emulated().wish("the compute capability", 60)
+from mpidist.transport import cuda
+from mpidist.transport.gpu.compiled import compile_kernel, longest_table
+try:
+    compile_kernel(cuda.current(), "copy_long").kernel
+except cuda.current().cupy.cuda.compiler.CompileException as error:
+    print(longest_table(cuda.current()), type(error).__name__)
+"""
+
+
+def test_a_kernel_is_compiled_when_it_is_needed(compiler: Compiler, kernels: DeviceKernels) -> None:
+    """All of them take NVRTC seconds. The mean of float32 takes the two that are compiled soonest."""
+    arrays, buffer = [up(np.ones(5, np.float32)) for _ in range(3)], empty(15, np.float32)
+    assert compiler.compiled == set()
+    kernels.pack(arrays, buffer)
+    assert compiler.compiled == {"copy"}
+    kernels.unpack(buffer, arrays, 2)
+    assert compiler.compiled == {"copy", "divide_f4"}
+
+
+@pytest.mark.gpu
+def test_gpus_before_volta_take_short_tables() -> None:
+    """In a process of its own, as CuPy asks a GPU once. NVRTC refuses to compile long ones for it."""
+    if not are_emulated():
+        pytest.skip("needs a GPU that is emulated")
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", BEFORE_VOLTA]
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("168 CompileException\n", 0), done.stderr
+
+
+CUPY_OPTIONS = ["-ftz=true", "--device-as-default-execution-space"]  # which CuPy 14 puts after ours
+
+
+def require_exact(ptx: str) -> None:
+    """No product and sum in one, and no subnormal number made a zero."""
+    for word in ("fma.", "mad.f", ".ftz"):
+        assert word not in ptx, word
+
+
+@pytest.mark.long
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
+    """To PTX, which has no fused sums, and moves 16 bytes at a time."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs a GPU's toolkit: nvcc")
+    source, made = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
+    source.write_text(kernel_source())
+    options = [*KERNEL_OPTIONS, CUPY_OPTIONS[0], f"-arch={arch}", "-Werror", "all-warnings", "-ptx", "-o", str(made)]
+    done = subprocess.run(["nvcc", *options, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ptx = made.read_text()
+    require_exact(ptx)
+    entries = {entry.split("(")[0].strip(): entry for entry in ptx.split(".visible .entry")[1:]}
+    assert set(entries) == {f"mpidist_{kernel}" for kernel in KERNELS}
+    assert ".local" not in ptx, "tables are read where they come, and copied by no thread"
+    for name in ("mpidist_copy", "mpidist_cast", "mpidist_combine_bf_bf", "mpidist_combine_f4_f4"):
+        assert re.search(r"ld(\.global)?\.v4\.[uf]32", entries[name]), name
+    require_reads_ahead(ptx)
+
+
+def require_reads_ahead(ptx: str) -> None:
+    """Four reads of 16 bytes are under way before the first part is joined: one does not fill the memory's roof."""
+    for kernel in ("combine_f4_f4", "combine_bf_bf"):
+        entry = ptx.split(f".visible .entry mpidist_{kernel}(")[1].split(".visible .entry")[0]
+        words = re.findall(r"\b(ld(?:\.global)?\.v4|ld(?:\.global)?\.[fu]\d+|add\.rn|st(?:\.global)?\.)", entry)
+        kinds = "".join("R" if ".v4" in word else "+" if word == "add.rn" else "" for word in words)
+        assert "RRRR" in kinds, kernel
+
+
+def find_nvrtc() -> Any:
+    """The compiler that CuPy uses, if it is here: with CUDA's toolkit, or from its wheel."""
+    places = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"]
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        places += map(str, sorted(Path(folder).rglob("libnvrtc.so.*")))
+    for place in places:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(place)
+    return None
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize("arch", ["compute_75", "sm_90"])
+def test_nvrtc_takes_the_kernels_and_the_options(arch: str) -> None:
+    """As CuPy gives them to it, without one folder of headers."""
+    nvrtc = find_nvrtc()
+    if nvrtc is None:
+        pytest.skip("needs a GPU's toolkit, or its wheel: NVRTC")
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = ctypes.c_char_p(kernel_source().encode())
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    options = [its.encode() for its in (*KERNEL_OPTIONS, *CUPY_OPTIONS, f"-arch={arch}")]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    assert b"warning" not in log.value
+    if arch.startswith("compute"):
+        assert nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+        ptx = ctypes.create_string_buffer(size.value)
+        assert nvrtc.nvrtcGetPTX(program, ptx) == 0
+        require_exact(ptx.value.decode())
+        require_reads_ahead(ptx.value.decode())
+    else:
+        assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+        assert size.value > 10_000
+
+
+@pytest.mark.no_mpi
+def test_the_kernels_are_in_the_package() -> None:
+    """What setup.cfg leaves out is missed by those who install alone."""
+    settings = configparser.ConfigParser()
+    settings.read(Path(__file__).parents[3] / "setup.cfg")
+    assert settings["options.package_data"]["mpidist.transport.gpu"] == "*.cu"
+    assert kernel_source().startswith("// Moves and sums")

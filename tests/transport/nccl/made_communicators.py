@@ -1,0 +1,24 @@
+"""Communicators of NCCL, made without a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist.transport import cuda
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.nccl.handles import Handle
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["connect", "make_handle"]
+
+
+def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
+    unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
+    device = int(provider.cupy.cuda.runtime.getDevice())
+    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
+
+
+def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
+    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size)

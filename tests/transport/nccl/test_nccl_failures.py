@@ -1,0 +1,234 @@
+"""The NCCL transport, where a rank, NCCL or a call of it fails: errors, aborts, and what begins anew."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+from host_cuda.emulated import HANGS, Emulated
+from host_cuda.gpus import connected, emulated, gpus, is_working, opened, up
+from support.everywhere import raises_everywhere
+from transport.nccl.made_communicators import connect, make_handle
+
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
+from mpidist.options import CommunicationOptions
+from mpidist.transport import cuda
+from mpidist.transport.group import SyncGroup
+from mpidist.transport.nccl import handles as nccl_handles
+from mpidist.transport.nccl.communicator import NcclCommunicator
+from mpidist.transport.reduction import Reduction
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["connected", "emulated", "gpus"]  # fixtures
+
+_HAS_RAISED: Final = 21  # a tag
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", [DeadlineExceededError, KeyboardInterrupt])
+def test_what_a_rank_raises_while_it_waits_ends_in_one_abort(emulated: Emulated, comm: Intracomm, kind: Any) -> None:
+    """All communicators of the process go together, the error comes in time, and later calls name it."""
+    first, second = connect(cuda.current(), comm), connect(cuda.current(), comm, "second")
+    start = time.monotonic()
+
+    def give_up() -> None:
+        if time.monotonic() - start > 0.4:
+            raise kind("rank 1 did not come")
+
+    first.set_wait_hook(give_up)
+    if comm.rank != 1:
+        with pytest.raises(kind, match="rank 1 did not come"):
+            first.all_reduce(up(np.ones(5)), Reduction())
+        assert time.monotonic() - start < 10
+        assert emulated.ended() == [("abort", 2)]
+        for its in (first, second):
+            with pytest.raises(
+                (RuntimeError, DeadlineExceededError), match=r"an earlier call failed .*rank 1 did not come.*reset"
+            ):
+                its.all_reduce(up(np.ones(5)), Reduction())
+    else:
+        nccl_handles.abort_all("the others gave up")
+    nccl_handles.wait_for_endings()
+    first.free()  # what is gone need not be destroyed
+    second.free()
+    assert emulated.ended() == [("abort", 2)]
+
+
+@pytest.mark.ranks(2)
+def test_an_abort_that_hangs_holds_nobody_up(
+    emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_handles, "LIMIT_SECONDS", 4.0)
+    its = connect(cuda.current(), comm)
+    emulated.wish("abort", HANGS)
+    start = time.monotonic()
+    nccl_handles.abort_all("of a test")
+    assert time.monotonic() - start < 3.9
+    nccl_handles.wait_for_endings()
+    assert 3.9 < time.monotonic() - start < 20
+    assert "did not end within" in caplog.text
+    its.free()
+    assert time.monotonic() - start < 20
+    emulated.be_normal()
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2, PeerFailedError), (6, PeerFailedError), (3, UnavailableError)])
+@pytest.mark.ranks(min=2)
+def test_errors_of_nccl_become_ours(emulated: Emulated, comm: Intracomm, status: int, kind: Any) -> None:
+    its = connect(cuda.current(), comm)
+    if comm.rank == 0:
+        emulated.wish("an error of NCCL", status)
+        with pytest.raises(kind, match=r"all_reduce with NCCL on rank 0 of \d \(all\) failed: NCCL_ERROR.*NCCL_DEBUG"):
+            its.all_reduce(up(np.ones(5)), Reduction())
+    nccl_handles.abort_all("of a test")
+    nccl_handles.wait_for_endings()
+    assert emulated.ended() == [("abort", 1)]
+
+
+def test_statuses_that_cupy_has_no_word_for(emulated: Emulated, comm: Intracomm) -> None:
+    for status, kind in ((7, UnavailableError), (8, DeadlineExceededError)):
+        its = connect(cuda.current(), comm)
+        its.set_wait_hook(lambda: None)
+        emulated.wish("ncclGroupEnd", status)
+        with pytest.raises(kind, match=f"NCCL's status {status}; unset NCCL_COMM_BLOCKING"):
+            its.all_reduce(up(np.ones(5)), Reduction())
+        emulated.wish("ncclGroupEnd", 0)
+        comm.Barrier()
+    nccl_handles.wait_for_endings()
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("what", ["ncclGetUniqueId", "ncclCommInitRank"])
+def test_what_fails_on_one_rank_fails_on_all_and_can_be_tried_again(
+    emulated: Emulated, comm: Intracomm, what: str
+) -> None:
+    failing = 0 if what == "ncclGetUniqueId" else comm.size - 1
+    if comm.rank == failing:
+        emulated.wish(what, 2)
+    start, pattern = time.monotonic(), rf"could not be started \(within_node\): rank {failing}: NCCL_ERROR"
+    for group in opened(comm):
+        with raises_everywhere(comm, UnavailableError, pattern):
+            is_working(group)
+        assert time.monotonic() - start < 20
+        emulated.be_normal()
+        assert is_working(group)
+
+
+@pytest.mark.ranks(min=2)
+def test_after_a_failure_reset_makes_new_ones(emulated: Emulated, connected: SyncGroup, comm: Intracomm) -> None:
+    for _ in range(2):
+        if comm.rank == 0:
+            emulated.wish("an error of NCCL", 6)
+
+        def call_on() -> None:
+            while True:  # a rank may be done before the error
+                is_working(connected, CommunicationOptions(timeout_seconds=2))
+
+        with pytest.raises((PeerFailedError, RuntimeError)):
+            call_on()
+        emulated.wish("an error of NCCL", 0)
+        connected.reset()
+        assert is_working(connected)
+    connected.close()
+    assert emulated.ended() == [("abort", 1), ("abort", 1), ("destroy", 1)]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_missing_rank_ends_the_communicators_of_all_groups(
+    emulated: Emulated, connected: SyncGroup, comm: Intracomm
+) -> None:
+    """It is named. NCCL wants the communicators of a process aborted together; each group is reset."""
+    for other in opened(comm):
+        assert is_working(other)
+        start = time.monotonic()
+        if comm.rank != 1:
+            with pytest.raises(DeadlineExceededError, match="rank 1"):
+                is_working(connected, CommunicationOptions(timeout_seconds=0.5))
+        assert time.monotonic() - start < 10
+        comm.Barrier()
+        connected.reset()
+        with pytest.raises((RuntimeError, PeerFailedError), match=r"call strategy.reset\(\) on all ranks"):
+            is_working(other)
+        comm.Barrier()
+        other.reset()
+        assert is_working(connected)
+        assert is_working(other)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("dtype", ["f8", "f2"], ids=["connected", "connects"])
+def test_a_rank_that_stops_within_a_call_is_noticed(
+    emulated: Emulated, connected: SyncGroup, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """All have agreed on the call, and one does not come to NCCL: the others abort, and so does it when it comes.
+
+    Also where NCCL first has to connect the ranks, for which it waits before its call returns.
+    """
+    run, others = NcclCommunicator._run, [rank for rank in range(comm.size) if rank != 1]
+
+    def come_last(*args: Any, **more: Any) -> Any:
+        for rank in others:  # those that waited for this one would wait for ever
+            assert comm.recv(None, rank, _HAS_RAISED) == rank
+        return run(*args, **more)
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(NcclCommunicator, "_run", come_last)
+        with pytest.raises((DeadlineExceededError, PeerFailedError), match="reset"):
+            is_working(connected, CommunicationOptions(timeout_seconds=2.0), dtype)
+        nccl_handles.wait_for_endings()
+        if comm.rank != 1:
+            comm.send(comm.rank, 1, _HAS_RAISED)
+    assert emulated.ended() == [("abort", 1)]
+    connected.reset()
+    assert is_working(connected)
+
+
+def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulated: Emulated, comm: Intracomm) -> None:
+    """Another thread aborts all communicators of a process: the look reads memory that the abort frees."""
+    handle, order = make_handle(cuda.current(), comm), []
+    real, look = handle.comm, handle.comm.check_async_error
+
+    def slow_look() -> None:
+        other = threading.Thread(target=lambda: (nccl_handles.abort_all("of a test"), order.append("aborted")))
+        other.start()
+        other.join(0.2)
+        order.append("looked")
+        threads.append(other)
+        look()
+
+    threads: list[threading.Thread] = []
+    handle.comm = SimpleNamespace(check_async_error=slow_look, abort=real.abort)
+    handle.check()
+    threads[0].join()
+    handle.check()
+    nccl_handles.wait_for_endings()
+    assert order == ["looked", "aborted"]
+    assert emulated.ended() == [("abort", 1)]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
+    unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
+    if comm.rank == 0:
+        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {0: 0})
+        time.sleep(0.1)
+        assert making.outcome() == (False, "")
+        making.cancel()
+    comm.Barrier()
+    if comm.rank:
+        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {comm.rank: 0})
+        while not making.outcome()[0]:
+            time.sleep(0.01)
+        making.cancel()
+    until = time.monotonic() + 5
+    while not emulated.ended() and time.monotonic() < until:
+        time.sleep(0.01)
+    nccl_handles.wait_for_endings()
+    assert emulated.ended() == [("abort", 1)]
