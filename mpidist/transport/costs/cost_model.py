@@ -56,7 +56,7 @@ class CostModel:
 
     sync_seconds: float = 1.5e-6
     call_seconds: float = 0.5e-6
-    two_shot_seconds: float = 15e-6
+    two_shot_seconds: float = 7e-6
     copy_bytes_per_second: float = 12e9
     stream_bytes_per_second: float = 8e9
     add_bytes_per_second: float = 10e9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeAlias, final
 
@@ -178,6 +179,10 @@ class NcclCommunicator(Communicator):
 
     def _join_shard(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         """Receive every rank's part of this rank's shard and join them in rank order, rounding once."""
+        join = partial(self._join_parts, buffer, bounds, reduction, shard)
+        self._queue.run("reduce", join, (buffer, shard))  # the memory for parts is lent until the sum is done
+
+    def _join_parts(self, buffer: Array, bounds: Sequence[int], reduction: Reduction, shard: Array) -> None:
         width, count = buffer.itemsize, shard.size
         nbytes, step = count * width, -(-count * width // _ALIGNMENT) * _ALIGNMENT
         memory = self._queue.buffer("parts", self.size * step)

@@ -130,6 +130,13 @@ class DeviceQueue:
             self._held = None
         return self._launched(what, result, event, held)
 
+    def run(self, what: str, work: Callable[[], Any], memory: Any = None) -> None:
+        """Launch work as `launch` does, and wait for it on the host; within `launch`, call it alone."""
+        if self._held is None:
+            self.wait(self.launch(what, work, memory))
+        else:
+            work()
+
     @contextmanager
     def packing(self) -> Iterator[None]:
         """Pack within `launch`, when the pack before the last one is unpacked; what comes then waits."""
@@ -173,7 +180,7 @@ class DeviceQueue:
             kind: Equal for calls that go to the same ranks in the same ways; by default `what`.
         """
         if self._held is None:
-            self.wait(self.launch(what, partial(self.issue, what, handle, memory, launch, kind)))
+            self.run(what, partial(self.issue, what, handle, memory, launch, kind))
             return
         self._require_usable(what)
         self._held.append(memory)
