@@ -21,7 +21,7 @@ from mpidist.transport.host_memory import most_result_bytes
 from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
 from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
-from mpidist.transport.node_memory import SharedArena, Slots
+from mpidist.transport.node_memory import SharedArena, Slots, file_system_bytes
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import (
@@ -45,6 +45,8 @@ _PACK_BYTES: Final = (256 << 10, 4 << 20)
 # Of device memory: a launch takes as long as reducing some MB, and a pack costs two passes at the memory's speed.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
+_RESULTS_OF_SHARED_MEMORY: Final = 1 / 4  # the most that results take of the node's memory file system
+_LEFT_BY_RESULTS: Final = 1 / 2  # what of it is free afterwards: results can do without, other arrays there cannot
 _SAME_STREAM: Final = nullcontext()
 _DEFAULTS: Final = Settings()
 
@@ -286,9 +288,11 @@ def _make_result_arena(world: Communicator) -> SharedArena | None:
     """Make the memory of results of one node, if all ranks can write there. Collective."""
     if not isinstance(world, MpiCommunicator) or not all(world.comm.allgather(native is not None)):
         return None
+    most = most_result_bytes(world.size)
     try:
-        return SharedArena(world.comm, mmap.PAGESIZE, most_result_bytes(world.size))
-    except UnavailableError:  # on every rank
+        most = min(most, int(file_system_bytes()[0] * _RESULTS_OF_SHARED_MEMORY / world.size))
+        return SharedArena(world.comm, mmap.PAGESIZE, most, left_to_others=_LEFT_BY_RESULTS)
+    except (OSError, UnavailableError):  # on every rank
         return None
 
 

@@ -249,6 +249,7 @@ class SyncGroup(OpenGroup):
             flags = self.membership.all_gather_at_reset(state, self.settings.timeout_seconds, self._watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
+                self.result_memory.clear()
                 self.devices.abandon()
                 self.levels.abandon()
             else:

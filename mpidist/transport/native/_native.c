@@ -14,7 +14,8 @@
 #endif
 
 #define LINE_BYTES 128     /* of a rank's part that are the barrier's: window.py */
-#define TOLD 3             /* where in that line a rank tells a word: barrier.py */
+#define TOLD 9             /* the first of four places in that line where a rank tells words in turn: barrier.py */
+#define NUM_TOLD 4
 #define ROUND 16           /* elements: schedule.py */
 #define BLOCK_BYTES 4096   /* what is added at once of more than two parts */
 #define MOST_PARTS 1024
@@ -348,7 +349,7 @@ static PyObject *barrier_tell(Barrier *self, PyObject *word)
 {
     const long long told = PyLong_AsLongLong(word);
     if (told == -1 && PyErr_Occurred()) return NULL;
-    line_of(self, self->rank)[TOLD + (self->count + 1) % 2 * 4] = told;
+    line_of(self, self->rank)[TOLD + (self->count + 1) % NUM_TOLD] = told;
     Py_RETURN_NONE;
 }
 
@@ -359,7 +360,7 @@ static PyObject *barrier_told(Barrier *self, PyObject *number)
     PyObject *words = PyList_New(self->size);
     if (!words) return NULL;
     for (int rank = 0; rank < self->size; rank++)
-        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[TOLD + count % 2 * 4]));
+        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[TOLD + count % NUM_TOLD]));
     return words;
 }
 

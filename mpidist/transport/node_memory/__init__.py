@@ -5,7 +5,7 @@ from mpidist.transport.node_memory.barrier import Barrier, Fence, NodeBarrier, m
 from mpidist.transport.node_memory.result_block import ResultBlock
 from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.symmetric import Place, Run, SharedArrays, places_digest
-from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
+from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow, file_system_bytes
 
 __all__ = [
     "Barrier",
@@ -19,6 +19,7 @@ __all__ = [
     "SharedArrays",
     "SharedWindow",
     "Slots",
+    "file_system_bytes",
     "make_barrier",
     "places_digest",
 ]

@@ -15,7 +15,7 @@ from mpidist.transport.node_memory.window import LINE_BYTES, discard, file_syste
 __all__ = ["SharedArena"]
 
 _STEP_BYTES: Final = 1 << 20  # that are asked of the system at once, if it has as many
-_SHARE_OF_OTHERS: Final = 8  # one in so many bytes of the file system is left to all others who need some
+_LEFT_TO_OTHERS: Final = 1 / 8
 
 
 @final
@@ -29,6 +29,7 @@ class SharedArena:
         comm: The ranks of the node.
         nbytes: How much this rank takes at once, from the start of its part.
         most_bytes: How much a rank may take; `None` for as much as there is.
+        left_to_others: The share of the memory file system that is left to all others who need some.
 
     Attributes:
         own: This rank's part.
@@ -38,10 +39,13 @@ class SharedArena:
         UnavailableError: If there is too little shared memory, on every rank of the node.
     """
 
-    def __init__(self, comm: Intracomm, nbytes: int, most_bytes: int | None = None) -> None:
+    def __init__(
+        self, comm: Intracomm, nbytes: int, most_bytes: int | None = None, left_to_others: float = _LEFT_TO_OTHERS
+    ) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
-        self._left_to_others, most = _limits()
-        most = most if most_bytes is None else min(most, most_bytes)
+        whole = _size()
+        self._left_to_others = int(whole * left_to_others)
+        most = whole if most_bytes is None else min(whole, most_bytes)
         span: int = max(comm.allgather(_whole_pages(max(most, nbytes, 1))))
         self._start, self._end = span * rank, span * (rank + 1)
         self._next = self._start + nbytes
@@ -144,10 +148,8 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _limits() -> tuple[int, int]:
-    """Return how many bytes must stay free, and how many there are at all."""
+def _size() -> int:
     try:
-        nbytes, _ = file_system_bytes()
+        return file_system_bytes()[0]
     except OSError:  # making the file says what is wrong
-        nbytes = 0
-    return nbytes // _SHARE_OF_OTHERS, nbytes
+        return 0

@@ -62,7 +62,7 @@ class Barrier(Protocol):
         """Tell the other ranks a word of 63 bits with the next barrier."""
 
     def told(self, count: int, /) -> list[int]:
-        """Return [ranks], what each told with barrier `count`, the last one or the one before."""
+        """Return [ranks], what each told with barrier `count`: the last one, or the one before."""
 
     def has_passed(self) -> bool:
         """Whether all ranks have arrived."""
@@ -109,11 +109,12 @@ class NodeBarrier:
 
     def tell(self, word: int, /) -> None:
         """See `Barrier.tell`."""
-        self._own[3 + (self.count + 1) % 2 * 4] = word
+        # Four places in turn: a rank that is two barriers ahead may tell its next word.
+        self._own[9 + (self.count + 1) % 4] = word
 
     def told(self, count: int, /) -> list[int]:
         """See `Barrier.told`."""
-        return [line[3 + count % 2 * 4] for line in self._lines]
+        return [line[9 + count % 4] for line in self._lines]
 
     def has_equal_words(self) -> tuple[bool, bool]:
         """See `Barrier.has_equal_words`."""

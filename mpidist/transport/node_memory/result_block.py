@@ -1,7 +1,7 @@
 """Memory of results that the other ranks of a node write while a call lasts, and that is this rank's own otherwise.
 
 It lies in shared memory, but a process that is forked from a rank must find it as it finds all memory: as it was at the
-moment of the fork, and its own from then on. So a forked process copies it at once, while its parent waits.
+moment of the fork, and its own from then on. So a rank copies what is used before it forks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.node_memory.arena import SharedArena
-from mpidist.transport.node_memory.window import copy_for_itself
+from mpidist.transport.node_memory.window import PrivateCopy
 
 __all__ = ["ResultBlock"]
 
 _blocks: weakref.WeakSet[ResultBlock] = weakref.WeakSet()
-_pipes = threading.local()
+_copies = threading.local()  # that a thread has made for the process that it forks
 
 
 @final
@@ -36,7 +36,7 @@ class ResultBlock:
     Attributes:
         place: That of the argument; never 0.
         memory: Its bytes.
-        is_used: Whether there are results in the block. A process that is forked copies no others.
+        is_used: Whether there are results in the block. Only these are copied for a process that is forked.
     """
 
     def __init__(self, arena: SharedArena, place: int, nbytes: int) -> None:
@@ -67,30 +67,20 @@ class _Part:
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
-def _open_pipe() -> None:
-    _pipes.ends = os.pipe() if _blocks else None
+def _copy_used() -> None:
+    """Copy the blocks with results, before this process forks another one."""
+    _copies.made = [PrivateCopy(block.memory) for block in list(_blocks) if block.is_used()]
 
 
-def _copy_blocks() -> None:
-    """Let this process, which has just been forked, have the memory of results for itself."""
-    if _pipes.ends is None:
-        return
-    reading, writing = _pipes.ends
-    for block in list(_blocks):
-        if block.is_used():
-            copy_for_itself(block.memory)
-    os.write(writing, b"1")
-    os.close(reading)
-    os.close(writing)
+def _use_copies() -> None:
+    """Let this process, which has just been forked, have the copies in the place of the blocks."""
+    for copy in _copies.made:
+        copy.replace()
 
 
-def _await_copies() -> None:
-    if _pipes.ends is None:
-        return
-    reading, writing = _pipes.ends
-    os.close(writing)
-    os.read(reading, 1)  # nothing, if the other process is gone
-    os.close(reading)
+def _drop_copies() -> None:
+    for copy in _copies.made:
+        copy.free()
 
 
-os.register_at_fork(before=_open_pipe, after_in_child=_copy_blocks, after_in_parent=_await_copies)
+os.register_at_fork(before=_copy_used, after_in_child=_use_copies, after_in_parent=_drop_copies)

@@ -7,6 +7,7 @@ import functools
 import mmap
 import os
 import secrets
+import sys
 import weakref
 from typing import Any, Final, final
 
@@ -15,7 +16,7 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
 
-__all__ = ["LINE_BYTES", "SharedWindow", "copy_for_itself", "discard", "file_system_bytes", "map_file"]
+__all__ = ["LINE_BYTES", "PrivateCopy", "SharedWindow", "discard", "file_system_bytes", "map_file"]
 
 LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
 _DIRECTORY: Final = "/dev/shm"
@@ -143,20 +144,50 @@ def discard(memory: Any) -> None:
     _libc().madvise(memory.__array_interface__["data"][0], memory.nbytes, mmap.MADV_REMOVE)
 
 
-def copy_for_itself(memory: Any) -> None:
-    """Copy whole pages, and put the copy in their place, of which other processes see nothing. Local.
+@final
+class PrivateCopy:
+    """A copy of whole pages, for a process that is about to be forked. No other Python code runs meanwhile.
 
-    Raises:
-        OSError: If there is too little memory.
+    Args:
+        memory: The pages, as bytes.
     """
-    libc, address = _libc(), memory.__array_interface__["data"][0]
-    nbytes = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    copy = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if copy != _MAP_FAILED:
-        ctypes.memmove(copy, address, memory.nbytes)
-        copy = libc.mremap(copy, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
-    if copy == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def __init__(self, memory: Any) -> None:
+        self._address: int = memory.__array_interface__["data"][0]
+        self._nbytes = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._copy = _libc().mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if self._copy == _MAP_FAILED:
+            sys.stderr.write(
+                f"mpidist: too little memory to copy {self._nbytes >> 10} KiB of results for a process that is forked: "
+                "it ends if it reads them. Let these results go before, or start it in another way\n"
+            )
+            return
+        _libc().madvise(self._copy, self._nbytes, mmap.MADV_HUGEPAGE)
+        _libc_with_lock().memmove(self._copy, self._address, memory.nbytes)
+
+    def replace(self) -> None:
+        """Put the copy in the place of the pages, in the process that was forked."""
+        if self._copy == _MAP_FAILED:
+            _libc().munmap(self._address, self._nbytes)
+            return
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _libc().mremap(self._copy, self._nbytes, self._nbytes, flags, self._address) == _MAP_FAILED:
+            _libc().munmap(self._address, self._nbytes)
+
+    def free(self) -> None:
+        """Give the copy back, in the process that forked the other one."""
+        if self._copy != _MAP_FAILED:
+            _libc().munmap(self._copy, self._nbytes)
+
+
+@functools.cache
+def _libc_with_lock() -> Any:
+    """The C library, of which calls keep the lock of Python."""
+    libc = ctypes.PyDLL(None)
+    libc.memmove.restype = ctypes.c_void_p
+    libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return libc
 
 
 def file_system_bytes() -> tuple[int, int]:

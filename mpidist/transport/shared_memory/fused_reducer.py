@@ -137,6 +137,7 @@ class FusedReducer:
 
     def abandon(self) -> None:
         """Abandon messages between nodes that are not complete. Local; the reducer cannot be used again."""
+        self.free()
         if self._exchange is not None:
             self._exchange.abandon()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.contributions import bits, in_rank_order
+from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 from support.transports import set_sizes
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
+from mpidist.errors import InvalidArgumentError
 from mpidist.transport import native
+from mpidist.transport.node_memory import LINE_BYTES, NodeBarrier, SharedWindow
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -115,15 +119,70 @@ def test_arrays_of_some_ranks_that_compiled_code_does_not_take(comm: Intracomm) 
             assert (result == sum(range(comm.size)) + comm.size * step).all()
 
 
-def test_outs_of_some_ranks(comm: Intracomm) -> None:
+@pytest.mark.parametrize("deadline", [None, "60"])
+def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, deadline: str | None) -> None:
     """Then all stage once more; if that goes on, results lie in other memory, which costs nothing."""
+    if deadline is not None:  # which adds a barrier between what ranks tell and when they are told it
+        monkeypatch.setenv("MPIDIST_TIMEOUT_SECONDS", deadline)
     with Strategy(comm=comm) as strategy:
-        mine = np.full(100_000, comm.rank, np.float32)
-        out = np.empty_like(mine) if comm.rank == 0 else None
+        for count in range(100_000, 100_020):
+            mine = np.full(count, comm.rank, np.float32)
+            out = np.empty_like(mine) if comm.rank == 0 else None
+            for step in range(12):
+                result = all_reduce(strategy, "SUM", mine + step, out=out)
+                assert (result == sum(range(comm.size)) + comm.size * step).all()
+                assert comm.rank == 0 or is_shared(result) == (0 < step < 9), step
+
+
+def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
+    """No deadline, no out: one rank has no more blocks to lend before the others."""
+    kept: list[np.ndarray[Any, Any]] = []
+    with Strategy(comm=comm) as strategy:
         for step in range(24):
-            result = all_reduce(strategy, "SUM", mine + step, out=out)
-            assert (result == sum(range(comm.size)) + comm.size * step).all()
-            assert comm.rank == 0 or is_shared(result) == (0 < step < 9), step
+            result = all_reduce(strategy, "SUM", np.full(100_000, step, np.float32))
+            if comm.rank == 0:
+                kept.append(result)
+            assert (result == comm.size * step).all()
+    assert all((result == comm.size * step).all() for step, result in enumerate(kept))
+
+
+def test_a_word_that_ranks_told_is_there_until_all_have_read_it(comm: Intracomm) -> None:
+    """Also if a rank has passed another barrier since then, and tells the next word."""
+    window = SharedWindow(comm, LINE_BYTES)
+    both = [native.Barrier(window.parts, comm.rank, 100), NodeBarrier(window, comm.rank)]
+    for barrier in both:
+        comm.Barrier()
+        for turn in range(1, 40):
+            told = barrier.count + 1
+            barrier.tell(100 * turn + comm.rank)
+            for _ in range(2):  # the second is a deadline's
+                barrier.post()
+                while not barrier.has_passed():
+                    time.sleep(0)
+            if comm.rank == turn % comm.size:
+                time.sleep(0.002)
+            assert barrier.told(told) == [100 * turn + rank for rank in range(comm.size)]
+        comm.Barrier()
+        for part in window.parts:
+            part[:] = 0
+        comm.Barrier()
+
+
+def test_failures_and_resets_leave_no_memory_behind(comm: Intracomm) -> None:
+    with Strategy(comm=comm) as strategy:
+        used = []
+        for _ in range(5):
+            for _ in range(4):
+                assert (all_reduce(strategy, "SUM", np.full(1 << 20, 1.0)) == comm.size).all()
+            with raises_everywhere(comm, InvalidArgumentError, "did not pass the same arguments"):
+                all_reduce(strategy, "SUM", np.full((1 << 20) + comm.rank, 1.0))
+            strategy.reset()
+            comm.Barrier()
+            facts = os.statvfs("/dev/shm")
+            used.append((len(os.listdir("/proc/self/fd")), (facts.f_blocks - facts.f_bfree) * facts.f_frsize))
+            comm.Barrier()
+        assert used[-1][0] == used[0][0]
+        assert used[-1][1] < used[0][1] + (24 << 20) * comm.size  # others may take some meanwhile
 
 
 def test_no_memory_is_shared_where_none_is_kept(comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
