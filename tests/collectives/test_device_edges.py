@@ -72,6 +72,23 @@ def test_what_was_waited_for_can_be_used_in_any_stream(group: SyncGroup, comm: I
 
 
 @pytest.mark.ranks(min=2)
+def test_two_streams_of_the_program_in_turn_do_not_share_memory(gpus: cuda.Cuda, comm: Intracomm) -> None:
+    """Halves are joined by a kernel, and its memory is lent until it is done. Emulated GPUs report what overlaps."""
+    size, count = comm.size, 20_000
+    streams = [gpus.cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        values = [up(np.full(count * size, turn, np.float16)) for turn in range(6)]
+        gpus.cupy.cuda.Device().synchronize()
+        shards = []
+        for turn, value in enumerate(values):
+            with streams[turn % 2]:
+                shards.append(strategy.run(lambda value=value: get_replica_context().reduce_scatter("SUM", value)))
+        gpus.cupy.cuda.Device().synchronize()
+        for turn, shard in enumerate(shards):
+            assert (down(shard) == turn * size).all()
+
+
+@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("starts", [False, True])
 def test_an_overflow_into_outs_is_logged_at_once(
     group: SyncGroup, comm: Intracomm, starts: bool, caplog: pytest.LogCaptureFixture
