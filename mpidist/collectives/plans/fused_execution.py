@@ -180,10 +180,10 @@ class FusedExecution(Execution):
         """Set the results to new arrays, which have been written."""
         for fused, memory, lent, (transfer, _) in zip(self._lists, self._memories, new, transfers, strict=False):
             self._set_results(fused, memory.settle(lent), results)
-            if isinstance(transfer, TwoShot) and transfer.num_restaged:
-                self._num_restaged += 1
-                if self._num_restaged >= MOST_RESTAGED:
-                    memory.share_no_longer()
+            is_restaged = isinstance(transfer, TwoShot) and transfer.num_restaged > 0
+            self._num_restaged = self._num_restaged + 1 if is_restaged else 0
+            if self._num_restaged >= MOST_RESTAGED:
+                memory.share_no_longer()
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
         """Return the array of each result; `None` for an array that `_set_results` sets later."""

@@ -13,7 +13,7 @@ from mpidist.transport import FusedArrays, FusedReducer, LentArrays, OneShot, Re
 
 __all__ = ["MOST_RESTAGED", "LargeArray", "OneArray", "SmallArray"]
 
-MOST_RESTAGED: Final = 8  # after so many calls that were staged twice, results lie in shared memory no longer
+MOST_RESTAGED: Final = 8  # after so many calls in a row that were staged twice, results lie in shared memory no longer
 
 Array = np.ndarray[Any, Any]
 

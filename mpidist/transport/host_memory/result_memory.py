@@ -3,6 +3,8 @@
 The system gives a program new pages one by one, full of zeros, when they are first written. That takes longer than to
 reduce what they then hold. So the results of a call lie where results of an earlier call like it lay, once the program
 has let go of those, and of all views of them. That begins with the second call, as many calls are made once.
+
+Where the ranks of a node can write each other's results, that memory is shared memory: blocks of an arena.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class LentArrays(NamedTuple):
     Attributes:
         arrays: [results], C-contiguous, uninitialised.
         place: Where they lie in this rank's part of the shared memory of results; 0 in other memory.
-        is_kept: Whether the memory of small ones, too, is kept for later results.
+        is_kept: Whether the memory of small ones, too, is kept for later results, so that `settle` has to copy them.
     """
 
     arrays: list[Any]

@@ -53,7 +53,7 @@ class SharedArena:
         self._file, self._whole = map_file(comm, span * size, self._start, self._taken - self._start)
         self.parts = [self._whole[span * owner : span * (owner + 1)] for owner in range(size)]
         self.own = self.parts[rank]
-        self._fence = Fence()
+        self._fence: Fence | None = None
         self._gaps: list[tuple[int, int]] = []  # what was given back, as bounds in this rank's part, in rising order
         self._returned: deque[tuple[int, int]] = deque()  # and not yet joined to the gaps: that comes at any moment
         self._process = os.getpid()
@@ -61,6 +61,8 @@ class SharedArena:
     @property
     def fence(self) -> Callable[[], None] | None:
         """The function that orders loads and stores; `None` where none is needed."""
+        if self._fence is None:
+            self._fence = Fence()
         return self._fence.sync
 
     def take(self, nbytes: int) -> int | None:
@@ -113,7 +115,8 @@ class SharedArena:
         self.close()
         if self._taken > self._start:
             discard(self._whole[self._start : self._taken])
-        self._fence.free()
+        if self._fence is not None:
+            self._fence.free()
 
     def _ask(self, end: int) -> bool:
         """Take pages up to the one of an end. Returns whether there are as many."""

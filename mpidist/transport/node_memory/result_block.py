@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.window import PrivateCopy
 
-__all__ = ["ResultBlock"]
+__all__ = ["ResultBlock", "is_result"]
 
 _blocks: weakref.WeakSet[ResultBlock] = weakref.WeakSet()
 _copies = threading.local()  # that a thread has made for the process that it forks
@@ -65,6 +65,11 @@ class _Part:
         self._block = block
         address: int = block.memory.__array_interface__["data"][0] + start
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def is_result(root: np.ndarray[Any, Any]) -> bool:
+    """Whether an array, which is no view of another array, is the memory of results of this rank."""
+    return type(root.base) is _Part
 
 
 def _copy_used() -> None:

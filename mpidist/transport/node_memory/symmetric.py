@@ -13,6 +13,7 @@ import numpy as np
 from mpidist.transport.arrays import memory_bounds
 from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.node_memory.result_block import is_result
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Place", "Run", "SharedArrays", "places_digest"]
@@ -200,7 +201,7 @@ class SharedArrays:
     def is_private(self, array: np.ndarray[Any, Any]) -> bool:
         """Whether an array is known at a glance not to lie in shared memory; of a view of unknown memory it is not."""
         root = _root(array)
-        return isinstance(root, np.ndarray) and root.flags.owndata
+        return isinstance(root, np.ndarray) and (root.flags.owndata or is_result(root))
 
     def is_per_node(self, array: Any) -> bool:
         """Whether an array is a per-node array, or a view of any kind of one."""

@@ -52,8 +52,8 @@ class TwoShot:
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         overflowed: The sum of what `Reduction.combine` returned.
-        num_restaged: How often some ranks had results in shared memory, and others not, so that all staged once more.
-            Equal on all ranks.
+        num_restaged: In how many calls in a row some ranks had results in shared memory, and others not, so that all
+            staged once more. Equal on all ranks that reduce with this object.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class TwoShot:
     def _agree_on_memory(self, places: list[int]) -> Generator[int, None, None]:
         """Let the results of all ranks be written directly, or, if those of some cannot be, of none."""
         if all(places):
+            self.num_restaged = 0
             self._compiled.set_places(places)
             return
         self.num_restaged += 1
