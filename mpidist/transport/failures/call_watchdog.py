@@ -106,7 +106,7 @@ class CallWatchdog(Awaited):
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         # This rank may still finish a call when others have given up on the next one: that ends the next one alone.
-        # A rank that left has done its part of its last call.
+        # A rank that left has done its part of the call that it names.
         return note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self.sequence
 
     def stragglers(

@@ -52,6 +52,7 @@ class Pending:
         is_launched: Whether all work of the call was launched on this rank's GPU: then the next call may progress.
         is_done: Whether the result, or an error, is there.
         place: Where the call works.
+        sequence: The number of the call; 0 before this rank has joined the call.
         advance_others: Advances the other started calls while the caller waits for this call.
     """
 
@@ -59,6 +60,7 @@ class Pending:
         self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
         self.place = place
+        self.sequence = 0
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -194,6 +196,15 @@ class PendingCalls:
                 else:
                     break
         self._wake()
+
+    def last_done(self) -> int:
+        """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.
+
+        Never waits for the thread: it may itself wait for ranks that this rank is about to tell something.
+        """
+        self.advance()
+        joined = self._agreement.sequence  # first: the thread may join another call at any time
+        return min([joined, *(call.sequence - 1 for call in (*self._launched, *self._calls) if call.sequence)])
 
     def abandon(self, why: str) -> None:
         """Abandon the calls, and end the thread. `why`: the reason, for errors."""
