@@ -179,6 +179,7 @@ class PendingCalls:
         if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
                 self._advance(may_block and Workplace.HOST not in self._in_thread, is_caller=True)
+                self._note_absence()
             finally:
                 self._lock.release()
         self._wake()
@@ -186,6 +187,7 @@ class PendingCalls:
     def finish(self, last: Pending | None = None) -> None:
         """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
         with self._lock:
+            self._agreement.go_on(is_gone=False)
             while last is None or not last.is_done:
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
@@ -195,6 +197,7 @@ class PendingCalls:
                     self._finish_first(self._calls)
                 else:
                     break
+            self._note_absence()
         self._wake()
 
     def last_done(self) -> int:
@@ -217,6 +220,11 @@ class PendingCalls:
             self._has_work.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _note_absence(self) -> None:
+        """Note that the caller goes on without waiting for the first call, which nobody else on this rank advances."""
+        if self._calls and self._calls[0].place not in self._in_thread:
+            self._agreement.go_on()
 
     def _launch_first(self) -> None:
         """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
