@@ -273,9 +273,12 @@ class Strategy(CollectiveCalls, ABC):
             self._extended.close(error)
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError("a strategy cannot be copied: it is tied to its communicators; make another one")
+        raise RuntimeError("a strategy cannot be copied or pickled: it is tied to its communicators; make another one")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
+
+    def __reduce__(self) -> NoReturn:
         self.__copy__()
 
     def __repr__(self) -> str:

@@ -302,7 +302,7 @@ class StrategyExtended:
         """Allocate a list of arrays, those in host memory in one window: `Strategy.symmetric_empty`. Collective."""
         if self.uses_device_memory:
             specs = [spec._replace(device=True) for spec in specs]
-        return symmetric_empty(self._group, specs, per_node, self.agree, error)
+        return symmetric_empty(self._group, specs, per_node, self.agree, self.raise_together, error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the group: `Strategy.close`. Collective, but local if `error` is given."""

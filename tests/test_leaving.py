@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.everywhere import raises_everywhere
 
-from mpidist import CollectiveAllReduce, CommunicationOptions
+from mpidist import CollectiveAllReduce, CommunicationOptions, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, PeerFailedError
 
@@ -24,6 +24,10 @@ LEFT = "rank 0 left because of an exception: KeyError: 'labels'"
 
 class Converged(Exception):
     """What a program may use to leave its loops."""
+
+
+def start(strategy: MultiWorker, count: int) -> Any:
+    return strategy.run(lambda: get_replica_context().start_all_reduce("sum", np.ones(count)))
 
 
 @pytest.mark.core
@@ -63,6 +67,64 @@ def test_exception_of_one_rank_reaches_the_others_at_their_next_call(
     strategy.close()  # where it is open still, nothing is the matter with it
     with MultiWorker(comm=comm) as again:
         assert again.reduce("sum", 1) == comm.size
+
+
+@pytest.mark.core
+@several
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("counts", [[10], [2_000_000], [20_000, 10, 300_000]], ids=str)
+def test_exception_of_one_rank_reaches_those_that_wait_for_a_call_that_it_started(
+    comm: Intracomm, placement: tuple[int, ...], counts: list[int], timeout: float | None
+) -> None:
+    """A rank that has started a call has not done its part of the call."""
+
+    def work() -> None:
+        handles = [start(strategy, count) for count in counts]
+        if comm.rank == 0:
+            raise KeyError("labels")
+        for handle, count in zip(handles, counts, strict=True):
+            assert handle.wait().sum() == count * comm.size  # of what could be done nevertheless
+        strategy.reduce("sum", 1.0)
+
+    def leave() -> None:
+        try:
+            work()
+        finally:
+            strategy.close()
+
+    strategy = MultiWorker(comm=comm, communication_options=CommunicationOptions(timeout_seconds=timeout))
+    begun = time.monotonic()
+    with pytest.raises(KeyError if comm.rank == 0 else PeerFailedError, match="labels") as caught:
+        leave()
+    assert comm.rank == 0 or LEFT in str(caught.value)
+    assert time.monotonic() - begun < 20
+    with MultiWorker(comm=comm) as again:
+        assert again.reduce("sum", 1) == comm.size
+
+
+@several
+def test_exception_of_all_ranks_after_a_started_call_is_nobodys_failure(
+    comm: Intracomm, placement: tuple[int, ...]
+) -> None:
+    """A slow rank still has the result that a fast one waited for, who left with another reduction under way."""
+
+    def train(slow: int) -> None:
+        with MultiWorker(comm=comm) as strategy:
+            for step in range(4):
+                first = start(strategy, 200_000)
+                second = start(strategy, 100)
+                if comm.rank == slow:
+                    time.sleep(0.003)
+                assert (first.wait() == comm.size).all()
+                if step == 3:
+                    raise Converged
+                assert (second.wait() == comm.size).all()
+
+    for repeat in range(4):
+        with pytest.raises(Converged):
+            train(repeat % comm.size)
+    with MultiWorker(comm=comm) as strategy:
+        assert strategy.reduce("sum", 1) == comm.size
 
 
 @several

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from contextlib import nullcontext
@@ -102,7 +103,7 @@ class CheckpointManager:
         """
         self.wait()
         given = self._next_number() if checkpoint_number is None else checkpoint_number
-        number = whole_number("checkpoint_number", given, 0)
+        number = whole_number("checkpoint_number", _indexed(given), 0)
         place, strategy = self._place(number), self.checkpoint.strategy
         snapshot = capture(strategy, place, self.checkpoint.items(), self._copies, {"number": number})
         finish = partial(self._remove_old, snapshot.place.parent, number)
@@ -215,6 +216,16 @@ def _with_text(error: DataLossError, text: str) -> DataLossError:
     another = DataLossError(text)
     vars(another).update(vars(error))
     return another
+
+
+def _indexed(number: Any) -> Any:
+    """Return what is used as a whole number, such as an integer variable, as an int; anything else as it is."""
+    if isinstance(number, (bool, np.bool_)):
+        return number
+    try:
+        return operator.index(number)
+    except TypeError:
+        return number
 
 
 def _is_open(extended: Any) -> bool:

@@ -54,6 +54,8 @@ class Place(NamedTuple):
             return f"{who} failed in {call}, {span} ago"
         if self.process == "gone":
             return f"{who} {'was' if is_one else 'were'} in {call}, begun {span} ago: {last.state}"
+        if last.state == "started":
+            return f"{who} started {call}, and did not wait for it or make another call for {span}"
         if last.state == "waiting":
             return f"{who} {'waits' if is_one else 'wait'} in {call}, for {span}"
         return f"{who} {'is' if is_one else 'are'} in {call}, for {span}: moving data"

@@ -141,6 +141,7 @@ class Reductions:
         def steps(pending: Pending) -> Steps:
             self._begin(call)
             with group.data_phase():
+                pending.sequence = group.agreement.sequence + 1
                 group.agreement.arrive(call)
                 while not (pending.is_waited_for or group.agreement.have_all_arrived()):
                     yield 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
 from mpidist.collectives.arguments import symmetric_spec
@@ -11,6 +12,7 @@ from mpidist.transport import SyncGroup, arrays
 __all__ = ["SymmetricSpec", "symmetric_empty"]
 
 Agree = Callable[[str, Mapping[str, str], "Exception | None"], Any]
+Together = Callable[[str], "AbstractContextManager[None]"]
 
 
 @final
@@ -29,7 +31,12 @@ class SymmetricSpec(NamedTuple):
 
 
 def symmetric_empty(
-    group: SyncGroup, specs: Sequence[SymmetricSpec], per_node: bool, agree: Agree, error: Exception | None = None
+    group: SyncGroup,
+    specs: Sequence[SymmetricSpec],
+    per_node: bool,
+    agree: Agree,
+    together: Together,
+    error: Exception | None = None,
 ) -> list[Any]:
     """Allocate arrays: `Strategy.symmetric_empty`. Collective.
 
@@ -38,10 +45,14 @@ def symmetric_empty(
         specs: The arrays, the same on every rank.
         per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
         agree: Compares a call and its fields on all ranks, and raises an error of one rank on all of them.
+        together: Makes an exception of one rank in a `with` statement that of all ranks; takes the statement's name.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
         The arrays, uninitialised.
+
+    Raises:
+        UnavailableError: If a node has too little memory: on every rank, and no rank keeps any of the arrays.
     """
     fields, on_host, made = {}, [], []
     try:
@@ -58,5 +69,9 @@ def symmetric_empty(
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
     agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
-    shared = iter(group.shared.empty(on_host, per_node) if on_host else ())
+    shared: Iterator[Any] = iter(())
+    if on_host:
+        # The ranks of a node fail together; those of other nodes must learn of it.
+        with together("allocating arrays") if len(group.topology.nodes) > 1 else nullcontext():
+            shared = iter(group.shared.empty(on_host, per_node))
     return [next(shared) if array is None else array for array in made]

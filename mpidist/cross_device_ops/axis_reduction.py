@@ -119,7 +119,8 @@ def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[An
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:
     mean = arrays.empty(total.shape, dtype, arrays.is_device(total))
-    mean[...] = total / count
+    with np.errstate(all="ignore"):  # the mean of nothing is NaN
+        mean[...] = total / count
     return mean
 
 

@@ -65,15 +65,17 @@ class Progress:
         """Refuse a state from which the rest of the pass would not be what was left.
 
         Raises:
+            TypeError: If it is no mapping.
             ValueError: If it is no position in such a data set; or, in the middle of a pass, if the data set's order of
                 batches is another one.
         """
         unit = self._source.unit
+        needed = f"a position in this data set tells epoch and {unit}, as whole numbers, and this is"
+        if not isinstance(state, Mapping):
+            raise TypeError(f"{needed} {state!r}")
         numbers = [state.get("epoch"), _num_seen(unit, state)]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(
-                f"a position in this data set tells epoch and {unit}, as whole numbers, and this is {dict(state)}"
-            )
+            raise ValueError(f"{needed} {dict(state)}")
         if not numbers[1]:
             return  # a whole pass is left, whatever its order
         own = self._source.order_fields

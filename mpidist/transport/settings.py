@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -93,8 +94,8 @@ class Settings:
         return cls(
             pretend_nodes=_nodes(environ, "MPIDIST_PRETEND_NODES"),
             check=_choice(environ, "MPIDIST_CHECK", {"1": True, "0": False}, default=True),
-            timeout_seconds=_seconds(environ, "MPIDIST_TIMEOUT_SECONDS", None) or None,
-            stall_seconds=_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0),
+            timeout_seconds=_finite(_seconds(environ, "MPIDIST_TIMEOUT_SECONDS", 0.0)) or None,
+            stall_seconds=_finite(_seconds(environ, "MPIDIST_STALL_SECONDS", 60.0)),
             abort_on_error=_choice(environ, "MPIDIST_ON_ERROR", {"abort": True, "raise": False}, default=True),
             transport=_choice(environ, "MPIDIST_TRANSPORT", _TRANSPORTS, default="auto"),
             nccl=_choice(environ, "MPIDIST_NCCL", {"1": True, "0": False}, default=True),
@@ -124,6 +125,7 @@ def unknown_settings(environ: Mapping[str, str]) -> list[str]:
     texts = []
     for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
         near = get_close_matches(name, _KNOWN, 1, cutoff=0.85)
+        near = near or [its for its in _KNOWN if its.startswith(name) or name.startswith(its)]
         texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
     return texts
 
@@ -162,6 +164,11 @@ def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
     if math.isnan(seconds) or seconds < 0:
         raise ValueError(f"{name}={environ[name]!r} is not understood; it is a number of seconds >= 0")
     return seconds
+
+
+def _finite(seconds: float) -> float:
+    """Return 0, which is never, for longer than any process lives: threads cannot wait for so long."""
+    return seconds if seconds < threading.TIMEOUT_MAX else 0.0
 
 
 def _bytes(environ: Mapping[str, str], name: str, least: int, most: float = math.inf) -> int | None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from mpidist.context_stack import CurrentStrategy
-from mpidist.transport import Call, Device, SyncGroup, arrays
+from mpidist.transport import Call, Device, SyncGroup, arrays, raise_together
 
 __all__ = ["OnEachRank", "OncePerNode", "VariablePlacement"]
 
@@ -117,7 +117,9 @@ class OncePerNode(VariablePlacement):
     def store(self, value: Any) -> Any:
         with self._group.call(self._record("placing of a variable")):
             pass  # agreed on before the allocation, which may fail and leave the group usable
-        (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
+        is_one_node = len(self._group.topology.nodes) == 1  # whose ranks fail together
+        with nullcontext() if is_one_node else raise_together(self._group, "allocating", self._timeout_seconds):
+            (array,) = self._group.shared.empty([(value.shape, value.dtype)], True)
         self._group.shared.write(array, arrays.on_host(value))
         return array
 

@@ -95,10 +95,17 @@ def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
         for number, kind, pattern in (
             (-1, ValueError, ">= 0, got -1"),
             (1.5, TypeError, "whole number >= 0, got 1.5"),
+            (True, TypeError, "whole number >= 0, got True"),
+            (np.array(5.0), TypeError, "whole number >= 0, got "),
+            (np.array(True), TypeError, "whole number >= 0, got "),
         ):
             with pytest.raises(kind, match=pattern):
                 manager.save(number)  # type: ignore[arg-type]
         assert list(folder.iterdir()) == []
+        with strategy.scope():
+            step = Variable(7)
+        for number in (np.array(5), np.int64(6), step):
+            assert manager.save(number).endswith(f"-{int(number)}")  # type: ignore[arg-type]
 
 
 def cut(path: Path) -> None:

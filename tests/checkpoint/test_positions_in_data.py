@@ -222,6 +222,8 @@ def test_position_of_other_data_is_refused_and_nothing_is_changed(comm: Intracom
         for state in ({"epoch": -1, "samples": 0}, {"epoch": 0, "samples": 1.5}, {"epoch": True, "samples": 0}, {}):
             with pytest.raises(ValueError, match="tells epoch and samples, as whole numbers"):
                 dataset.load_state_dict(state)
+        with pytest.raises(TypeError, match="tells epoch and samples, as whole numbers, and this is 5"):
+            dataset.load_state_dict(5)  # type: ignore[arg-type]
 
 
 def test_data_sets_tell_their_strategy(comm: Intracomm, folder: Path) -> None:

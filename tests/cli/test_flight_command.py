@@ -89,6 +89,18 @@ def test_rank_behind_is_found(one_behind: Path, capsys: pytest.CaptureFixture[st
     assert "Strategy a1b2, 8 ranks " in text
 
 
+def test_rank_that_started_a_call_and_does_not_wait_is_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(4):
+        state = "started" if rank == 1 else "moving"
+        write(tmp_path, rank, group(rank, 4, [*calls_before(8, 30), row(8, "start_all_reduce", state, 29)]))
+    status, text = flight(capsys, tmp_path)
+    assert status == 1
+    assert "rank 1 started call 8, start_all_reduce, and did not wait for it or make another call for 29.0 s" in text
+    assert "=> rank 1 is behind: ranks 0, 2-3 went on" in text
+
+
 def test_rank_that_computes_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(4):
         write(tmp_path, rank, group(rank, 4, calls_before(8, 30) + [row(8, "reduce", "waiting", 29)] * (rank != 1)))

@@ -126,7 +126,7 @@ def test_nothing_at_all_has_the_neutral_element(strategy: Strategy) -> None:
     assert strategy.reduce("MAX", nothing.astype(np.int8), axis=0).tolist() == [-128, -128]
     assert strategy.reduce("MAX", nothing.astype(bool), axis=0).tolist() == [False, False]
     assert strategy.reduce("MIN", nothing.astype(bool), axis=0).tolist() == [True, True]
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="raise"):
         assert np.isnan(strategy.reduce("MEAN", nothing, axis=0)).all()
 
 

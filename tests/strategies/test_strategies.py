@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,8 +115,8 @@ def test_with_statement_does_not_wait_for_others_after_an_error() -> None:
 def test_copying_is_refused(kind: str) -> None:
     """X46."""
     with KINDS[kind]() as strategy:
-        for copies in (copy.copy, copy.deepcopy):
-            with pytest.raises(RuntimeError, match="cannot be copied"):
+        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="a strategy cannot be copied or pickled"):
                 copies(strategy)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,10 @@ def test_an_empty_environment_means_the_defaults() -> None:
         ("CHECK", "", "check", True),
         ("TIMEOUT_SECONDS", "2.5", "timeout_seconds", 2.5),
         ("TIMEOUT_SECONDS", "1e3", "timeout_seconds", 1000.0),
-        ("TIMEOUT_SECONDS", "inf", "timeout_seconds", math.inf),
+        ("TIMEOUT_SECONDS", "inf", "timeout_seconds", None),
+        ("TIMEOUT_SECONDS", "1e400", "timeout_seconds", None),
+        ("STALL_SECONDS", "inf", "stall_seconds", 0.0),
+        ("STALL_SECONDS", "1e300", "stall_seconds", 0.0),
         ("TIMEOUT_SECONDS", "0", "timeout_seconds", None),  # X26
         ("TIMEOUT_SECONDS", "", "timeout_seconds", None),
         ("ON_ERROR", "abort", "abort_on_error", True),
@@ -127,8 +129,11 @@ def test_a_users_own_handler_is_enough(logger: logging.Logger) -> None:
 
 def test_variables_that_mean_nothing_are_named_with_what_may_be_meant() -> None:
     environ = {"MPIDIST_LOGG": "info", "MPIDIST_CHECK": "1", "MPIDIST_XYZZY": "", "OTHER": "1"}
+    environ |= {"MPIDIST_TIMEOUT": "3", "MPIDIST_TRACE_DIR": "traces"}
     assert unknown_settings(environ) == [
         "the variable MPIDIST_LOGG means nothing; is MPIDIST_LOG meant?",
+        "the variable MPIDIST_TIMEOUT means nothing; is MPIDIST_TIMEOUT_SECONDS meant?",
+        "the variable MPIDIST_TRACE_DIR means nothing; is MPIDIST_TRACE meant?",
         "the variable MPIDIST_XYZZY means nothing",
     ]
 

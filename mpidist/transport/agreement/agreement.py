@@ -168,6 +168,9 @@ class Agreement(ABC):
     def all_gather_object(self, item: Any) -> list[Any]:
         """Gather every rank's picklable `item` on all ranks, in rank order. Collective; after `join`."""
 
+    def go_on(self, is_gone: bool = True) -> None:  # noqa: B027  one rank has nobody to tell
+        """Note that this rank goes on without waiting for the call that it joined last; or that it waits. Local."""
+
     @property
     def is_node_barrier(self) -> bool:
         """Whether every `join` that raises no error is a barrier of the node's shared memory, too."""

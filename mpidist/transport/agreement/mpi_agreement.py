@@ -58,6 +58,7 @@ class MpiAgreement(Agreement):
         self._compared: tuple[bool, bool] | None = None  # what the first round returned
         self._last_refusal: object = None  # marks the last error that all ranks raised in a group that stays usable
         self._note_agreed = watch.recorder.agree
+        self.go_on = watch.recorder.go_on  # type: ignore[method-assign]
 
     def arrive(self, record: CallRecord) -> None:
         watch = self._watch

@@ -99,25 +99,31 @@ class CallWatchdog(Awaited):
         return name_call(self._call, self.sequence)
 
     def is_late(self, status: Status) -> bool:
-        return not status.has_joined(self.sequence)
+        return not status.has_joined(self.sequence) or status.has_started(self.sequence)
 
     def is_shared_with(self, status: Status) -> bool:
-        return status.has_joined(self.sequence)
+        return not self.is_late(status)
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         # This rank may still finish a call when others have given up on the next one: that ends the next one alone.
-        # A rank that left has done its part of its last call.
+        # A rank that left has done its part of the call that it names.
         return note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self.sequence
 
     def stragglers(
         self, statuses: Mapping[int, Status], seen: Collection[int], hostnames: tuple[str, ...]
     ) -> Stragglers:
         is_agreed = self.recorder.is_agreed
-        late = {rank: status for rank, status in statuses.items() if self.is_late(status)}
+        late = {rank: status for rank, status in statuses.items() if not status.has_joined(self.sequence)}
         unheard = [rank for rank in self.ranks if rank not in seen]
-        # Who joined the call, and has not found since that all did, is late; but not where that word may be lost.
-        if is_agreed and not late and not unheard:
-            late = {rank: status for rank, status in statuses.items() if status.is_waiting_in(self.sequence)}
+        if not late and (is_agreed or not unheard):
+            # Who joined the call, and has not found since that all did, is late; but not where that word may be lost.
+            waits = is_agreed and not unheard
+            late = {
+                rank: status
+                for rank, status in statuses.items()
+                if status.has_started(self.sequence) or (waits and status.is_waiting_in(self.sequence))
+            }
+            is_agreed = is_agreed or bool(late)
         if is_agreed:
             return Stragglers(late, unheard, hostnames, ("does not get on", "do not get on"))
         advice = "Every rank must make the same calls in the same order"

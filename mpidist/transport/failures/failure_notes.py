@@ -42,7 +42,8 @@ class FailureNote(NamedTuple):
 
     Attributes:
         tag: `GAVE_UP`, `BROKE_OFF`, `ENDED`, `LEFT`, `LOST`, `FOLLOWS`, `STALLED` or `RESETS`.
-        sequence: The number of the call that the writer was in.
+        sequence: The number of the call that the writer was in; of a writer that left, the number of the last call in
+            which it had done its part.
         text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.
         lost: The ranks that the writer has found to be lost: what it needed them for, it cannot do.

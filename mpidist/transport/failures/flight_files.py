@@ -96,7 +96,7 @@ def _has_just_written(path: Path, rank: int) -> bool:
 
 def _group(flight: GroupFlight, wall: float) -> dict[str, Any]:
     calls = [
-        [entry.sequence, entry.call, entry.details, entry.state, *(round(_wall(at, wall), 6) for at in entry[3:])]
+        [entry.sequence, entry.call, entry.details, entry.state, *(round(_wall(at, wall), 6) for at in entry[3:6])]
         for entry in flight.entries
     ]
     return {

@@ -17,7 +17,9 @@ MAX_CALLS: Final = 2048
 _NUM_TEXTS: Final = 256
 _TEXT_BYTES: Final = 128
 
-# Words of 8 bytes: how many calls there were; then a ring of calls; then a ring of texts, each after its number.
+# Words of 8 bytes: how many calls there were; the rank's process; at `_STARTED` how many calls there were when the rank
+# went on without waiting for the last one; then a ring of calls; then a ring of texts, each after its number.
+_STARTED: Final = 4
 _RING: Final = 16
 _WORDS: Final = 5  # of a call: sequence, text, and when it was begun, agreed on, and ended (< 0: with an error)
 _TEXTS: Final = _RING + MAX_CALLS * _WORDS
@@ -38,6 +40,7 @@ class FlightEntry(NamedTuple):
         begun: When the rank joined the call.
         agreed: When all ranks had joined, and were found to make the same call.
         ended: When the call ended; negative if it ended with an error.
+        is_started: Whether the rank has started the call, and has gone on without waiting for it.
     """
 
     sequence: int
@@ -46,12 +49,15 @@ class FlightEntry(NamedTuple):
     begun: int
     agreed: int
     ended: int
+    is_started: bool = False
 
     @property
     def state(self) -> str:
-        """`waiting` for ranks that have not joined, `moving` data, `done` or `failed`."""
+        """`waiting` for ranks that have not joined, `moving` data, `started` but not waited for, `done` or `failed`."""
         if self.ended:
             return "done" if self.ended > 0 else "failed"
+        if self.is_started:
+            return "started"
         return "moving" if self.agreed else "waiting"
 
 
@@ -95,6 +101,10 @@ class FlightRecorder:
         last = self.last()
         if last is not None:
             self._write(number, last.call, details)
+
+    def go_on(self, is_gone: bool = True) -> None:
+        """Record that the rank goes on without waiting for the last call; or, if not `is_gone`, that it waits."""
+        self._words[_STARTED] = self.count if is_gone else 0
 
     def agree(self) -> None:
         """Record that all ranks have joined the call."""
@@ -169,7 +179,7 @@ def _entry(memory: Array, number: int) -> FlightEntry:
     if _word(memory, at // 8) == text:
         raw: bytes = memory[at + 8 : at + _TEXT_BYTES].tobytes()
         call, _, details = raw.rstrip(b"\0").decode(errors="replace").partition("\t")
-    return FlightEntry(sequence, call, details, begun, agreed, ended)
+    return FlightEntry(sequence, call, details, begun, agreed, ended, _word(memory, _STARTED) == number + 1)
 
 
 def _word(memory: Array, index: int) -> int:

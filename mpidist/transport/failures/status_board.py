@@ -34,7 +34,7 @@ class Status(NamedTuple):
     Attributes:
         rank: The rank, in its group.
         last: The rank's last call; `None` if it made none.
-        seconds: For how long that call has been in its state: waiting, moving data, done or failed.
+        seconds: For how long that call has been in its state: waiting, moving data, started, done or failed.
         process: The state of the rank's process: `"running"`, `"stopped"`, `"gone"` or `"unknown"`.
         pid: The process id.
     """
@@ -59,6 +59,10 @@ class Status(NamedTuple):
         """Whether the rank has joined a call, and has not found yet that all others have."""
         return self.last is not None and self.last.sequence == sequence and self.last.state == "waiting"
 
+    def has_started(self, sequence: int) -> bool:
+        """Whether the rank has started a call, and has gone on without waiting for it."""
+        return self.last is not None and self.last.sequence == sequence and self.last.state == "started"
+
     def has_joined(self, sequence: int) -> bool:
         """Whether the rank has joined a call, a later one, or a reset, and its process can still do its part."""
         at = 0 if self.last is None else self.last.sequence
@@ -74,6 +78,7 @@ class Status(NamedTuple):
                 name += f" ({last.details})"
             text = {
                 "waiting": f"waits in {name}, for {self.seconds:.1f} s",
+                "started": f"started {name} {self.seconds:.1f} s ago, and has not called wait() or another call since",
                 "moving": f"is in the middle of {name}, for {self.seconds:.1f} s",
                 "done": f"finished {name} {self.seconds:.1f} s ago and has made no call since",
                 "failed": f"had an error in {name} {self.seconds:.1f} s ago and has made no call since",
@@ -86,7 +91,8 @@ class Status(NamedTuple):
 
 
 def _past(text: str) -> str:
-    return text.replace("waits in", "was waiting in").replace("is in the", "was in the").replace("has made", "made")
+    text = text.replace("waits in", "was waiting in").replace("is in the", "was in the")
+    return text.replace("has made", "made").replace("has not called", "did not call")
 
 
 @final
@@ -132,6 +138,8 @@ class StatusBoard:
         place = self.ranks.index(rank)
         last, process = last_in(self._parts[place]), self._processes()[place]
         since = 0 if last is None else max(last.begun, last.agreed, abs(last.ended))
+        if last is not None and last.state == "started":
+            since = last.begun
         state = process.state(self._process) if process.pid else UNKNOWN
         return Status(rank, last, (time.monotonic_ns() - since) / 1e9, state, process.pid)
 

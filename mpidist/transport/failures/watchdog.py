@@ -161,15 +161,16 @@ class Watchdog:
         if self.broken is None:
             self.tell(ENDED, text, is_lost=True)
 
-    def tell_leaving(self, text: str, others_know: bool = True) -> None:
+    def tell_leaving(self, text: str, others_know: bool = True, done: int | None = None) -> None:
         """Tell the other ranks that this rank leaves their group, because of an exception. Local.
 
         Args:
             text: What happened, for people.
             others_know: Whether a wait of this rank that failed has failed others' as well, as in lock step.
+            done: The number of the last call in which this rank has done its part; `None` for the last that it joined.
         """
         if self.broken is None or not others_know:
-            self.tell(LEFT, text, is_lost=True)
+            self.tell(LEFT, text, is_lost=True, sequence=done)
 
     def tell_reset(self) -> None:
         """Tell the other ranks that this rank makes no call any more before a reset. Local."""
@@ -181,7 +182,14 @@ class Watchdog:
         self._may_answer = False
         return self._notes
 
-    def tell(self, tag: int, text: str, is_lost: bool = False, to: Iterable[int] | None = None) -> None:
+    def tell(
+        self,
+        tag: int,
+        text: str,
+        is_lost: bool = False,
+        to: Iterable[int] | None = None,
+        sequence: int | None = None,
+    ) -> None:
         """Send a note to other ranks, so that none of them waits for this one. Local.
 
         Args:
@@ -189,6 +197,7 @@ class Watchdog:
             text: What happened, for people.
             is_lost: Whether some rank never takes part again: this one, for example.
             to: The ranks; by default all others.
+            sequence: That of the `FailureNote`; `None` for the number of the call that this rank joined last.
         """
         statuses = self._board.statuses()
         if any(status.is_resetting for status in statuses.values()):
@@ -198,7 +207,8 @@ class Watchdog:
         own = self._board.status(self._rank)
         others = (one for rank, one in statuses.items() if rank != self._rank and self._awaited.is_late(one))
         lost, seen = tuple(self._awaited.lost), self._board.ranks
-        note = FailureNote(tag, self._awaited.sequence, text, is_lost, lost, seen, (own, *others))
+        number = self._awaited.sequence if sequence is None else sequence
+        note = FailureNote(tag, number, text, is_lost, lost, seen, (own, *others))
         if to is None:
             # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.
             is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker()

@@ -52,6 +52,7 @@ class Pending:
         is_launched: Whether all work of the call was launched on this rank's GPU: then the next call may progress.
         is_done: Whether the result, or an error, is there.
         place: Where the call works.
+        sequence: The number of the call; 0 before this rank has joined the call.
         advance_others: Advances the other started calls while the caller waits for this call.
     """
 
@@ -59,6 +60,7 @@ class Pending:
         self.is_waited_for = self.may_block = False
         self.is_launched = self.is_done = False
         self.place = place
+        self.sequence = 0
         self.advance_others: Callable[[], None] = lambda: None
         self._steps = steps(self)
         self._result: Any = None
@@ -177,6 +179,7 @@ class PendingCalls:
         if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
                 self._advance(may_block and Workplace.HOST not in self._in_thread, is_caller=True)
+                self._note_absence()
             finally:
                 self._lock.release()
         self._wake()
@@ -184,6 +187,7 @@ class PendingCalls:
     def finish(self, last: Pending | None = None) -> None:
         """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
         with self._lock:
+            self._agreement.go_on(is_gone=False)
             while last is None or not last.is_done:
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
@@ -193,7 +197,17 @@ class PendingCalls:
                     self._finish_first(self._calls)
                 else:
                     break
+            self._note_absence()
         self._wake()
+
+    def last_done(self) -> int:
+        """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.
+
+        Never waits for the thread: it may itself wait for ranks that this rank is about to tell something.
+        """
+        self.advance()
+        joined = self._agreement.sequence  # first: the thread may join another call at any time
+        return min([joined, *(call.sequence - 1 for call in (*self._launched, *self._calls) if call.sequence)])
 
     def abandon(self, why: str) -> None:
         """Abandon the calls, and end the thread. `why`: the reason, for errors."""
@@ -206,6 +220,11 @@ class PendingCalls:
             self._has_work.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _note_absence(self) -> None:
+        """Note that the caller goes on without waiting for the first call, which nobody else on this rank advances."""
+        if self._calls and self._calls[0].place not in self._in_thread:
+            self._agreement.go_on()
 
     def _launch_first(self) -> None:
         """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""

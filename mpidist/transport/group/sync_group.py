@@ -300,7 +300,7 @@ class SyncGroup(OpenGroup):
     def _leave(self, watchdog: Watchdog, error: BaseException) -> None:
         """Leave the group because of an exception of this rank, and tell the other ranks. Local."""
         if not self._is_finalized():
-            watchdog.tell_leaving(text_of(error))
+            watchdog.tell_leaving(text_of(error), done=self.calls.last_done())
         self.calls.abandon("an exception that left the strategy")
         self._is_closed = True
         self._give_up()

@@ -89,7 +89,7 @@ class SharedArrays:
         within_node: The ranks of the node.
 
     Attributes:
-        num_windows: How many windows were made: equal on all ranks, unlike the number of windows that still exist.
+        num_windows: How many windows were asked for: equal on all ranks, unlike the number of windows that still exist.
     """
 
     def __init__(self, within_node: Communicator) -> None:
@@ -124,16 +124,17 @@ class SharedArrays:
             nbytes = prod(shape) * dtype.itemsize
             offsets.append(end)
             next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
+        number, self.num_windows = self.num_windows, self.num_windows + 1  # on nodes without memory for it, too
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
-        self._register(window, per_node, next_offsets)
+        self._register(number, window, per_node, next_offsets)
         return [
             part[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
             for offset, (shape, dtype) in zip(offsets, specs, strict=True)
         ]
 
-    def _register(self, window: SharedWindow, per_node: bool, next_offsets: dict[int, int]) -> None:
-        number, key = self.num_windows, id(_root(window.parts[0]))
+    def _register(self, number: int, window: SharedWindow, per_node: bool, next_offsets: dict[int, int]) -> None:
+        key = id(_root(window.parts[0]))
         windows, bases = self._windows, self._bases
 
         def forget() -> None:
@@ -142,7 +143,6 @@ class SharedArrays:
 
         windows[number] = _Window(window, per_node, next_offsets, forget)
         bases[key] = number
-        self.num_windows += 1
 
     def place(self, array: Any) -> Place | None:
         """Return where an array lies; `None` if it is not in shared memory, not contiguous, or not of native order."""

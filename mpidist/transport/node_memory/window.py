@@ -113,13 +113,13 @@ class SharedWindow:
         parts: [ranks], each rank's part as bytes, on page boundaries.
 
     Raises:
-        UnavailableError: If there is too little shared memory, on every rank of the node.
+        UnavailableError: If there is too little memory, on every rank of the node.
     """
 
     def __init__(self, comm: Intracomm | None, nbytes: int) -> None:
         self._own: Any = None
         if comm is None:
-            self.parts = [np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)]
+            self.parts = [_own_memory(nbytes)]
             return
         rank, size = comm.Get_rank(), comm.Get_size()
         step = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -137,6 +137,22 @@ class SharedWindow:
         rest = None if self._own is None else self._own[mmap.PAGESIZE :]
         if rest is not None and rest.size:
             discard(rest)
+
+
+def _own_memory(nbytes: int) -> Any:
+    """Return memory of this rank alone, zeros.
+
+    Raises:
+        UnavailableError: If there is too little memory.
+    """
+    try:
+        return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "more than a process can address"
+        raise UnavailableError(
+            f"{nbytes >> 10} KiB of memory cannot be had ({why}); ask for less, or give the rank more (ulimit -v, the "
+            "limits of the container or of the batch job)"
+        ) from error
 
 
 def discard(memory: Any) -> None:

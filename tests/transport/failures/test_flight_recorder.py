@@ -34,12 +34,13 @@ def test_a_call_goes_through_its_states() -> None:
     before = time.monotonic_ns()
     recorder.begin(7, "all_reduce", "SUM of 3 x float32")
     states = []
-    for step in (lambda: None, recorder.agree, recorder.end):
+    steps = (lambda: None, recorder.go_on, lambda: recorder.go_on(is_gone=False), recorder.agree, recorder.end)
+    for step in steps:
         step()
         entry = recorder.last()
         assert entry is not None
         states.append(entry.state)
-    assert states == ["waiting", "moving", "done"]
+    assert states == ["waiting", "started", "waiting", "moving", "done"]
     assert entry[:3] == (7, "all_reduce", "SUM of 3 x float32")
     assert before <= entry.begun <= entry.agreed <= entry.ended <= time.monotonic_ns()
     recorder.fail()  # an error after its end is another one's

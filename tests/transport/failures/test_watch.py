@@ -91,6 +91,54 @@ def test_second_long_wait_is_told_also_in_a_started_call(
     assert told == (calls if comm.rank == 0 else [])
 
 
+def started_by(rank: int, size: int) -> str:
+    """Return how an error speaks of a rank that has started a call and waits for nothing, as a pattern."""
+    doing = r"started start_all_reduce \(call 2\) \d+\.\d s ago, and has not called wait\(\) or another call since"
+    return rf"rank {rank} of {size} ranks does not get on.*rank {rank}: {doing}"
+
+
+@several
+@pytest.mark.parametrize("away", [0, -1])
+def test_rank_that_has_started_a_call_and_waits_nowhere_is_named(comm: Intracomm, away: int) -> None:
+    """Within a node nobody but the rank itself makes its part of a started call progress."""
+    away %= comm.size
+    strategy = Strategy(None, options(1), comm=comm)
+    handle = strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("sum", np.ones(2_000_000)))
+    comm.Barrier()
+    if comm.rank == away:
+        comm.Barrier()  # work of its own
+    with pytest.raises(DeadlineExceededError) as caught:
+        handle.wait()
+    if comm.rank != away:
+        comm.Barrier()
+    texts = comm.allgather(str(caught.value))
+    found = [re.search(f"(?s)waited 1 s, and {started_by(away, comm.size)}", text) is not None for text in texts]
+    assert not found[away]
+    assert any(found)
+    assert all(" had given up waiting" in text for text, is_first in zip(texts, found, strict=True) if not is_first)
+    strategy.reset()
+    strategy.close()
+
+
+@several
+@pytest.mark.parametrize("away", [0, -1])
+def test_long_wait_for_a_rank_that_has_started_the_call_is_told(
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, away: int
+) -> None:
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.5")
+    away %= comm.size
+    with Strategy(comm=comm) as strategy:
+        value = np.ones(2_000_000)
+        handle = strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("sum", value))
+        comm.Barrier()
+        if comm.rank == away:
+            time.sleep(2.5)
+        assert handle.wait()[-1] == comm.size
+    told = [line for line in warnings_of(caplog) if "start_all_reduce" in line.split(" on rank")[0]]
+    assert len(told) == (comm.rank == (1 if away == 0 else 0))
+    assert all(re.search(started_by(away, comm.size), line) for line in told)
+
+
 @several
 def test_no_warning_is_given_where_none_is_wanted(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from mpi4py import MPI
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy, Strategy
-from mpidist.errors import InvalidArgumentError
+from mpidist.errors import InvalidArgumentError, UnavailableError
 
 WORLD = MPI.COMM_WORLD
 
@@ -74,6 +77,37 @@ def test_reductions_write_it(placement: tuple[int, ...], per_node: bool, count: 
             assert (out == sum(range(WORLD.size)) + step * WORLD.size).all()
             assert (value == WORLD.rank + step).all()
             WORLD.Barrier()  # nobody writes what another rank still compares
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", ["per rank", "per node", "variable"])
+def test_want_of_memory_on_one_node_is_the_error_of_all(
+    placement: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """And nothing is left of it: later arrays have the same places everywhere."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def allocate() -> None:
+        if what == "variable":
+            with strategy.scope():
+                mpidist.Variable(np.zeros(100_000))
+        else:
+            strategy.symmetric_empty(100_000, np.float64, per_node=what == "per node")
+
+    with MultiWorkerMirroredStrategy(per_node_variables=True) as strategy:
+        with monkeypatch.context() as patch:
+            if WORLD.rank == WORLD.size - 1:
+                patch.setattr(os, "posix_fallocate", fail)
+                patch.setattr(mmap, "mmap", fail)
+            with pytest.raises(UnavailableError, match=r"78\d KiB .*cannot be had .*Cannot allocate memory") as caught:
+                allocate()
+        assert len({*WORLD.allgather(str(caught.value))}) == 1
+        array, out = (strategy.symmetric_empty(1000, np.float64, per_node=per_node) for per_node in (False, True))
+        array[...] = 1
+        assert (all_reduce(strategy, array, out) == WORLD.size).all()
+        assert strategy.reduce("SUM", 1) == WORLD.size
 
 
 def test_reduction_of_it_into_itself(strategy: Strategy) -> None:
