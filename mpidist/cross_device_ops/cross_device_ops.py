@@ -109,7 +109,7 @@ class CrossDeviceOps(Algorithm):
             The bound object. Free its communicators with `close`, or use it in a `with` statement.
         """
         bound = self.bound_to(SyncGroup.from_mpi(comm))
-        bound._owns_group = True
+        bound._owns_group, bound.group.owner = True, type(self).__name__
         return bound
 
     @final

@@ -339,7 +339,7 @@ def test_bind_makes_another_object_of_the_same_class(comm: Intracomm) -> None:
     again.close()
     bound.close()
     bound.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="on a closed HierarchicalCopyAllReduce: it was closed, make a new one"):
         bound.reduce("SUM", 1, "all")
 
 

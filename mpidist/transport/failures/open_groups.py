@@ -40,7 +40,13 @@ __all__ = [
 
 
 class OpenGroup(ABC):
-    """A group of several ranks that this process is in."""
+    """A group of several ranks that this process is in.
+
+    Attributes:
+        owner: What a user made that the group belongs to, for errors.
+    """
+
+    owner = "strategy"
 
     @abstractmethod
     def end_with_program(self) -> None:

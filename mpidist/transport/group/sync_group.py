@@ -144,7 +144,7 @@ class SyncGroup(OpenGroup):
                 "the parent alone, or start workers with multiprocessing.get_context('spawn')"
             )
         if self._is_closed:
-            raise RuntimeError(f"{call} on a closed strategy: it was closed, make a new one")
+            raise RuntimeError(f"{call} on a closed {self.owner}: it was closed, make a new one")
         self.require_mpi(call)
 
     def require_mpi(self, call: str) -> None:
