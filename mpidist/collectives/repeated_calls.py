@@ -96,11 +96,12 @@ class RepeatedCalls:
         group.enter(call.name)
         if group.calls:
             group.calls.finish()
-        out = array if key.is_in_place else None
+        out, begun = array if key.is_in_place else None, None
         try:
             begun, call.variant = one_array.begin(array, out), variant
-        except Exception:  # if it comes again, the longer way tells the other ranks
-            return None
+        except Exception as problem:  # whatever it is, the other ranks must learn of it
+            call = _call_like(call)
+            call.error = problem
         agreement = group.agreement
         try:
             agreement.arrive(call)
