@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 pytestmark = [
-    pytest.mark.core,
     pytest.mark.ranks(min=2),
     pytest.mark.skipif(native is None, reason="the compiled part is left out: MPIDIST_NATIVE=0, or no compiler"),
 ]
