@@ -167,7 +167,7 @@ def test_exception_of_one_rank_is_that_of_all(sessions: Sessions, placement: Pla
 @in_session
 @again_if_slow
 def test_rank_that_has_no_memory_is_named_and_all_may_go_on(sessions: Sessions, placement: Placement) -> None:
-    """The real thing: a limit of the kernel. On one node, results have their memory before the ranks agree on the call."""
+    """The real thing: a limit of the kernel. On one node, results have memory before the ranks agree on the call."""
     ended = sessions.run(placement)
     notes = ended.of("no memory")
     if len(set(placement.nodes)) == 1:
