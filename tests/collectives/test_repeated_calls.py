@@ -346,4 +346,5 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
         return least
 
     of_barrier = 0 if native is not None else 10
-    assert strategy.run(step) <= 22 + of_barrier
+    of_wait = 3  # of a rank that waits in every call, where there are more ranks than cores
+    assert strategy.run(step) <= 20 + of_wait + of_barrier

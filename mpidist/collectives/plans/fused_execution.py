@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.collectives.arguments import Spec, copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
-from mpidist.collectives.plans.one_array import MOST_RESTAGED, LargeArray, OneArray, SmallArray
+from mpidist.collectives.plans.one_array import LargeArray, OneArray, SmallArray
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import (
@@ -87,7 +87,6 @@ class FusedExecution(Execution):
             self._small = reducer.one_shot(lists[0].count, lists[0].wire)
         self._ignores_places = self._small is not None and self._is_copied(lists[0])
         self._memories = [self._recycled(fused, memory) for fused in lists]
-        self._num_restaged = 0
         self._is_one_array = len(specs) == len(lists) == 1 and lists[0].wire == lists[0].result_dtype
 
     def begin(self, call: ReductionCall) -> None:
@@ -180,10 +179,7 @@ class FusedExecution(Execution):
         """Set the results to new arrays, which have been written."""
         for fused, memory, lent, (transfer, _) in zip(self._lists, self._memories, new, transfers, strict=False):
             self._set_results(fused, memory.settle(lent), results)
-            is_restaged = isinstance(transfer, TwoShot) and transfer.num_restaged > 0
-            self._num_restaged = self._num_restaged + 1 if is_restaged else 0
-            if self._num_restaged >= MOST_RESTAGED:
-                memory.share_no_longer()
+            memory.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
 
     def _new_results(self, call: ReductionCall) -> list[Any]:
         """Return the array of each result; `None` for an array that `_set_results` sets later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from mpidist.collectives.arguments import Spec
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport import FusedArrays, FusedReducer, LentArrays, OneShot, RecycledResults, complete
 
-__all__ = ["MOST_RESTAGED", "LargeArray", "OneArray", "SmallArray"]
-
-MOST_RESTAGED: Final = 8  # after so many calls in a row that were staged twice, results lie in shared memory no longer
+__all__ = ["LargeArray", "OneArray", "SmallArray"]
 
 Array = np.ndarray[Any, Any]
 
@@ -104,8 +102,8 @@ class LargeArray(OneArray):
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._two_shot.steps(has_passed_barrier=True), self._reducer.check_peers)
         self._two_shot.forget()
-        if self._two_shot.num_restaged >= MOST_RESTAGED:
-            self._memory.share_no_longer()
+        if out is None:
+            self._memory.note_use(self._two_shot.was_restaged)
         result: Array = begun
         return result
 

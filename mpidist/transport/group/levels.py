@@ -23,7 +23,6 @@ from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
 from mpidist.transport.node_memory import SharedArena, Slots, file_system_bytes
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.settings import Settings
 from mpidist.transport.shared_memory import (
     FusedReducer,
     InterNode,
@@ -48,7 +47,6 @@ _PACK_BYTES_OF_DEVICE: Final = 32 << 20
 _RESULTS_OF_SHARED_MEMORY: Final = 1 / 4  # the most that results take of the node's memory file system
 _LEFT_BY_RESULTS: Final = 1 / 2  # what of it is free afterwards: results can do without, other arrays there cannot
 _SAME_STREAM: Final = nullcontext()
-_DEFAULTS: Final = Settings()
 
 
 @final
@@ -110,7 +108,7 @@ class Levels:
         comm: Intracomm,
         topology: Topology,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        settings: Settings = _DEFAULTS,
+        transport: str = "auto",
         cost_model: CostModel | None = None,
     ) -> Levels:
         """Split a communicator by nodes. Collective.
@@ -119,7 +117,7 @@ class Levels:
             comm: The communicator of the group, which is duplicated and split.
             topology: The nodes of the ranks.
             max_chunk_bytes: Larger arrays are sent in several calls.
-            settings: How the ranks of a node communicate.
+            transport: How the ranks of a node communicate: `Settings.transport`.
             cost_model: The speeds of the machine, the same on all ranks; by default those of a common machine.
 
         Raises:
@@ -133,12 +131,12 @@ class Levels:
         across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, short)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
-        if settings.transport != "mpi":
+        if transport != "mpi":
             slots, reason = _make_slots(comm, within, topology, model)
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._report_no_shared_memory(reason, settings.transport)
+                levels._report_no_shared_memory(reason, transport)
             return levels
         small = model.one_shot_bytes((within.size,))
         on_node = FusedReducer(slots, within.size, small, within.traffic)

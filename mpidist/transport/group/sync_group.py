@@ -380,7 +380,7 @@ class SyncGroup(OpenGroup):
             self._connect_alone()
             return
         comm = membership.comm
-        self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings, self.cost_model)
+        self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
         watch = membership.make_watch(comm)

@@ -31,6 +31,7 @@ _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of eac
 _ALIGNMENT: Final = 64  # bytes; JAX takes no other memory without a copy
 _MAX_LISTS: Final = 4  # of equal calls; a program that keeps more than three results keeps all of them
 _MAX_AGE: Final = 1024  # lists that were taken since
+_MOST_IN_VAIN: Final = 8  # calls in a row, each of which all ranks had to stage twice
 _MAX_ALIKE: Final = 256  # shapes of calls without a plan
 
 Array = np.ndarray[Any, Any]
@@ -227,6 +228,7 @@ class RecycledResults:
         self._large = [at for at, size in enumerate(sizes) if is_large and size >= _LEAST_ARRAY_BYTES]
         self._small = [at for at in range(len(sizes)) if at not in set(self._large)]
         self._is_repeated = False
+        self._num_in_vain = 0
         self.kept: list[_Blocks] = []
         self.key = shapes[0] if shapes else None, dtypes[0] if dtypes else None
 
@@ -266,9 +268,10 @@ class RecycledResults:
                 lent.arrays[at] = lent.arrays[at].copy()
         return lent.arrays
 
-    def share_no_longer(self) -> None:
-        """Let later results lie in other memory than the arena."""
-        if self._arena is not None:
+    def note_use(self, was_in_vain: bool) -> None:
+        """Note whether shared memory was in vain in a call, as other ranks had none; after many, leave the arena."""
+        self._num_in_vain = self._num_in_vain + 1 if was_in_vain else 0
+        if self._num_in_vain >= _MOST_IN_VAIN and self._arena is not None:
             self._arena = None
             for blocks in list(self.kept):
                 self._memory.drop(blocks)

@@ -74,7 +74,10 @@ def is_result(root: np.ndarray[Any, Any]) -> bool:
 
 def _copy_used() -> None:
     """Copy the blocks with results, before this process forks another one."""
-    _copies.made = [PrivateCopy(block.memory) for block in list(_blocks) if block.is_used()]
+    _copies.made = made = []  # at once: whatever fails below, copies of an earlier fork are gone
+    for block in list(_blocks):
+        if block.is_used():
+            made.append(PrivateCopy(block.memory))
 
 
 def _use_copies() -> None:

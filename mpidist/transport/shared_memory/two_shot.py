@@ -52,8 +52,8 @@ class TwoShot:
     Attributes:
         arrays: The arrays. Results may be set until `steps` begins, and others once `steps` has ended.
         overflowed: The sum of what `Reduction.combine` returned.
-        num_restaged: In how many calls in a row some ranks had results in shared memory, and others not, so that all
-            staged once more. Equal on all ranks that reduce with this object.
+        was_restaged: Whether, in the last call, some ranks had results in shared memory, and others not, so that all
+            staged once more. Equal on all ranks.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class TwoShot:
         self._compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
         self._told = 0  # the number of the barrier with which ranks tell where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
-        self.overflowed = self.num_restaged = 0
+        self.overflowed = 0
+        self.was_restaged = False
 
     def begin(self) -> None:
         """Copy the first chunk in. Local. A barrier of the node and `steps` follow, or nothing."""
@@ -109,8 +110,13 @@ class TwoShot:
             self.begin()
             yield from self._pass_barrier()
         places = self._slots.barrier.told(self._told)
-        if any(places):
-            yield from self._agree_on_memory(places)
+        self.was_restaged = any(places) and not all(places)
+        if self.was_restaged:
+            self.arrays.place = 0
+            self.begin()
+            yield from self._pass_barrier()
+        elif places[0]:
+            self._compiled.set_places(places)
         if self._begun is not None and self._can_run_compiled(self._compiled, self._begun):
             while not self._compiled.advance():
                 yield self._slots.barrier.count
@@ -146,17 +152,6 @@ class TwoShot:
         self._begun = None
         if self._compiled is not None:
             self._compiled.forget()
-
-    def _agree_on_memory(self, places: list[int]) -> Generator[int, None, None]:
-        """Let the results of all ranks be written directly, or, if those of some cannot be, of none."""
-        if all(places):
-            self.num_restaged = 0
-            self._compiled.set_places(places)
-            return
-        self.num_restaged += 1
-        self.arrays.place = 0
-        self.begin()
-        yield from self._pass_barrier()
 
     def _pass_barrier(self) -> Generator[int, None, None]:
         barrier, exchange = self._slots.barrier, self._exchange

@@ -23,7 +23,6 @@ from support.transports import set_sizes
 from mpidist.transport import ReplicaTree, Topology
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.row_reduction import all_reduce_rows
-from mpidist.transport.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -49,7 +48,7 @@ def levels(
         return
     set_sizes(monkeypatch, chunk_bytes=CHUNK_BYTES, least_bytes=1, one_shot_bytes=0, depth=2)
     sizes = {"max_chunk_bytes": MAX_CHUNK_BYTES} if "chunks" in request.param else {}
-    made = Levels.from_mpi(comm, topology, settings=Settings(transport=request.param.split()[0]), **sizes)
+    made = Levels.from_mpi(comm, topology, transport=request.param.split()[0], **sizes)
     yield made
     comm.Barrier()
     made.free()

@@ -133,6 +133,18 @@ def test_outs_of_some_ranks(comm: Intracomm, monkeypatch: pytest.MonkeyPatch, de
                 assert comm.rank == 0 or is_shared(result) == (0 < step < 9), step
 
 
+def test_a_list_that_cannot_be_shared_beside_one_that_can(comm: Intracomm) -> None:
+    """Each dtype for itself: the one is shared no longer after a while, the other always is."""
+    with Strategy(comm=comm) as strategy:
+        for step in range(12):
+            whole = np.full((100_000, 2), step, np.float32)
+            mine = whole[:, 0] if comm.rank == 0 else whole[:, 0].copy()
+            results = all_reduce(strategy, "SUM", [mine, np.full(100_000, step, np.float64)])
+            assert all((result == step * comm.size).all() for result in results)
+            assert is_shared(results[0]) == (0 < step < 9), step
+            assert is_shared(results[1]) == (step > 0), step
+
+
 def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
     """No deadline, no out: one rank has no more blocks to lend before the others."""
     kept: list[np.ndarray[Any, Any]] = []
