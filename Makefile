@@ -95,7 +95,7 @@ clean:
 	rm -rf mpidist/transport/native/*.so $(MPICH) $(OPENMPI) $(TENSORS) $(CUDA) build *.egg-info docs/_build results gpu-results wheels .pytest_cache .mypy_cache .ruff_cache
 
 # What pip reads and compiles.
-SOURCES := setup.cfg setup.py pyproject.toml $(wildcard mpidist/transport/native/*.c)
+SOURCES := setup.cfg setup.py pyproject.toml $(wildcard mpidist/transport/native/*.[ch])
 
 # The stamps are newer than what they were made from, so a second run installs nothing and needs no network.
 $(MPICH)/.installed: $(SOURCES)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from mpidist.transport.costs import CostModel
 from mpidist.transport.shared_memory import schedule
 
-__all__ = ["TRANSPORTS", "pytest_generate_tests", "set_sizes", "transport"]
+if TYPE_CHECKING:
+    from mpidist import Strategy
+
+__all__ = [
+    "TRANSPORTS",
+    "WAYS_TO_WRITE",
+    "force_way_to_write",
+    "pytest_generate_tests",
+    "set_sizes",
+    "transport",
+]
 
 TRANSPORTS = ["mpi", "shared_memory"]
+# How compiled code writes memory that other ranks read: by trial, or always in one of its ways.
+WAYS_TO_WRITE = ["by trial", "stores", "copies", "streams"]
 
 # All of these modules' tests insist on shared memory, and at 3 ranks are run over messages as well.
 _ON_EVERY_TRANSPORT = (
@@ -42,6 +56,15 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     name: str = getattr(request, "param", "auto")
     monkeypatch.setenv("MPIDIST_TRANSPORT", name)
     return name
+
+
+def force_way_to_write(strategy: Strategy, way: str) -> None:
+    """Let the compiled code of a strategy on one node write in this one of `WAYS_TO_WRITE`."""
+    fused = strategy.extended.group.levels.fused
+    assert fused is not None
+    barrier: Any = fused.slots.barrier
+    if hasattr(barrier, "forced_way"):  # not where NumPy is in the place of compiled code
+        barrier.forced_way = WAYS_TO_WRITE.index(way) - 1
 
 
 def set_sizes(

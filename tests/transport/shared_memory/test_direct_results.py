@@ -14,7 +14,7 @@ import pytest
 from support.contributions import bits, in_rank_order
 from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
-from support.transports import set_sizes
+from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
 import mpidist
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -63,14 +63,16 @@ def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 512 << 10])
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
 @pytest.mark.parametrize("name", LISTS)
 def test_the_sums_have_the_same_bits_as_ever(
-    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int
+    comm: Intracomm, monkeypatch: pytest.MonkeyPatch, name: str, way: str, chunk_bytes: int
 ) -> None:
     """Whether they lie in shared memory, or in other memory as those of the first call."""
     set_sizes(monkeypatch, chunk_bytes=chunk_bytes, one_shot_bytes=256)
     lengths = LISTS[name]
     with Strategy(comm=comm) as strategy:
+        force_way_to_write(strategy, way)
         for dtype, op in (("f", "MEAN"), ("d", "SUM"), ("i", "SUM"), ("B", "SUM")):
             for seed in range(3):
                 mine = contribution(comm.rank, lengths, dtype, seed)
@@ -80,6 +82,18 @@ def test_the_sums_have_the_same_bits_as_ever(
                 assert have_equal_bits(results, expected(comm.size, lengths, dtype, divisor, seed)), (dtype, seed)
                 is_large = sum(lengths) * np.dtype(dtype).itemsize >= 128 << 10
                 assert is_shared(results[0]) == (seed > 0 and is_large)
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_large_sums_have_the_same_bits(comm: Intracomm, way: str) -> None:
+    """From 16 MiB on, ranks copy in to staging memory, and sums are written past the caches."""
+    lengths = [4_300_000, 5, 300_001]
+    with Strategy(comm=comm) as strategy:
+        force_way_to_write(strategy, way)
+        for seed in range(3):
+            results = all_reduce(strategy, "MEAN", contribution(comm.rank, lengths, "f", seed))
+            assert have_equal_bits(results, expected(comm.size, lengths, "f", comm.size, seed))
+            assert not seed or is_shared(results[0])
 
 
 def test_small_results_of_a_list_keep_no_memory_of_the_list(comm: Intracomm) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.contributions import bits, in_rank_order
 from support.reductions import all_reduce
-from support.transports import set_sizes
+from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import reduction
@@ -53,7 +53,7 @@ def have_equal_bits(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(np.array_equal(bits(one), bits(other)) for one, other in zip(some, others, strict=True))
 
 
-@pytest.fixture(params=["all", "some", "all, past the caches"])
+@pytest.fixture(params=["all", "some"])
 def ranks_with_it(request: pytest.FixtureRequest, comm: Intracomm, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which ranks have the compiled part: all, or those of uneven numbers."""
     set_sizes(monkeypatch, chunk_bytes=1024, one_shot_bytes=256)
@@ -74,12 +74,10 @@ def test_is_there_where_a_compiler_was() -> None:
 @is_left_out
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype[Any]) -> None:
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype[Any], way: str) -> None:
     with Strategy(comm=comm) as strategy:
-        if ranks_with_it == "all, past the caches":  # as if the ranks' cores were far from each other
-            fused = strategy.extended.group.levels.fused
-            assert fused is not None
-            fused.slots.barrier.copies_to_stream = 1 << 20  # type: ignore[attr-defined]
+        force_way_to_write(strategy, way)
         for op in ["SUM", "MEAN"] if dtype.kind == "f" else ["SUM"]:
             for lengths in LENGTHS:
                 wanted = expected(comm.size, lengths, dtype, comm.size if op == "MEAN" else 1)

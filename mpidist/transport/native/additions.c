@@ -1,0 +1,134 @@
+/* Additions in the order of the ranks. */
+#include "native.h"
+
+#define BLOCK_BYTES 4096 /* what is added at once of more than two parts */
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
+#define EACH(STATEMENT)                                                                                              \
+    _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < length; i++) { STATEMENT; }
+
+#define DEFINE_ADD(NAME, TYPE)                                                                                       \
+    FOR_EACH_PROCESSOR static void NAME(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,                  \
+                                        Py_ssize_t divide_by, char *out, char *second)                               \
+    {                                                                                                                \
+        enum { BLOCK = BLOCK_BYTES / sizeof(TYPE) };                                                                 \
+        const Py_ssize_t step = num_parts == 2 ? count : BLOCK;                                                      \
+        const TYPE divisor = (TYPE)divide_by;                                                                        \
+        TYPE sums[BLOCK];                                                                                            \
+        for (Py_ssize_t begin = 0; begin < count; begin += step) {                                                   \
+            const Py_ssize_t length = least(step, count - begin);                                                    \
+            const TYPE *sum = (const TYPE *)parts[0] + begin, *last = (const TYPE *)parts[num_parts - 1] + begin;    \
+            TYPE *to = (TYPE *)out + begin, *also = second ? (TYPE *)second + begin : to;                            \
+            for (Py_ssize_t at = 1; at + 1 < num_parts; at++) {                                                      \
+                const TYPE *part = (const TYPE *)parts[at] + begin;                                                  \
+                EACH(sums[i] = sum[i] + part[i])                                                                     \
+                sum = sums;                                                                                          \
+            }                                                                                                        \
+            if (divide_by != 1)                                                                                      \
+                EACH(to[i] = also[i] = (sum[i] + last[i]) / divisor)                                                 \
+            else if (second)                                                                                         \
+                EACH(to[i] = also[i] = sum[i] + last[i])                                                             \
+            else                                                                                                     \
+                EACH(to[i] = sum[i] + last[i])                                                                       \
+        }                                                                                                            \
+    }
+
+DEFINE_ADD(add_float32, npy_float32)
+DEFINE_ADD(add_float64, npy_float64)
+/* Unsigned, as sums of signed numbers wrap around, too. They are never divided: means of whole numbers are floats. */
+DEFINE_ADD(add_8, npy_uint8)
+DEFINE_ADD(add_16, npy_uint16)
+DEFINE_ADD(add_32, npy_uint32)
+DEFINE_ADD(add_64, npy_uint64)
+
+Add add_of(PyArray_Descr *dtype)
+{
+    if (!PyArray_ISNBO(dtype->byteorder)) return NULL;
+    switch (dtype->kind) {
+    case 'f': return dtype->type_num == NPY_FLOAT ? add_float32 : dtype->type_num == NPY_DOUBLE ? add_float64 : NULL;
+    case 'i':
+    case 'u': break;
+    default: return NULL;
+    }
+    switch (PyDataType_ELSIZE(dtype)) {
+    case 1: return add_8;
+    case 2: return add_16;
+    case 4: return add_32;
+    case 8: return add_64;
+    }
+    return NULL;
+}
+
+int is_plain(PyObject *item, PyArray_Descr *dtype)
+{
+    if (!PyArray_Check(item) || !PyArray_IS_C_CONTIGUOUS((PyArrayObject *)item)) return 0;
+    PyArray_Descr *its = PyArray_DESCR((PyArrayObject *)item);
+    const int is_alike = its->kind == dtype->kind && PyDataType_ELSIZE(its) == PyDataType_ELSIZE(dtype);
+    return PyArray_ISALIGNED((PyArrayObject *)item) && (its == dtype || (is_alike && add_of(its)));
+}
+
+/* Returns where an array's numbers lie, if it is plain, of this length, and overlaps the result nowhere or everywhere. */
+static char *part_of(PyObject *item, PyArrayObject *out)
+{
+    if (!is_plain(item, PyArray_DESCR(out)) || PyArray_SIZE((PyArrayObject *)item) != PyArray_SIZE(out)) return NULL;
+    char *part = PyArray_BYTES((PyArrayObject *)item), *begin = PyArray_BYTES(out);
+    const int is_apart = part >= begin + PyArray_NBYTES(out) || begin >= part + PyArray_NBYTES(out);
+    return is_apart || part == begin ? part : NULL;
+}
+
+PyDoc_STRVAR(add_doc,
+             "add(parts, out, divide_by, second)\n--\n\n"
+             "Add arrays in order, divide the sums, and write them to `out`, and to `second` if it is an array.\n\n"
+             "Returns whether that was done: NumPy adds what has another dtype or another layout.");
+
+static PyObject *add(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 4 || !PyList_Check(given[0]) || !PyArray_Check(given[1])) {
+        PyErr_SetString(PyExc_TypeError, "add: needed are a list of arrays, an array, a divisor, an array or None");
+        return NULL;
+    }
+    PyArrayObject *out = (PyArrayObject *)given[1];
+    PyArray_Descr *dtype = PyArray_DESCR(out);
+    const Py_ssize_t num_parts = PyList_GET_SIZE(given[0]), divide_by = PyLong_AsSsize_t(given[2]);
+    if (divide_by == -1 && PyErr_Occurred()) return NULL;
+    Add add = add_of(dtype);
+    char *parts[MOST_PARTS], *second = NULL;
+    if (!add || num_parts < 2 || num_parts > MOST_PARTS || (divide_by != 1 && dtype->kind != 'f') ||
+        !is_plain(given[1], dtype) || !PyArray_ISWRITEABLE(out))
+        Py_RETURN_FALSE;
+    for (Py_ssize_t at = 0; at < num_parts; at++)
+        if (!(parts[at] = part_of(PyList_GET_ITEM(given[0], at), out))) Py_RETURN_FALSE;
+    if (given[3] != Py_None) {
+        if (!(second = part_of(given[3], out)) || !PyArray_ISWRITEABLE((PyArrayObject *)given[3])) Py_RETURN_FALSE;
+        for (Py_ssize_t at = 0; at < num_parts; at++) {
+            const Py_ssize_t nbytes = PyArray_NBYTES(out);
+            if (parts[at] != second && parts[at] < second + nbytes && second < parts[at] + nbytes) Py_RETURN_FALSE;
+        }
+    }
+    if (PyArray_NBYTES(out) < FREES_GIL_BYTES)
+        add(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        add(parts, num_parts, PyArray_SIZE(out), divide_by, PyArray_BYTES(out), second);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(adds_doc, "adds(dtype)\n--\n\nWhether numbers of a dtype are added here.");
+
+static PyObject *adds(PyObject *Py_UNUSED(module), PyObject *dtype)
+{
+    return PyBool_FromLong(PyArray_DescrCheck(dtype) && add_of((PyArray_Descr *)dtype) != NULL);
+}
+
+PyMethodDef addition_functions[] = {
+    {"add", (PyCFunction)(void (*)(void))add, METH_FASTCALL, add_doc},
+    {"adds", adds, METH_O, adds_doc},
+    {NULL},
+};

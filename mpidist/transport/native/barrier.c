@@ -1,0 +1,184 @@
+/* The barrier of a node's ranks, in shared memory: node_memory/barrier.py. */
+#include "native.h"
+
+#define TOLD 9             /* the first of four places in that line where a rank tells words in turn: barrier.py */
+#define NUM_TOLD 4
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline npy_int64 *line_of(const Barrier *self, int rank)
+{
+    return (npy_int64 *)self->parts[rank];
+}
+
+static int barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"windows", "rank", "spins", NULL};
+    PyObject *windows;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ii", names, &PyList_Type, &windows, &self->rank, &self->spins))
+        return -1;
+    const Py_ssize_t size = PyList_GET_SIZE(windows);
+    PyObject *kept = PyList_AsTuple(windows);
+    char **parts = PyMem_Calloc(size ? size : 1, sizeof *parts);
+    if (!kept || !parts) {
+        Py_XDECREF(kept);
+        PyMem_Free(parts);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_XSETREF(self->windows, kept);
+    PyMem_Free(self->parts);
+    self->parts = parts;
+    self->forced_way = -1;
+    for (Kind kind = 0; kind < NUM_TRIALS; kind++) trial_init(&self->trials[kind]);
+    self->size = (int)size;
+    for (Py_ssize_t at = 0; at < size; at++) {
+        PyObject *window = PyTuple_GET_ITEM(kept, at);
+        if (!PyArray_Check(window) || PyArray_NBYTES((PyArrayObject *)window) < LINE_BYTES || self->rank < 0 ||
+            self->rank >= size) {
+            PyErr_SetString(PyExc_ValueError, "Barrier: needed are each rank's part of a window, and a rank");
+            return -1;
+        }
+        parts[at] = PyArray_BYTES((PyArrayObject *)window);
+    }
+    return 0;
+}
+
+static void barrier_dealloc(Barrier *self)
+{
+    PyMem_Free(self->parts);
+    Py_XDECREF(self->windows);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+void barrier_post(Barrier *self)
+{
+    __atomic_store_n(line_of(self, self->rank), ++self->count, __ATOMIC_RELEASE);
+}
+
+int barrier_has_passed(const Barrier *self)
+{
+    int rank = 0;
+    for (int spin = 0; spin <= self->spins; spin++) {
+        while (rank < self->size && __atomic_load_n(line_of(self, rank), __ATOMIC_ACQUIRE) >= self->count) rank++;
+        if (rank == self->size) return 1;
+        relax();
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(copy_doc, "copy(into, source)\n--\n\nCopy an array to shared memory; False if NumPy has to.");
+
+static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 2 || !PyArray_Check(given[0])) {
+        PyErr_SetString(PyExc_TypeError, "copy: needed are two arrays");
+        return NULL;
+    }
+    PyArrayObject *into = (PyArrayObject *)given[0];
+    if (!add_of(PyArray_DESCR(into)) || !is_plain(given[0], PyArray_DESCR(into)) ||
+        !is_plain(given[1], PyArray_DESCR(into)) || PyArray_SIZE(into) != PyArray_SIZE((PyArrayObject *)given[1]))
+        Py_RETURN_FALSE;
+    Trial *trial = &self->trials[STAGED_ONCE];
+    const Measured measured = trial_begin(trial, COPIES, self->forced_way, PyArray_NBYTES(into));
+    copy_by(measured.way, PyArray_BYTES(into), PyArray_BYTES((PyArrayObject *)given[1]), PyArray_NBYTES(into));
+    trial_end(trial, COPIES, measured);
+    Py_RETURN_TRUE;
+}
+
+static PyObject *call_post(Barrier *self, PyObject *Py_UNUSED(none))
+{
+    barrier_post(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *call_post_words(Barrier *self, PyObject *const *given, Py_ssize_t num_given)
+{
+    if (num_given != 2) {
+        PyErr_SetString(PyExc_TypeError, "post_words: needed are two words");
+        return NULL;
+    }
+    const long long first = PyLong_AsLongLong(given[0]), second = PyLong_AsLongLong(given[1]);
+    if (PyErr_Occurred()) return NULL;
+    /* Two places in turn: slow ranks may still read the words of the last barrier. */
+    npy_int64 *words = line_of(self, self->rank) + 1 + (self->count + 1) % 2 * 4;
+    words[0] = first;
+    words[1] = second;
+    barrier_post(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *call_tell(Barrier *self, PyObject *word)
+{
+    const long long told = PyLong_AsLongLong(word);
+    if (told == -1 && PyErr_Occurred()) return NULL;
+    line_of(self, self->rank)[TOLD + (self->count + 1) % NUM_TOLD] = told;
+    Py_RETURN_NONE;
+}
+
+static PyObject *call_told(Barrier *self, PyObject *number)
+{
+    const long long count = PyLong_AsLongLong(number);
+    if (count == -1 && PyErr_Occurred()) return NULL;
+    PyObject *words = PyList_New(self->size);
+    if (!words) return NULL;
+    for (int rank = 0; rank < self->size; rank++)
+        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[TOLD + count % NUM_TOLD]));
+    return words;
+}
+
+static PyObject *call_has_passed(Barrier *self, PyObject *Py_UNUSED(none))
+{
+    return PyBool_FromLong(barrier_has_passed(self));
+}
+
+static PyObject *call_has_equal_words(Barrier *self, PyObject *Py_UNUSED(none))
+{
+    const Py_ssize_t at = 1 + self->count % 2 * 4;
+    const npy_int64 *own = line_of(self, self->rank) + at;
+    int same_first = 1, same_second = 1;
+    for (int rank = 0; rank < self->size; rank++) {
+        const npy_int64 *words = line_of(self, rank) + at;
+        same_first &= words[0] == own[0];
+        same_second &= words[1] == own[1];
+    }
+    return Py_BuildValue("(OO)", same_first ? Py_True : Py_False, same_second ? Py_True : Py_False);
+}
+
+static PyMethodDef barrier_methods[] = {
+    {"copy", (PyCFunction)(void (*)(void))call_copy, METH_FASTCALL, copy_doc},
+    {"post", (PyCFunction)call_post, METH_NOARGS, "Post this rank's arrival."},
+    {"post_words", (PyCFunction)(void (*)(void))call_post_words, METH_FASTCALL,
+     "Post this rank's arrival, with two words of 63 bits."},
+    {"tell", (PyCFunction)call_tell, METH_O, "Tell the other ranks a word of 63 bits with the next barrier."},
+    {"told", (PyCFunction)call_told, METH_O,
+     "Return [ranks], what each told with a barrier, the last one or the one before."},
+    {"has_passed", (PyCFunction)call_has_passed, METH_NOARGS, "Whether all ranks have arrived."},
+    {"has_equal_words", (PyCFunction)call_has_equal_words, METH_NOARGS,
+     "Whether all ranks posted the same first word, and the same second word, in the barrier passed last."},
+    {NULL}};
+
+static PyMemberDef barrier_members[] = {
+    {"count", T_LONGLONG, offsetof(Barrier, count), READONLY, "The number of the barrier posted last."},
+    {"forced_way", T_INT, offsetof(Barrier, forced_way), 0,
+     "How memory of other ranks is written, for tests: 0 stores, 1 copies, 2 streams; by trial if it is negative."},
+    {NULL}};
+
+PyTypeObject BarrierType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.Barrier",
+    .tp_doc = "The barrier of a node's ranks, as in node_memory/barrier.py.",
+    .tp_basicsize = sizeof(Barrier),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)barrier_init,
+    .tp_dealloc = (destructor)barrier_dealloc,
+    .tp_methods = barrier_methods,
+    .tp_members = barrier_members,
+};

@@ -1,0 +1,108 @@
+/* What the files of the compiled part share.
+ *
+ * Python has all of this, too (node_memory/barrier.py, shared_memory/two_shot.py, reduction.py), on the same layout of the
+ * same memory: ranks with and without the compiled part work together. Additions are those of NumPy, bit by bit.
+ */
+#ifndef MPIDIST_NATIVE_H
+#define MPIDIST_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL mpidist_native_numpy
+#ifndef IMPORTS_NUMPY /* _native.c does, for all files */
+#define NO_IMPORT_ARRAY
+#endif
+#include <Python.h>
+#include <structmember.h>
+#include <numpy/arrayobject.h>
+
+#define LINE_BYTES 128           /* of a rank's part that are the barrier's: window.py */
+#define MOST_PARTS 1024
+#define FREES_GIL_BYTES (64 << 10)
+
+static inline Py_ssize_t least(Py_ssize_t one, Py_ssize_t other)
+{
+    return one < other ? one : other;
+}
+
+/* ---------------------------------------------------------------------------------------------- additions.c */
+
+/* Adds [count] elements of each part, in order, divides the sums, and writes them to one or two places. */
+typedef void (*Add)(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count, Py_ssize_t divide_by, char *out,
+                    char *second);
+
+/* Returns NULL for dtypes that are added by NumPy. */
+Add add_of(PyArray_Descr *dtype);
+
+/* Whether an object is an array of numbers side by side. */
+int is_plain(PyObject *item, PyArray_Descr *dtype);
+
+extern PyMethodDef addition_functions[];
+
+/* ------------------------------------------------------------------------------------------------ writing.c */
+
+/* How numbers are written to memory that other ranks have read: sums one by one; copies of blocks that are in the cache;
+ * or copies past the caches. */
+typedef enum { STORES, COPIES, STREAMS, NUM_WAYS } Way;
+
+/* Which way takes least, by trial. Each rank finds out for itself, and each kind of memory has a trial of its own. */
+typedef struct {
+    Way best;
+    int calls, interval;     /* calls since the last trial began; calls from one trial to the next */
+    double costs[NUM_WAYS];  /* nanoseconds for a byte: the least of the trial */
+} Trial;
+
+/* One use of a trial. */
+typedef struct {
+    Way way;
+    long long begun;         /* nanoseconds; 0 if the time is not measured */
+    Py_ssize_t nbytes;
+} Measured;
+
+void trial_init(Trial *trial);
+
+/* Chooses a way, none before `first`, to write that many bytes; `forced` is taken if it is not negative. */
+Measured trial_begin(const Trial *trial, Way first, int forced, Py_ssize_t nbytes);
+
+/* Learns from what has been written since `trial_begin`. */
+void trial_end(Trial *trial, Way first, Measured measured);
+
+/* Copies past the caches: without reading the lines that are written, or taking them from other cores one by one. */
+void stream(char *to, const char *from, Py_ssize_t nbytes);
+
+static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbytes)
+{
+    if (way == STREAMS)
+        stream(to, from, nbytes);
+    else
+        memcpy(to, from, nbytes);
+}
+
+/* ------------------------------------------------------------------------------------------------ barrier.c */
+
+/* What has a trial of its own. */
+typedef enum { INTO_SLOTS, INTO_ONE_PLACE, INTO_RESULTS, INTO_LARGE_RESULTS, STAGED, STAGED_ONCE, NUM_TRIALS } Kind;
+
+typedef struct {
+    PyObject_HEAD
+    long long count;     /* of the barrier that this rank posted last */
+    int rank, size, spins;
+    int forced_way;      /* negative: by trial */
+    Trial trials[NUM_TRIALS];
+    PyObject *windows;   /* [ranks] each rank's part, which this object keeps */
+    char **parts;        /* [ranks] where the part begins: with the line of the barrier */
+} Barrier;
+
+extern PyTypeObject BarrierType;
+
+void barrier_post(Barrier *self);
+
+/* Whether all ranks have arrived. Polls for a while. */
+int barrier_has_passed(const Barrier *self);
+
+/* ----------------------------------------------------------------------------------- two_shot.c, known_arrays.c */
+
+extern PyTypeObject TwoShotType;
+extern PyMethodDef known_arrays_functions[];
+
+#endif

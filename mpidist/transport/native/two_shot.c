@@ -1,0 +1,384 @@
+/* Two-shot all-reduces of arrays on one node: shared_memory/two_shot.py. */
+#include "native.h"
+
+#define ROUND 16           /* elements: schedule.py */
+#define STREAMS_BYTES (16 << 20)    /* from here on, results are not in the cache when they are written */
+#define COPIED_BLOCK (16 << 10)     /* added, and copied to other places while it is in the cache */
+
+typedef struct {
+    PyObject *arrays;    /* a tuple, which keeps the memory */
+    char **data;         /* [pieces] */
+    Py_ssize_t *ends;    /* [pieces] in elements of the whole list */
+    Py_ssize_t num_pieces;
+} List;
+
+/* A place in a list that only goes forward. */
+typedef struct {
+    const List *list;
+    Py_ssize_t piece;
+} Cursor;
+
+typedef struct {
+    PyObject_HEAD
+    Barrier *barrier;
+    PyArray_Descr *dtype;
+    Add add;
+    Py_ssize_t slot_bytes, num_slots, itemsize, divide_by, chunk_count, total, num_chunks;
+    List sources, results;
+    Cursor staged, own, added, copied, copied_in;
+    PyObject *regions;              /* each rank's part of the memory of results in shared memory, or None */
+    Py_ssize_t *distances;          /* [ranks] from this rank's results to those of a rank, in bytes */
+    Py_ssize_t at;                  /* the chunk that is added; -1 before the first */
+    Py_ssize_t slot, next_slot;     /* of that chunk, and of the one after it */
+    int is_waiting, streams, is_one_place;
+    int is_direct;                  /* the results lie in shared memory, and the rank that adds writes those of all ranks */
+    int stages_in_results;          /* ranks copy in to where the results will lie, not into slots */
+} TwoShot;
+
+static void list_clear(List *list)
+{
+    PyMem_Free(list->data);
+    PyMem_Free(list->ends);
+    Py_CLEAR(list->arrays);
+    *list = (List){0};
+}
+
+/* Returns 1; 0 if NumPy has to take the arrays; -1 with an exception. */
+static int list_set(List *list, PyObject *arrays, PyArray_Descr *dtype)
+{
+    PyObject *kept = PySequence_Tuple(arrays);
+    if (!kept) return -1;
+    const Py_ssize_t num = PyTuple_GET_SIZE(kept);
+    List made = {kept, PyMem_Malloc((num + 1) * sizeof(char *)), PyMem_Malloc((num + 1) * sizeof(Py_ssize_t)), num};
+    if (!made.data || !made.ends) {
+        list_clear(&made);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_ssize_t end = 0;
+    for (Py_ssize_t at = 0; at < num; at++) {
+        PyObject *array = PyTuple_GET_ITEM(kept, at);
+        if (!is_plain(array, dtype)) {
+            list_clear(&made);
+            return 0;
+        }
+        made.data[at] = PyArray_BYTES((PyArrayObject *)array);
+        made.ends[at] = end += PyArray_SIZE((PyArrayObject *)array);
+    }
+    list_clear(list);
+    *list = made;
+    return 1;
+}
+
+/* Returns where the element lies, and how many follow in its piece. */
+static char *seek(Cursor *cursor, Py_ssize_t element, Py_ssize_t itemsize, Py_ssize_t *left)
+{
+    const Py_ssize_t *ends = cursor->list->ends;
+    while (ends[cursor->piece] <= element) cursor->piece++;
+    *left = ends[cursor->piece] - element;
+    const Py_ssize_t start = cursor->piece ? ends[cursor->piece - 1] : 0;
+    return cursor->list->data[cursor->piece] + (element - start) * itemsize;
+}
+
+/* The bounds of a rank's shard in a chunk: chunk_bounds of schedule.py. */
+static Py_ssize_t bound(Py_ssize_t count, Py_ssize_t lanes, Py_ssize_t lane)
+{
+    const Py_ssize_t step = count < lanes * ROUND * 4 ? 1 : ROUND, units = (count + step - 1) / step;
+    return least(count, step * (lane * (units / lanes) + least(lane, units % lanes)));
+}
+
+static char *slot_of(const TwoShot *self, int rank, Py_ssize_t slot)
+{
+    return self->barrier->parts[rank] + LINE_BYTES + slot * self->slot_bytes;
+}
+
+static Py_ssize_t chunk_length(const TwoShot *self, Py_ssize_t chunk)
+{
+    return least(self->chunk_count, self->total - chunk * self->chunk_count);
+}
+
+/* Copies this rank's contribution to a chunk, but for the rank's own shard, into its slot of the next barrier, or to where
+ * the results will lie. */
+static void stage(TwoShot *self, Py_ssize_t chunk)
+{
+    Barrier *barrier = self->barrier;
+    const Py_ssize_t count = chunk_length(self, chunk), first = chunk * self->chunk_count;
+    self->next_slot = (Py_ssize_t)((barrier->count + 1) % self->num_slots);
+    char *slot = slot_of(self, barrier->rank, self->next_slot);
+    const Py_ssize_t own = bound(count, barrier->size, barrier->rank + 1) - bound(count, barrier->size, barrier->rank);
+    Trial *trial = &barrier->trials[STAGED];
+    const Measured measured = trial_begin(trial, COPIES, barrier->forced_way, (count - own) * self->itemsize);
+    for (int lane = 0; lane < barrier->size; lane++) {
+        if (lane == barrier->rank) continue;
+        Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left, room;
+        for (; at < end; at += left) {
+            const char *source = seek(&self->staged, first + at, self->itemsize, &left);
+            char *into = slot + at * self->itemsize;
+            if (self->stages_in_results) {
+                into = seek(&self->copied_in, first + at, self->itemsize, &room);
+                left = least(left, room);
+            }
+            left = least(left, end - at);
+            copy_by(measured.way, into, source, left * self->itemsize);
+        }
+    }
+    trial_end(trial, COPIES, measured);
+}
+
+/* Adds [count] elements of each rank's part. Writes the sums to `own`, if there is one, which other ranks do not read, and
+ * to places that they read. */
+static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, char *own, char *const *shared,
+                   int num_shared, Way way)
+{
+    const int num_parts = self->barrier->size;
+    if (way == STORES && !self->streams && (own != NULL) + num_shared <= 2) {
+        char *const out = own ? own : shared[0], *const second = !own ? NULL : num_shared ? shared[0] : NULL;
+        self->add(parts, num_parts, count, self->divide_by, out, second);
+        return;
+    }
+    char *blocks[MOST_PARTS], block[COPIED_BLOCK] __attribute__((aligned(64)));
+    const Py_ssize_t step = COPIED_BLOCK / self->itemsize;
+    for (Py_ssize_t begin = 0; begin < count; begin += step) {
+        const Py_ssize_t at = begin * self->itemsize, length = least(step, count - begin), nbytes = length * self->itemsize;
+        char *const sums = own && !self->streams ? own + at : block;
+        for (int part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
+        self->add(blocks, num_parts, length, self->divide_by, sums, NULL);
+        for (int place = 0; place < num_shared; place++) copy_by(way, shared[place] + at, sums, nbytes);
+        if (own && self->streams) stream(own + at, sums, nbytes);
+    }
+}
+
+static Kind kind_of_fold(const TwoShot *self)
+{
+    if (self->is_one_place) return INTO_ONE_PLACE;
+    if (!self->is_direct) return INTO_SLOTS;
+    return self->stages_in_results ? INTO_RESULTS : INTO_LARGE_RESULTS;
+}
+
+/* Adds this rank's shard of all ranks: into its slot and its results, into the results of all ranks, or into the one place
+ * of the results of all. */
+static void fold(TwoShot *self)
+{
+    Barrier *barrier = self->barrier;
+    const int rank = barrier->rank, size = barrier->size;
+    const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
+    const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
+    char *parts[MOST_PARTS], *shared[MOST_PARTS];
+    Trial *trial = &barrier->trials[kind_of_fold(self)];
+    const Way first_way = self->streams || (self->is_direct && size > 2) ? COPIES : STORES;
+    const Measured measured = trial_begin(trial, first_way, barrier->forced_way, (end - start) * self->itemsize);
+    for (Py_ssize_t at = start, left, room; at < end; at += left) {
+        char *const source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;
+        left = least(left, end - at);
+        if (self->results.num_pieces) {
+            result = seek(&self->added, first + at, self->itemsize, &room);
+            left = least(left, room);
+        }
+        int num_shared = 0;
+        for (int other = 0; other < size; other++) {
+            char *const in_results = self->is_direct ? result + self->distances[other] : NULL;
+            char *const staged = slot_of(self, other, self->slot) + at * self->itemsize;
+            parts[other] = other == rank ? source : self->stages_in_results ? in_results : staged;
+            if (self->is_direct && other != rank) shared[num_shared++] = in_results;
+        }
+        if (!self->is_direct)
+            shared[num_shared++] = self->is_one_place ? result : slot_of(self, rank, self->slot) + at * self->itemsize;
+        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, measured.way);
+    }
+    trial_end(trial, first_way, measured);
+}
+
+/* Copies the other ranks' shards of the sums out. */
+static void copy_out(TwoShot *self)
+{
+    const Barrier *barrier = self->barrier;
+    const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
+    if (!self->results.num_pieces || self->is_one_place || self->is_direct) return;
+    for (int lane = 0; lane < barrier->size; lane++) {
+        if (lane == barrier->rank) continue;
+        const char *slot = slot_of(self, lane, self->slot);
+        Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left;
+        for (; at < end; at += left) {
+            char *result = seek(&self->copied, first + at, self->itemsize, &left);
+            left = least(left, end - at);
+            copy_by(self->streams ? STREAMS : COPIES, result, slot + at * self->itemsize, left * self->itemsize);
+        }
+    }
+}
+
+/* Goes on until this rank has to wait. Returns whether everything is done. */
+static int advance(TwoShot *self)
+{
+    for (;;) {
+        if (self->is_waiting) {
+            if (!barrier_has_passed(self->barrier)) return 0;
+            self->is_waiting = 0;
+            if (self->at >= 0) copy_out(self);
+            self->slot = self->next_slot;
+            if (++self->at == self->num_chunks) return 1;
+        }
+        if (self->at + 1 < self->num_chunks) stage(self, self->at + 1);
+        if (self->at >= 0) fold(self);
+        barrier_post(self->barrier);
+        self->is_waiting = 1;
+    }
+}
+
+static void two_shot_dealloc(TwoShot *self)
+{
+    list_clear(&self->sources);
+    list_clear(&self->results);
+    PyMem_Free(self->distances);
+    Py_XDECREF(self->regions);
+    Py_XDECREF(self->barrier);
+    Py_XDECREF(self->dtype);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"barrier", "slot_bytes", "num_slots", "dtype", "divide_by", "is_one_place", "regions", NULL};
+    PyObject *barrier, *dtype, *regions;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nnO!npO", names, &BarrierType, &barrier, &self->slot_bytes,
+                                     &self->num_slots, &PyArrayDescr_Type, &dtype, &self->divide_by,
+                                     &self->is_one_place, &regions))
+        return -1;
+    self->add = add_of((PyArray_Descr *)dtype);
+    if (!self->add || (self->divide_by != 1 && ((PyArray_Descr *)dtype)->kind != 'f') ||
+        ((Barrier *)barrier)->size > MOST_PARTS) {
+        PyErr_SetString(PyExc_ValueError, "TwoShot: these numbers are added by NumPy");
+        return -1;
+    }
+    Py_INCREF(barrier);
+    Py_XSETREF(self->barrier, (Barrier *)barrier);
+    Py_INCREF(dtype);
+    Py_XSETREF(self->dtype, (PyArray_Descr *)dtype);
+    Py_INCREF(regions);
+    Py_XSETREF(self->regions, regions);
+    PyMem_Free(self->distances);
+    self->distances = PyMem_Calloc(self->barrier->size, sizeof *self->distances);
+    if (!self->distances) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->itemsize = PyDataType_ELSIZE(self->dtype);
+    self->chunk_count = self->slot_bytes / self->itemsize;
+    self->at = -1;
+    self->staged.list = self->own.list = &self->sources;
+    self->added.list = self->copied.list = self->copied_in.list = &self->results;
+    return 0;
+}
+
+PyDoc_STRVAR(set_sources_doc, "Set the arrays that are added; False if NumPy has to. Once, or again with copies.");
+
+static PyObject *two_shot_set_sources(TwoShot *self, PyObject *arrays)
+{
+    const int is_set = list_set(&self->sources, arrays, self->dtype);
+    if (is_set < 0) return NULL;
+    if (!is_set) Py_RETURN_FALSE;
+    const List *list = &self->sources;
+    self->total = list->num_pieces ? list->ends[list->num_pieces - 1] : 0;
+    self->num_chunks = (self->total + self->chunk_count - 1) / self->chunk_count;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *two_shot_set_results(TwoShot *self, PyObject *arrays)
+{
+    const int is_set = list_set(&self->results, arrays, self->dtype);
+    if (is_set < 0) return NULL;
+    const List *list = &self->results;
+    if (is_set && list->num_pieces && list->ends[list->num_pieces - 1] != self->total) {
+        PyErr_SetString(PyExc_ValueError, "TwoShot: the results have another length than the sources");
+        return NULL;
+    }
+    /* Where sources become results, the numbers that are written have just been read. */
+    const int is_in_place = list->num_pieces && self->sources.num_pieces && list->data[0] == self->sources.data[0];
+    self->streams = !is_in_place && self->total * self->itemsize >= STREAMS_BYTES;
+    return PyBool_FromLong(is_set);
+}
+
+PyDoc_STRVAR(begin_doc,
+             "begin(is_direct)\n--\n\n"
+             "Copy the first chunk in: to the results that are set, where they lie in shared memory and `is_direct` says so. A "
+             "barrier of the node and `advance` follow; then other arrays, and the same again.");
+
+static PyObject *two_shot_begin(TwoShot *self, PyObject *is_direct)
+{
+    self->is_direct = PyObject_IsTrue(is_direct);
+    /* Results that are not in the cache would be read first, to be written twice. */
+    self->stages_in_results = self->is_direct && self->total * self->itemsize < STREAMS_BYTES;
+    if (!self->num_chunks) Py_RETURN_NONE;
+    self->staged.piece = self->own.piece = self->added.piece = self->copied.piece = self->copied_in.piece = 0;
+    self->is_waiting = 0;
+    stage(self, 0);
+    self->slot = self->next_slot;
+    self->at = 0;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_places_doc,
+             "set_places(places)\n--\n\n"
+             "Set where the results of each rank lie in its part of the shared memory of results: before a direct `advance`.");
+
+static PyObject *two_shot_set_places(TwoShot *self, PyObject *places)
+{
+    const int size = self->barrier->size, rank = self->barrier->rank;
+    if (!PyList_Check(places) || PyList_GET_SIZE(places) != size || !PyList_Check(self->regions) ||
+        PyList_GET_SIZE(self->regions) != size) {
+        PyErr_SetString(PyExc_ValueError, "set_places: needed are a place in the memory of each rank, and that memory");
+        return NULL;
+    }
+    const char *results[MOST_PARTS];
+    for (int at = 0; at < size; at++) {
+        PyArrayObject *region = (PyArrayObject *)PyList_GET_ITEM(self->regions, at);
+        const Py_ssize_t place = PyLong_AsSsize_t(PyList_GET_ITEM(places, at));
+        if (place == -1 && PyErr_Occurred()) return NULL;
+        if (!PyArray_Check(region) || place < 0 || place >= PyArray_NBYTES(region)) {
+            PyErr_SetString(PyExc_ValueError, "set_places: a place lies outside the memory of its rank");
+            return NULL;
+        }
+        results[at] = PyArray_BYTES(region) + place;
+    }
+    for (int at = 0; at < size; at++) self->distances[at] = results[at] - results[rank];
+    Py_RETURN_NONE;
+}
+
+static PyObject *two_shot_advance(TwoShot *self, PyObject *Py_UNUSED(none))
+{
+    int is_done = !self->num_chunks || self->at == self->num_chunks;
+    if (is_done) Py_RETURN_TRUE;
+    if (self->total * self->itemsize < FREES_GIL_BYTES) return PyBool_FromLong(advance(self));
+    Py_BEGIN_ALLOW_THREADS
+    is_done = advance(self);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(is_done);
+}
+
+static PyObject *two_shot_forget(TwoShot *self, PyObject *Py_UNUSED(none))
+{
+    list_clear(&self->sources);
+    list_clear(&self->results);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef two_shot_methods[] = {
+    {"set_sources", (PyCFunction)two_shot_set_sources, METH_O, set_sources_doc},
+    {"set_results", (PyCFunction)two_shot_set_results, METH_O,
+     "Set the arrays that take the sums, none on a rank that gets none; False if NumPy has to."},
+    {"begin", (PyCFunction)two_shot_begin, METH_O, begin_doc},
+    {"set_places", (PyCFunction)two_shot_set_places, METH_O, set_places_doc},
+    {"advance", (PyCFunction)two_shot_advance, METH_NOARGS,
+     "Go on until this rank has to wait for others. Returns whether everything is done."},
+    {"forget", (PyCFunction)two_shot_forget, METH_NOARGS, "Let the arrays go. Others have to be set before the next call."},
+    {NULL}};
+
+PyTypeObject TwoShotType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist.transport.native._native.TwoShot",
+    .tp_doc = "One all-reduce of private arrays, as in shared_memory/two_shot.py: into results of this rank, or of all ranks.",
+    .tp_basicsize = sizeof(TwoShot),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)two_shot_init,
+    .tp_dealloc = (destructor)two_shot_dealloc,
+    .tp_methods = two_shot_methods,
+};
