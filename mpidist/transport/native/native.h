@@ -48,14 +48,14 @@ typedef enum { STORES, COPIES, STREAMS, NUM_WAYS } Way;
 /* Which way takes least, by trial. Each rank finds out for itself, and each kind of memory has a trial of its own. */
 typedef struct {
     Way best;
-    int calls, interval;     /* calls since the last trial began; calls from one trial to the next */
+    int calls;               /* since the last trial began */
     double costs[NUM_WAYS];  /* nanoseconds for a byte: the least of the trial */
 } Trial;
 
 /* One use of a trial. */
 typedef struct {
     Way way;
-    long long begun;         /* nanoseconds; 0 if the time is not measured */
+    long long begun;         /* nanoseconds; 0 if the time is not taken */
     Py_ssize_t nbytes;
 } Measured;
 

@@ -14,8 +14,9 @@
 #define LEAST_TIMED_BYTES (16 << 10)  /* less is over before it can be timed */
 #define TIMED_CALLS 2                 /* of each way: the faster one counts */
 #define UNTIMED_CALLS 8               /* at first, while the system gives new pages */
-#define LEAST_INTERVAL 96
-#define MOST_INTERVAL 1536            /* calls, while trials find nothing new */
+#define LEAST_INTERVAL 128            /* calls from one trial to the next, if calls have become slower */
+#define MOST_INTERVAL 768             /* if not */
+#define SLOWER 2
 #define WORTH 0.8                     /* a later way leaves more to the ranks that read: it has to save a fifth */
 
 static long long nanoseconds(void)
@@ -27,21 +28,17 @@ static long long nanoseconds(void)
 
 void trial_init(Trial *trial)
 {
-    *trial = (Trial){.best = STORES, .calls = LEAST_INTERVAL - UNTIMED_CALLS, .interval = LEAST_INTERVAL};
+    *trial = (Trial){.best = STORES, .calls = MOST_INTERVAL - UNTIMED_CALLS};
 }
 
 Measured trial_begin(const Trial *trial, Way first, int forced, Py_ssize_t nbytes)
 {
-    Measured measured = {.nbytes = nbytes};
-    const int ways = NUM_WAYS - first;
-    if (forced >= 0 || nbytes < LEAST_TIMED_BYTES)
-        measured.way = forced >= 0 ? (Way)forced : trial->best;
-    else if (trial->calls >= ways * TIMED_CALLS) {
-        measured.way = trial->best;
-        measured.begun = -1;
-    }
-    else {
-        measured.way = first + trial->calls / TIMED_CALLS;
+    Measured measured = {.way = trial->best, .nbytes = nbytes};
+    if (forced >= 0)
+        measured.way = (Way)forced;
+    else if (nbytes >= LEAST_TIMED_BYTES) {
+        const int way = (int)first + trial->calls / TIMED_CALLS;
+        if (way < NUM_WAYS) measured.way = (Way)way;
         measured.begun = nanoseconds();
     }
     if (measured.way < first) measured.way = first;
@@ -50,20 +47,19 @@ Measured trial_begin(const Trial *trial, Way first, int forced, Py_ssize_t nbyte
 
 void trial_end(Trial *trial, Way first, Measured measured)
 {
-    if (measured.begun == 0) return;
-    if (measured.begun > 0) {
-        const double cost = (double)(nanoseconds() - measured.begun) / (double)measured.nbytes;
+    if (!measured.begun) return;
+    const double cost = (double)(nanoseconds() - measured.begun) / (double)measured.nbytes;
+    const int trial_calls = (NUM_WAYS - (int)first) * TIMED_CALLS;
+    if (trial->calls < trial_calls) {
         double *least_cost = &trial->costs[measured.way];
         if (trial->calls % TIMED_CALLS == 0 || cost < *least_cost) *least_cost = cost;
     }
-    if (++trial->calls == (NUM_WAYS - (int)first) * TIMED_CALLS) {
-        Way best = first;
+    if (++trial->calls == trial_calls) {
+        trial->best = first;
         for (Way way = first + 1; way < NUM_WAYS; way++)
-            if (trial->costs[way] < WORTH * trial->costs[best]) best = way;
-        trial->interval = best == trial->best ? (int)least(2 * trial->interval, MOST_INTERVAL) : LEAST_INTERVAL;
-        trial->best = best;
+            if (trial->costs[way] < WORTH * trial->costs[trial->best]) trial->best = way;
     }
-    if (trial->calls >= trial->interval) trial->calls = 0;
+    if (trial->calls >= (cost > SLOWER * trial->costs[trial->best] ? LEAST_INTERVAL : MOST_INTERVAL)) trial->calls = 0;
 }
 
 void stream(char *to, const char *from, Py_ssize_t nbytes)
