@@ -37,7 +37,7 @@ static int barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
     PyMem_Free(self->parts);
     self->parts = parts;
     self->forced_way = -1;
-    for (Kind kind = 0; kind < NUM_TRIALS; kind++) trial_init(&self->trials[kind]);
+    for (Kind kind = 0; kind < NUM_KINDS; kind++) choice_init(&self->choices[kind]);
     self->size = (int)size;
     for (Py_ssize_t at = 0; at < size; at++) {
         PyObject *window = PyTuple_GET_ITEM(kept, at);
@@ -86,10 +86,10 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
     if (!add_of(PyArray_DESCR(into)) || !is_plain(given[0], PyArray_DESCR(into)) ||
         !is_plain(given[1], PyArray_DESCR(into)) || PyArray_SIZE(into) != PyArray_SIZE((PyArrayObject *)given[1]))
         Py_RETURN_FALSE;
-    Trial *trial = &self->trials[STAGED_ONCE];
-    const Measured measured = trial_begin(trial, COPIES, self->forced_way, PyArray_NBYTES(into));
-    copy_by(measured.way, PyArray_BYTES(into), PyArray_BYTES((PyArrayObject *)given[1]), PyArray_NBYTES(into));
-    trial_end(trial, COPIES, measured);
+    Choice *choice = &self->choices[ONE_SHOT];
+    const Timing timing = timing_begin(choice, self->forced_way, PyArray_NBYTES(into));
+    copy_by(timing.way, PyArray_BYTES(into), PyArray_BYTES((PyArrayObject *)given[1]), timing.nbytes);
+    timing_end(choice, timing);
     Py_RETURN_TRUE;
 }
 
@@ -168,7 +168,7 @@ static PyMethodDef barrier_methods[] = {
 static PyMemberDef barrier_members[] = {
     {"count", T_LONGLONG, offsetof(Barrier, count), READONLY, "The number of the barrier posted last."},
     {"forced_way", T_INT, offsetof(Barrier, forced_way), 0,
-     "How memory of other ranks is written, for tests: 0 stores, 1 copies, 2 streams; by trial if it is negative."},
+     "How memory that others read is written, for tests: 0 in the caches, 1 past them; negative: in the way that takes less."},
     {NULL}};
 
 PyTypeObject BarrierType = {

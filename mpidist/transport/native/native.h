@@ -41,38 +41,36 @@ extern PyMethodDef addition_functions[];
 
 /* ------------------------------------------------------------------------------------------------ writing.c */
 
-/* How numbers are written to memory that other ranks have read: sums one by one; copies of blocks that are in the cache;
- * or copies past the caches. */
-typedef enum { STORES, COPIES, STREAMS, NUM_WAYS } Way;
+/* How numbers are written to memory that other ranks have read. */
+typedef enum { CACHED, STREAMED, NUM_WAYS } Way;
 
-/* Which way takes least, by trial. Each rank finds out for itself, and each kind of memory has a trial of its own. */
+/* Which way takes less. Each rank finds out for itself, for each kind of memory. */
 typedef struct {
-    Way best;
-    int calls;               /* since the last trial began */
-    double costs[NUM_WAYS];  /* nanoseconds for a byte: the least of the trial */
-} Trial;
+    Way way;
+    int calls, interval;     /* since the way was changed; after how many the other way is tried */
+    double costs[NUM_WAYS];  /* nanoseconds for a byte, the mean of the last calls; 0 if none is known */
+} Choice;
 
-/* One use of a trial. */
 typedef struct {
     Way way;
     long long begun;         /* nanoseconds; 0 if the time is not taken */
     Py_ssize_t nbytes;
-} Measured;
+} Timing;
 
-void trial_init(Trial *trial);
+void choice_init(Choice *choice);
 
-/* Chooses a way, none before `first`, to write that many bytes; `forced` is taken if it is not negative. */
-Measured trial_begin(const Trial *trial, Way first, int forced, Py_ssize_t nbytes);
+/* Begins to write that many bytes, in the way that is taken; `forced` is that way if it is not negative. */
+Timing timing_begin(const Choice *choice, int forced, Py_ssize_t nbytes);
 
-/* Learns from what has been written since `trial_begin`. */
-void trial_end(Trial *trial, Way first, Measured measured);
+/* Learns from the time since `timing_begin`. */
+void timing_end(Choice *choice, Timing timing);
 
 /* Copies past the caches: without reading the lines that are written, or taking them from other cores one by one. */
 void stream(char *to, const char *from, Py_ssize_t nbytes);
 
 static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbytes)
 {
-    if (way == STREAMS)
+    if (way == STREAMED)
         stream(to, from, nbytes);
     else
         memcpy(to, from, nbytes);
@@ -80,15 +78,15 @@ static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbyte
 
 /* ------------------------------------------------------------------------------------------------ barrier.c */
 
-/* What has a trial of its own. */
-typedef enum { INTO_SLOTS, INTO_ONE_PLACE, INTO_RESULTS, INTO_LARGE_RESULTS, STAGED, STAGED_ONCE, NUM_TRIALS } Kind;
+/* What is written. */
+typedef enum { SUMS_IN_SLOTS, SUMS_IN_ONE_PLACE, SUMS_IN_RESULTS, LARGE_SUMS_IN_RESULTS, COPIES_IN, ONE_SHOT, NUM_KINDS } Kind;
 
 typedef struct {
     PyObject_HEAD
     long long count;     /* of the barrier that this rank posted last */
     int rank, size, spins;
     int forced_way;      /* negative: by trial */
-    Trial trials[NUM_TRIALS];
+    Choice choices[NUM_KINDS];
     PyObject *windows;   /* [ranks] each rank's part, which this object keeps */
     char **parts;        /* [ranks] where the part begins: with the line of the barrier */
 } Barrier;

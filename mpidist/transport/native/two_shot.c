@@ -106,8 +106,8 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
     self->next_slot = (Py_ssize_t)((barrier->count + 1) % self->num_slots);
     char *slot = slot_of(self, barrier->rank, self->next_slot);
     const Py_ssize_t own = bound(count, barrier->size, barrier->rank + 1) - bound(count, barrier->size, barrier->rank);
-    Trial *trial = &barrier->trials[STAGED];
-    const Measured measured = trial_begin(trial, COPIES, barrier->forced_way, (count - own) * self->itemsize);
+    Choice *choice = &barrier->choices[COPIES_IN];
+    const Timing timing = timing_begin(choice, barrier->forced_way, (count - own) * self->itemsize);
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
         Py_ssize_t at = bound(count, barrier->size, lane), end = bound(count, barrier->size, lane + 1), left, room;
@@ -119,10 +119,10 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
                 left = least(left, room);
             }
             left = least(left, end - at);
-            copy_by(measured.way, into, source, left * self->itemsize);
+            copy_by(timing.way, into, source, left * self->itemsize);
         }
     }
-    trial_end(trial, COPIES, measured);
+    timing_end(choice, timing);
 }
 
 /* Adds [count] elements of each rank's part. Writes the sums to `own`, if there is one, which other ranks do not read, and
@@ -131,7 +131,7 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
                    int num_shared, Way way)
 {
     const int num_parts = self->barrier->size;
-    if (way == STORES && !self->streams && (own != NULL) + num_shared <= 2) {
+    if (way == CACHED && !self->streams && (own != NULL) + num_shared <= 2) {
         char *const out = own ? own : shared[0], *const second = !own ? NULL : num_shared ? shared[0] : NULL;
         self->add(parts, num_parts, count, self->divide_by, out, second);
         return;
@@ -148,11 +148,11 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
     }
 }
 
-static Kind kind_of_fold(const TwoShot *self)
+static Kind kind_of_sums(const TwoShot *self)
 {
-    if (self->is_one_place) return INTO_ONE_PLACE;
-    if (!self->is_direct) return INTO_SLOTS;
-    return self->stages_in_results ? INTO_RESULTS : INTO_LARGE_RESULTS;
+    if (self->is_one_place) return SUMS_IN_ONE_PLACE;
+    if (!self->is_direct) return SUMS_IN_SLOTS;
+    return self->stages_in_results ? SUMS_IN_RESULTS : LARGE_SUMS_IN_RESULTS;
 }
 
 /* Adds this rank's shard of all ranks: into its slot and its results, into the results of all ranks, or into the one place
@@ -164,9 +164,8 @@ static void fold(TwoShot *self)
     const Py_ssize_t count = chunk_length(self, self->at), first = self->at * self->chunk_count;
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
-    Trial *trial = &barrier->trials[kind_of_fold(self)];
-    const Way first_way = self->streams || (self->is_direct && size > 2) ? COPIES : STORES;
-    const Measured measured = trial_begin(trial, first_way, barrier->forced_way, (end - start) * self->itemsize);
+    Choice *choice = &barrier->choices[kind_of_sums(self)];
+    const Timing timing = timing_begin(choice, barrier->forced_way, (end - start) * self->itemsize);
     for (Py_ssize_t at = start, left, room; at < end; at += left) {
         char *const source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;
         left = least(left, end - at);
@@ -183,9 +182,9 @@ static void fold(TwoShot *self)
         }
         if (!self->is_direct)
             shared[num_shared++] = self->is_one_place ? result : slot_of(self, rank, self->slot) + at * self->itemsize;
-        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, measured.way);
+        add_to(self, parts, left, self->is_one_place ? NULL : result, shared, num_shared, timing.way);
     }
-    trial_end(trial, first_way, measured);
+    timing_end(choice, timing);
 }
 
 /* Copies the other ranks' shards of the sums out. */
@@ -201,7 +200,7 @@ static void copy_out(TwoShot *self)
         for (; at < end; at += left) {
             char *result = seek(&self->copied, first + at, self->itemsize, &left);
             left = least(left, end - at);
-            copy_by(self->streams ? STREAMS : COPIES, result, slot + at * self->itemsize, left * self->itemsize);
+            copy_by(self->streams ? STREAMED : CACHED, result, slot + at * self->itemsize, left * self->itemsize);
         }
     }
 }

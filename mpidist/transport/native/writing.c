@@ -1,9 +1,8 @@
-/* Writes to memory that other ranks have read, in the way that takes least.
+/* Writes to memory that other ranks have read, in the way that takes less.
  *
- * Where the ranks' cores share a cache, sums are best stored where they belong, one by one. Where they share none, a core
- * has to take every line back from the cores that have read the line: stores wait for that one after the other, copies of
- * a block take half of that time, and copies past the caches take a third or less. Which cores a rank has, and what they
- * share, may change at any time on a machine that is shared. So each rank tries the ways now and then.
+ * Where the ranks' cores share a cache, numbers are best written there. Where they share none, a core has to take every line
+ * back from the cores that have read the line, which takes up to seven times as long as to write past the caches. Which
+ * cores a rank has, and what they share, may change at any time on a machine that is shared. So each rank measures both.
  */
 #include "native.h"
 #include <time.h>
@@ -12,12 +11,12 @@
 #endif
 
 #define LEAST_TIMED_BYTES (16 << 10)  /* less is over before it can be timed */
-#define TIMED_CALLS 2                 /* of each way: the faster one counts */
-#define UNTIMED_CALLS 8               /* at first, while the system gives new pages */
-#define LEAST_INTERVAL 128            /* calls from one trial to the next, if calls have become slower */
-#define MOST_INTERVAL 768             /* if not */
-#define SLOWER 2
-#define WORTH 0.8                     /* a later way leaves more to the ranks that read: it has to save a fifth */
+#define TRIED_CALLS 6                 /* before two ways are compared: a way finds the lines where the other one left them */
+#define LEAST_INTERVAL 32
+#define MOST_INTERVAL 2048            /* calls from one trial of the other way to the next */
+#define WEIGHT 0.25                   /* of the last call in the mean of the costs */
+#define MOST_GROWTH 2                 /* what one call counts at most: another program may have had the core meanwhile */
+#define WORTH 0.8                     /* what is written past the caches, others read from memory: it has to save a fifth */
 
 static long long nanoseconds(void)
 {
@@ -26,40 +25,33 @@ static long long nanoseconds(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-void trial_init(Trial *trial)
+void choice_init(Choice *choice)
 {
-    *trial = (Trial){.best = STORES, .calls = MOST_INTERVAL - UNTIMED_CALLS};
+    *choice = (Choice){.way = CACHED, .interval = LEAST_INTERVAL};
 }
 
-Measured trial_begin(const Trial *trial, Way first, int forced, Py_ssize_t nbytes)
+Timing timing_begin(const Choice *choice, int forced, Py_ssize_t nbytes)
 {
-    Measured measured = {.way = trial->best, .nbytes = nbytes};
-    if (forced >= 0)
-        measured.way = (Way)forced;
-    else if (nbytes >= LEAST_TIMED_BYTES) {
-        const int way = (int)first + trial->calls / TIMED_CALLS;
-        if (way < NUM_WAYS) measured.way = (Way)way;
-        measured.begun = nanoseconds();
-    }
-    if (measured.way < first) measured.way = first;
-    return measured;
+    const int is_timed = forced < 0 && nbytes >= LEAST_TIMED_BYTES;
+    return (Timing){forced < 0 ? choice->way : (Way)forced, is_timed ? nanoseconds() : 0, nbytes};
 }
 
-void trial_end(Trial *trial, Way first, Measured measured)
+void timing_end(Choice *choice, Timing timing)
 {
-    if (!measured.begun) return;
-    const double cost = (double)(nanoseconds() - measured.begun) / (double)measured.nbytes;
-    const int trial_calls = (NUM_WAYS - (int)first) * TIMED_CALLS;
-    if (trial->calls < trial_calls) {
-        double *least_cost = &trial->costs[measured.way];
-        if (trial->calls % TIMED_CALLS == 0 || cost < *least_cost) *least_cost = cost;
+    if (!timing.begun) return;
+    const Way other = timing.way == CACHED ? STREAMED : CACHED;
+    const double cost = (double)(nanoseconds() - timing.begun) / (double)timing.nbytes * (timing.way == CACHED ? WORTH : 1);
+    double *mean = &choice->costs[timing.way];
+    if (choice->calls++ == 0)
+        *mean = cost;
+    else
+        *mean += WEIGHT * ((cost < MOST_GROWTH * *mean ? cost : MOST_GROWTH * *mean) - *mean);
+    const int is_worse = choice->costs[other] > 0 && choice->costs[other] < *mean && choice->calls >= TRIED_CALLS;
+    if (is_worse || choice->calls >= choice->interval) {
+        if (!is_worse) choice->interval = (int)least(2 * choice->interval, MOST_INTERVAL);
+        choice->way = other;
+        choice->calls = 0;
     }
-    if (++trial->calls == trial_calls) {
-        trial->best = first;
-        for (Way way = first + 1; way < NUM_WAYS; way++)
-            if (trial->costs[way] < WORTH * trial->costs[trial->best]) trial->best = way;
-    }
-    if (trial->calls >= (cost > SLOWER * trial->costs[trial->best] ? LEAST_INTERVAL : MOST_INTERVAL)) trial->calls = 0;
 }
 
 void stream(char *to, const char *from, Py_ssize_t nbytes)
