@@ -54,8 +54,8 @@ class Reduction:
 
     @functools.cached_property
     def is_plain_sum(self) -> bool:
-        """Whether to add all contributions one after the other, and not to divide the sums."""
-        return self.op == "sum" and self.fold is None and self.divisor == 1
+        """Whether to add all contributions one after the other, as compiled code does."""
+        return self.op == "sum" and self.fold is None
 
     @functools.cached_property
     def ufunc(self) -> np.ufunc:
@@ -75,7 +75,7 @@ class Reduction:
         Returns:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
-        if self.is_plain_sum and native is not None and native.add(parts, out, 1, None):
+        if self.is_plain_sum and native is not None and native.add(parts, out, self.divisor, None):
             return 0
         ufunc = self.ufunc
         if self.fold is not None:
@@ -103,7 +103,7 @@ class Reduction:
         Returns:
             As `combine`.
         """
-        if native is not None and self.is_plain_sum and native.add(parts, out, divide_by, None):
+        if native is not None and self.is_plain_sum and native.add(parts, out, divide_by * self.divisor, None):
             return 0
         overflowed = self.combine(parts, out)
         if divide_by != 1:

@@ -46,9 +46,56 @@ DEFINE_ADD(add_16, npy_uint16)
 DEFINE_ADD(add_32, npy_uint32)
 DEFINE_ADD(add_64, npy_uint64)
 
+/* bfloat16 is the upper half of float32. */
+static inline float widened(npy_uint16 number)
+{
+    const union { npy_uint32 bits; float wide; } both = {.bits = (npy_uint32)number << 16};
+    return both.wide;
+}
+
+/* Rounds to the nearest, to even if there are two. As ml_dtypes does, it leaves of a NaN the sign alone. */
+static inline npy_uint16 narrowed(float number)
+{
+    const union { float wide; npy_uint32 bits; } both = {.wide = number};
+    const npy_uint32 rounded = (both.bits + 0x7FFF + (both.bits >> 16 & 1)) >> 16, nan = (both.bits >> 16 & 0x8000) | 0x7FC0;
+    return (npy_uint16)((both.bits & 0x7FFFFFFF) > 0x7F800000 ? nan : rounded);
+}
+
+/* Adds and divides in float32, and rounds once. */
+FOR_EACH_PROCESSOR static void add_bfloat16(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count,
+                                            Py_ssize_t divide_by, char *out, char *second)
+{
+    enum { BLOCK = BLOCK_BYTES / sizeof(float) };
+    const float divisor = (float)divide_by;
+    float sums[BLOCK];
+    for (Py_ssize_t begin = 0; begin < count; begin += BLOCK) {
+        const Py_ssize_t length = least(BLOCK, count - begin);
+        const npy_uint16 *first = (const npy_uint16 *)parts[0] + begin;
+        npy_uint16 *to = (npy_uint16 *)out + begin, *also = second ? (npy_uint16 *)second + begin : to;
+        EACH(sums[i] = widened(first[i]))
+        for (Py_ssize_t at = 1; at < num_parts; at++) {
+            const npy_uint16 *part = (const npy_uint16 *)parts[at] + begin;
+            EACH(sums[i] += widened(part[i]))
+        }
+        if (divide_by != 1) EACH(sums[i] /= divisor)
+        EACH(to[i] = also[i] = narrowed(sums[i]))
+    }
+}
+
+static int is_bfloat16(PyArray_Descr *dtype)
+{
+    return PyTypeNum_ISUSERDEF(dtype->type_num) && strcmp(dtype->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
+}
+
+int divides(PyArray_Descr *dtype)
+{
+    return dtype->kind == 'f' || is_bfloat16(dtype);
+}
+
 Add add_of(PyArray_Descr *dtype)
 {
     if (!PyArray_ISNBO(dtype->byteorder)) return NULL;
+    if (is_bfloat16(dtype)) return add_bfloat16;
     switch (dtype->kind) {
     case 'f': return dtype->type_num == NPY_FLOAT ? add_float32 : dtype->type_num == NPY_DOUBLE ? add_float64 : NULL;
     case 'i':
@@ -98,7 +145,7 @@ static PyObject *add(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssi
     if (divide_by == -1 && PyErr_Occurred()) return NULL;
     Add add = add_of(dtype);
     char *parts[MOST_PARTS], *second = NULL;
-    if (!add || num_parts < 2 || num_parts > MOST_PARTS || (divide_by != 1 && dtype->kind != 'f') ||
+    if (!add || num_parts < 2 || num_parts > MOST_PARTS || (divide_by != 1 && !divides(dtype)) ||
         !is_plain(given[1], dtype) || !PyArray_ISWRITEABLE(out))
         Py_RETURN_FALSE;
     for (Py_ssize_t at = 0; at < num_parts; at++)

@@ -82,13 +82,13 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
         PyErr_SetString(PyExc_TypeError, "copy: needed are two arrays");
         return NULL;
     }
-    PyArrayObject *into = (PyArrayObject *)given[0];
-    if (!add_of(PyArray_DESCR(into)) || !is_plain(given[0], PyArray_DESCR(into)) ||
-        !is_plain(given[1], PyArray_DESCR(into)) || PyArray_SIZE(into) != PyArray_SIZE((PyArrayObject *)given[1]))
+    PyArrayObject *into = (PyArrayObject *)given[0], *source = (PyArrayObject *)given[1];
+    if (!PyArray_Check(source) || PyArray_DESCR(into) != PyArray_DESCR(source) || PyArray_SIZE(into) != PyArray_SIZE(source) ||
+        PyDataType_REFCHK(PyArray_DESCR(into)) || !PyArray_IS_C_CONTIGUOUS(into) || !PyArray_IS_C_CONTIGUOUS(source))
         Py_RETURN_FALSE;
-    Choice *choice = &self->choices[ONE_SHOT];
+    Choice *choice = &self->choices[COPIES];
     const Timing timing = timing_begin(choice, self->forced_way, PyArray_NBYTES(into));
-    copy_by(timing.way, PyArray_BYTES(into), PyArray_BYTES((PyArrayObject *)given[1]), timing.nbytes);
+    copy_by(timing.way, PyArray_BYTES(into), PyArray_BYTES(source), timing.nbytes);
     timing_end(choice, timing);
     Py_RETURN_TRUE;
 }

@@ -34,6 +34,9 @@ typedef void (*Add)(char *const *parts, Py_ssize_t num_parts, Py_ssize_t count, 
 /* Returns NULL for dtypes that are added by NumPy. */
 Add add_of(PyArray_Descr *dtype);
 
+/* Whether sums of a dtype may be divided: means of whole numbers are floats. */
+int divides(PyArray_Descr *dtype);
+
 /* Whether an object is an array of numbers side by side. */
 int is_plain(PyObject *item, PyArray_Descr *dtype);
 
@@ -79,7 +82,7 @@ static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbyte
 /* ------------------------------------------------------------------------------------------------ barrier.c */
 
 /* What is written. */
-typedef enum { SUMS_IN_SLOTS, SUMS_IN_ONE_PLACE, SUMS_IN_RESULTS, LARGE_SUMS_IN_RESULTS, COPIES_IN, ONE_SHOT, NUM_KINDS } Kind;
+typedef enum { SUMS_IN_SLOTS, SUMS_IN_ONE_PLACE, SUMS_IN_RESULTS, LARGE_SUMS_IN_RESULTS, COPIES, NUM_KINDS } Kind;
 
 typedef struct {
     PyObject_HEAD

@@ -106,7 +106,7 @@ static void stage(TwoShot *self, Py_ssize_t chunk)
     self->next_slot = (Py_ssize_t)((barrier->count + 1) % self->num_slots);
     char *slot = slot_of(self, barrier->rank, self->next_slot);
     const Py_ssize_t own = bound(count, barrier->size, barrier->rank + 1) - bound(count, barrier->size, barrier->rank);
-    Choice *choice = &barrier->choices[COPIES_IN];
+    Choice *choice = &barrier->choices[COPIES];
     const Timing timing = timing_begin(choice, barrier->forced_way, (count - own) * self->itemsize);
     for (int lane = 0; lane < barrier->size; lane++) {
         if (lane == barrier->rank) continue;
@@ -243,7 +243,7 @@ static int two_shot_init(TwoShot *self, PyObject *args, PyObject *kwargs)
                                      &self->is_one_place, &regions))
         return -1;
     self->add = add_of((PyArray_Descr *)dtype);
-    if (!self->add || (self->divide_by != 1 && ((PyArray_Descr *)dtype)->kind != 'f') ||
+    if (!self->add || (self->divide_by != 1 && !divides((PyArray_Descr *)dtype)) ||
         ((Barrier *)barrier)->size > MOST_PARTS) {
         PyErr_SetString(PyExc_ValueError, "TwoShot: these numbers are added by NumPy");
         return -1;

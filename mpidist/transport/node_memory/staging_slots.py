@@ -14,6 +14,8 @@ from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
 
+_BLOCK_BYTES: Final = 128 << 10  # stays in the cache of a core
+
 # A slot is read until two barriers after its own, or three if a deadline adds one; then it can be filled again.
 _LEAST_SLOTS: Final = 4
 
@@ -43,7 +45,21 @@ class Slots:
         self._window = SharedWindow(comm, LINE_BYTES + self.num_slots * slot_bytes)
         self._fence = Fence() if self.size > 1 else None
         self.barrier = make_barrier(self._window, self.rank, None if self._fence is None else self._fence.sync)
+        self._copy = getattr(self.barrier, "copy", None)  # of compiled code
         self._views: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._blocks: dict[np.dtype[Any], Array] = {}
+
+    def write(self, into: Array, source: Array) -> None:
+        """Copy an array to memory that other ranks of the node read, past the caches where that takes less."""
+        if self._copy is None or not self._copy(into, source):
+            into[...] = source
+
+    def block(self, dtype: np.dtype[Any]) -> Array:
+        """View private memory that stays in the cache: flat, for what `write` copies next."""
+        block = self._blocks.get(dtype)
+        if block is None:
+            block = self._blocks[dtype] = np.empty(_BLOCK_BYTES // dtype.itemsize, dtype)
+        return block
 
     def next_views(self, dtype: np.dtype[Any]) -> list[Array]:
         """View the slot of the next barrier: [ranks], flat, each rank's whole slot."""

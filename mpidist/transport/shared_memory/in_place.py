@@ -66,9 +66,10 @@ class InPlace:
 
     def _add_compiled(self, add: Callable[[list[Array], Array, int, Array | None], bool]) -> None:
         """Add, divide and write two targets in one pass over the memory."""
+        divide_by = self._divide_by * self._reduction.divisor
         for parts, total, others in self._blocks:
             second = others[0] if len(others) == 1 else None
-            if not add(parts, total, self._divide_by, second):
+            if not add(parts, total, divide_by, second):
                 self._reduction.combine(parts, total)
                 self._finish(total, others)
             elif second is None:

@@ -28,7 +28,6 @@ class OneShot:
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
         self._slots = slots
-        self._copy = getattr(slots.barrier, "copy", None)  # of compiled code
         self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
@@ -42,9 +41,7 @@ class OneShot:
         own = parts[slots.rank]
         if len(sources) == 1:
             source = sources[0]
-            if self._copy is not None and self._copy(own, source):
-                return parts
-            own[...] = source if source.ndim == 1 else source.reshape(-1)
+            slots.write(own, source if source.ndim == 1 else source.reshape(-1))
         else:
             np.concatenate(sources, axis=None, out=own)
         return parts

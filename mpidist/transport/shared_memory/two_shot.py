@@ -29,7 +29,7 @@ from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Schedule, pieces_of
+from mpidist.transport.shared_memory.schedule import Chunk, Schedule, pieces_of
 
 __all__ = ["TwoShot"]
 
@@ -170,7 +170,8 @@ class TwoShot:
         if not (is_private and on_one_node and self._reduction.is_plain_sum and native.adds(arrays.dtype)):
             return None
         where = slots.barrier, slots.slot_bytes, slots.num_slots
-        return native.TwoShot(*where, arrays.dtype, self._divide_by, is_one_place, regions)
+        divide_by = self._divide_by * self._reduction.divisor
+        return native.TwoShot(*where, arrays.dtype, divide_by, is_one_place, regions)
 
     def _can_run_compiled(self, compiled: Any, begun: Sequence[Array]) -> bool:
         """Set the arrays of compiled code, which takes no others than contiguous ones."""
@@ -201,7 +202,7 @@ class TwoShot:
                 continue
             for first, last, start, stop, at, end in moves:
                 if last == first + 1:
-                    slot[at:end] = sources[first].reshape(-1)[start:stop]
+                    self._slots.write(slot[at:end], sources[first].reshape(-1)[start:stop])
                 else:
                     np.concatenate(sources[first:last], axis=None, out=slot[at:end])
 
@@ -220,8 +221,7 @@ class TwoShot:
         if self._stages_own and self.arrays.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                parts = first + [view[start:stop] for view in views]
-                self.overflowed += self._reduction.combine(parts, own[start:stop])
+                self._combine(first + [view[start:stop] for view in views], [own[start:stop]])
             return
         for move in chunk.shards[self._lane]:
             for piece, first_element, last, at in pieces_of(move, self.arrays.sources):
@@ -229,7 +229,19 @@ class TwoShot:
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
                     parts.insert(0, before[at - start : end - start])
-                self.overflowed += self._reduction.combine(parts, own[at:end])
+                self._combine(parts, [own[at:end]])
+
+    def _combine(self, parts: Sequence[Array], targets: Sequence[Array], divide_by: int = 1) -> None:
+        """Reduce ranks' parts [m] block by block, divide, and copy to targets [m] that other ranks read."""
+        block = self._slots.block(self.arrays.dtype)
+        count = len(targets[0])
+        for start in range(0, count, len(block)):
+            stop = min(count, start + len(block))
+            total = block[: stop - start]
+            pieces = [part[start:stop] for part in parts]
+            self.overflowed += self._reduction.combine_and_divide(pieces, total, divide_by)
+            for target in targets:
+                self._slots.write(target[start:stop], total)
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
         """Return every rank's elements `first` to `last` of a piece, in rank order."""
@@ -242,18 +254,10 @@ class TwoShot:
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
         """Add this rank's shard, and write it to the results of all ranks in shared memory."""
         places = self.arrays.shared or ()
-        block = BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
             for piece, first, last, at in pieces_of(move, self.arrays.sources):
-                for start in range(first, last, block):
-                    stop = min(last, start + block)
-                    total = places[0][piece][start:stop]
-                    parts = self._parts(piece, start, stop, at + start - first, views)
-                    self.overflowed += self._reduction.combine(parts, total)
-                    if self._divide_by != 1:
-                        total /= self._divide_by
-                    for place in places[1:]:
-                        place[piece][start:stop] = total
+                parts = self._parts(piece, first, last, at, views)
+                self._combine(parts, [place[piece][first:last] for place in places], self._divide_by)
 
     def _finish(self, index: int) -> None:
         """Divide this rank's shard, which has been added, and write it to results in shared memory."""
@@ -266,7 +270,7 @@ class TwoShot:
         for place in self.arrays.shared or ():
             for move in chunk.shards[self._lane]:
                 for piece, first, last, at in pieces_of(move, place):
-                    place[piece][first:last] = slot[at : at + last - first]
+                    self._slots.write(place[piece][first:last], slot[at : at + last - first])
 
     def _copy_out(self, index: int) -> None:
         """Copy the sums of a chunk out."""

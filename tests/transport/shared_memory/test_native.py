@@ -17,6 +17,7 @@ from support.transports import WAYS_TO_WRITE, force_way_to_write, set_sizes
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.transport import reduction
+from mpidist.transport.half import HalfAccumulator, bfloat16
 from mpidist.transport.native import native
 from mpidist.transport.node_memory import barrier
 from mpidist.transport.reduction import Reduction
@@ -148,6 +149,52 @@ def test_sums_of_any_number_of_parts(dtype: np.dtype[Any], num_parts: int) -> No
     assert have_equal_bits([total, second], [wanted, wanted])
     assert native.add(every, every[-1], 1, every[0])  # into the parts themselves
     assert have_equal_bits([every[-1], every[0]], [wanted, wanted])
+
+
+@is_left_out
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("divisor", [1, 3, 4])
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+def test_sums_of_bfloat16_have_the_bits_of_numpy(num_parts: int, divisor: int) -> None:
+    """Of all numbers, infinities and NaN among them; of a NaN that comes of several, no bits are promised."""
+    random = np.random.default_rng(num_parts)
+    every = [random.integers(0, 1 << 16, 100_003).astype(np.uint16).view(bfloat16()) for _ in range(num_parts)]
+    wanted, total, second = (np.empty_like(every[0]) for _ in range(3))
+    with np.errstate(all="ignore"):
+        HalfAccumulator(bfloat16()).combine(every, wanted, np.add, divisor)
+    assert native.add(every, total, divisor, second)
+    is_nan = np.isnan(wanted)
+    assert is_nan.sum() > 100
+    for result in total, second:
+        assert (np.isnan(result) == is_nan).all()
+        assert have_equal_bits([result[~is_nan]], [wanted[~is_nan]])
+
+
+@is_left_out
+@several
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_bfloat16_is_rounded_once(comm: Intracomm, ranks_with_it: str, op: str, way: str) -> None:
+    with Strategy(comm=comm) as strategy:
+        force_way_to_write(strategy, way)
+        for lengths in LENGTHS:
+            every = [numbers(rank, lengths, np.dtype(np.float32)) for rank in range(comm.size)]
+            narrow = [[part.astype(bfloat16()) for part in parts] for parts in every]
+            divisor = np.float32(comm.size if op == "MEAN" else 1)
+            sums = [
+                in_rank_order(np.add, [part.astype(np.float32) for part in parts], np.dtype(np.float32))
+                for parts in zip(*narrow, strict=True)
+            ]
+            wanted = [(total / divisor).astype(bfloat16()) for total in sums]
+            given = narrow[comm.rank]
+            shared = strategy.symmetric_empty_like(given)
+            for array, part in zip(shared, given, strict=True):
+                array[...] = part
+            for _ in range(3):  # new results lie in shared memory from the second call on
+                assert have_equal_bits(all_reduce(strategy, op, given), wanted)
+            assert have_equal_bits(all_reduce(strategy, op, shared, out=shared), wanted)
+            assert have_equal_bits(all_reduce(strategy, op, given, out=given), wanted)
+            comm.Barrier()  # before the shared arrays go
 
 
 @is_left_out
