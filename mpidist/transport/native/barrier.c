@@ -152,6 +152,16 @@ static PyObject *call_has_equal_words(Barrier *self, PyObject *Py_UNUSED(none))
     return Py_BuildValue("(OO)", same_first ? Py_True : Py_False, same_second ? Py_True : Py_False);
 }
 
+static PyObject *get_streams(Barrier *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(self->forced_way < 0 ? self->choices[COPIES].way == STREAMED : self->forced_way == STREAMED);
+}
+
+static PyGetSetDef barrier_properties[] = {
+    {"streams", (getter)get_streams, NULL, "Whether copies are written past the caches at the moment.", NULL},
+    {NULL},
+};
+
 static PyMethodDef barrier_methods[] = {
     {"copy", (PyCFunction)(void (*)(void))call_copy, METH_FASTCALL, copy_doc},
     {"post", (PyCFunction)call_post, METH_NOARGS, "Post this rank's arrival."},
@@ -181,4 +191,5 @@ PyTypeObject BarrierType = {
     .tp_dealloc = (destructor)barrier_dealloc,
     .tp_methods = barrier_methods,
     .tp_members = barrier_members,
+    .tp_getset = barrier_properties,
 };

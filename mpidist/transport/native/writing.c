@@ -16,7 +16,7 @@
 #define MOST_INTERVAL 2048            /* calls from one trial of the other way to the next */
 #define WEIGHT 0.25                   /* of the last call in the mean of the costs */
 #define MOST_GROWTH 2                 /* what one call counts at most: another program may have had the core meanwhile */
-#define WORTH 0.8                     /* what is written past the caches, others read from memory: it has to save a fifth */
+#define WORTH 0.6                     /* what is written past the caches, others read from memory: it has to save two fifths */
 
 static long long nanoseconds(void)
 {

@@ -54,6 +54,11 @@ class Slots:
         if self._copy is None or not self._copy(into, source):
             into[...] = source
 
+    @property
+    def streams(self) -> bool:
+        """Whether `write` writes past the caches at the moment, as ranks share none."""
+        return self._copy is not None and self.barrier.streams  # type: ignore[attr-defined]
+
     def block(self, dtype: np.dtype[Any]) -> Array:
         """View private memory that stays in the cache: flat, for what `write` copies next."""
         block = self._blocks.get(dtype)

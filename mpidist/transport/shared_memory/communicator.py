@@ -127,7 +127,7 @@ class SharedMemoryCommunicator(Communicator):
             for owner, moves in zip(owners, chunk.shards, strict=True):
                 if owner == self.rank:
                     for piece, _, start, stop, at, end in moves:
-                        views[owner][at:end] = pieces[piece][start:stop]
+                        self._slots.write(views[owner][at:end], pieces[piece][start:stop])
             yield from self._slots.synchronize()
             for owner, moves in zip(owners, chunk.shards, strict=True):
                 if owner != self.rank or into is not None:

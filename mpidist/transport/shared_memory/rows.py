@@ -100,7 +100,7 @@ class _RowsInSlots:
         slot, start = views[self._slots.rank], self._starts[index]
         for row, numbers in enumerate(self._rows):
             part = numbers[start : start + self._count]
-            slot[row * self._count : row * self._count + part.size] = part
+            self._slots.write(slot[row * self._count : row * self._count + part.size], part)
 
     def _add(self, views: Sequence[Array], start: int, stop: int) -> None:
         """Add elements `start` to `stop` of a chunk of all ranks' rows, into the first row of this rank's slot.

@@ -29,7 +29,7 @@ from mpidist.transport.node_memory import Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import Chunk, Schedule, pieces_of
+from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Schedule, pieces_of
 
 __all__ = ["TwoShot"]
 
@@ -221,7 +221,7 @@ class TwoShot:
         if self._stages_own and self.arrays.peers is None:
             if stop > start:
                 first = [] if before is None else [before]
-                self._combine(first + [view[start:stop] for view in views], [own[start:stop]])
+                self._combine(first + [view[start:stop] for view in views], own[start:stop])
             return
         for move in chunk.shards[self._lane]:
             for piece, first_element, last, at in pieces_of(move, self.arrays.sources):
@@ -229,19 +229,19 @@ class TwoShot:
                 parts = self._parts(piece, first_element, last, at, views)
                 if before is not None:
                     parts.insert(0, before[at - start : end - start])
-                self._combine(parts, [own[at:end]])
+                self._combine(parts, own[at:end])
 
-    def _combine(self, parts: Sequence[Array], targets: Sequence[Array], divide_by: int = 1) -> None:
-        """Reduce ranks' parts [m] block by block, divide, and copy to targets [m] that other ranks read."""
-        block = self._slots.block(self.arrays.dtype)
-        count = len(targets[0])
-        for start in range(0, count, len(block)):
-            stop = min(count, start + len(block))
+    def _combine(self, parts: Sequence[Array], out: Array) -> None:
+        """Reduce ranks' parts [m] into `out` [m], which other ranks read: by blocks, where those are written faster."""
+        if not self._slots.streams:
+            self.overflowed += self._reduction.combine(list(parts), out)
+            return
+        block = self._slots.block(out.dtype)
+        for start in range(0, len(out), len(block)):
+            stop = min(len(out), start + len(block))
             total = block[: stop - start]
-            pieces = [part[start:stop] for part in parts]
-            self.overflowed += self._reduction.combine_and_divide(pieces, total, divide_by)
-            for target in targets:
-                self._slots.write(target[start:stop], total)
+            self.overflowed += self._reduction.combine([part[start:stop] for part in parts], total)
+            self._slots.write(out[start:stop], total)
 
     def _parts(self, piece: int, first: int, last: int, at: int, views: Sequence[Array]) -> list[Array]:
         """Return every rank's elements `first` to `last` of a piece, in rank order."""
@@ -254,10 +254,16 @@ class TwoShot:
     def _add_in_place(self, chunk: Chunk, views: Sequence[Array]) -> None:
         """Add this rank's shard, and write it to the results of all ranks in shared memory."""
         places = self.arrays.shared or ()
+        block = BLOCK_BYTES // self.arrays.dtype.itemsize
         for move in chunk.shards[self._lane]:
             for piece, first, last, at in pieces_of(move, self.arrays.sources):
-                parts = self._parts(piece, first, last, at, views)
-                self._combine(parts, [place[piece][first:last] for place in places], self._divide_by)
+                for start in range(first, last, block):
+                    stop = min(last, start + block)
+                    total = places[0][piece][start:stop]
+                    parts = self._parts(piece, start, stop, at + start - first, views)
+                    self.overflowed += self._reduction.combine_and_divide(parts, total, self._divide_by)
+                    for place in places[1:]:
+                        self._slots.write(place[piece][start:stop], total)
 
     def _finish(self, index: int) -> None:
         """Divide this rank's shard, which has been added, and write it to results in shared memory."""
