@@ -98,6 +98,22 @@ def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype
 
 @is_left_out
 @several
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_what_numpy_reduces_and_gathers_is_written_in_either_way(comm: Intracomm, ranks_with_it: str, way: str) -> None:
+    with Strategy(comm=comm) as strategy:
+        force_way_to_write(strategy, way)
+        for dtype in ("f", "e", "D", "i"):
+            mine = (np.arange(5000) % 17 + comm.rank).astype(dtype)
+            if dtype != "D":
+                assert (all_reduce(strategy, "MAX", mine) == mine - comm.rank + comm.size - 1).all()
+            assert (all_reduce(strategy, "SUM", mine) == comm.size * (mine - comm.rank) + sum(range(comm.size))).all()
+            gathered = strategy.gather(mine, axis=0).reshape(comm.size, -1)
+            assert (gathered - gathered[0] == np.arange(comm.size)[:, None]).all()
+            assert (strategy.broadcast(mine) == mine - comm.rank).all()
+
+
+@is_left_out
+@several
 def test_layouts_that_numpy_has_to_add(comm: Intracomm, ranks_with_it: str) -> None:
     """Arrays with gaps, turned round, misaligned, of another byte order, and of dtypes that are not compiled."""
     size = comm.size
