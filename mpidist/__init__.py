@@ -86,6 +86,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "checkpoint",
     "cluster_resolver",
     "errors",
     "experimental",

@@ -177,7 +177,7 @@ class ClusterCoordinator:
         What is here already can be fetched even after `close`.
 
         Args:
-            val: A nest of `RemoteValue`s and anything else.
+            val: A nest of `RemoteValue` objects and anything else.
 
         Raises:
             Exception: What a function has raised.
