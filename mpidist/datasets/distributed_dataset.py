@@ -59,8 +59,10 @@ class DistributedDataset:
     def __init__(self, extended: StrategyExtended, source: BatchSource, options: InputOptions) -> None:
         self._extended = extended
         self._source = source
-        self._fetches_to_device = options.experimental_fetch_to_device and any(
-            device.is_gpu for device in extended.devices_here
+        fetch, is_placed = options.experimental_fetch_to_device, options.experimental_place_dataset_on_device
+        copies_to_found_gpus, copies = bool(fetch), fetch is not False and not is_placed
+        self._fetches_to_device = copies and any(
+            device.is_gpu and (device.is_named or copies_to_found_gpus) for device in extended.devices_here
         )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = extended.next_dataset_number()

@@ -45,8 +45,9 @@ class InputOptions:
     """Where a distributed data set puts batches, and how far it reads ahead.
 
     Args:
-        experimental_fetch_to_device: Copy batches to this rank's device, if that is a GPU. `None` means yes, unless
-            `experimental_place_dataset_on_device` is set.
+        experimental_fetch_to_device: Copy batches to this rank's device, if that is a GPU. `None` means to copy them to
+            a GPU that was named to the strategy, and not to a GPU that the strategy found: a NumPy program gets NumPy
+            arrays.
         experimental_replication_mode: An `InputReplicationMode` or its name. `PER_REPLICA` is for
             `distribute_datasets_from_function` alone.
         experimental_place_dataset_on_device: The function of `distribute_datasets_from_function` makes its batches on
@@ -62,7 +63,7 @@ class InputOptions:
             other.
     """
 
-    experimental_fetch_to_device: bool = True
+    experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
@@ -77,8 +78,8 @@ class InputOptions:
         auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO,
     ) -> None:
         place, size = experimental_place_dataset_on_device, experimental_per_replica_buffer_size
-        fetch = not place if experimental_fetch_to_device is None else experimental_fetch_to_device
-        for name, flag in (("fetch_to_device", fetch), ("place_dataset_on_device", place)):
+        fetch = experimental_fetch_to_device
+        for name, flag in (("fetch_to_device", fetch or False), ("place_dataset_on_device", place)):
             if not isinstance(flag, bool):
                 raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
         mode = InputReplicationMode(experimental_replication_mode)

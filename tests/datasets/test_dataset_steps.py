@@ -222,7 +222,7 @@ def test_length_and_form_are_told(comm: Intracomm) -> None:
 
 @pytest.mark.no_mpi
 def test_wrong_options_are_refused() -> None:
-    assert InputOptions() == InputOptions(True, "per_worker", False, 1)
+    assert InputOptions() == InputOptions(None, "per_worker", False, 1)
     placed = InputOptions(experimental_place_dataset_on_device=True, experimental_replication_mode="PER_REPLICA")
     assert not placed.experimental_fetch_to_device
     per_replica = InputReplicationMode.PER_REPLICA

@@ -14,7 +14,7 @@ import pytest
 from host_cuda.gpus import gpus, one_node
 from support.everywhere import raises_everywhere
 
-from mpidist import InputContext, InputOptions, MirroredStrategy, PerReplica, get_replica_context
+from mpidist import InputContext, InputOptions, MirroredStrategy, PerReplica, Variable, get_replica_context
 from mpidist import MultiWorkerMirroredStrategy as MultiWorker
 from mpidist.errors import InvalidArgumentError, OutOfRangeError
 from mpidist.transport import arrays
@@ -480,6 +480,19 @@ def test_parts_are_put_on_the_devices_of_their_replicas(
         copied.clear()
         list(strategy.experimental_distribute_dataset(batches, InputOptions(experimental_fetch_to_device=False)))
         assert copied == []
+
+
+def test_a_numpy_program_stays_one_where_the_strategy_finds_gpus(comm: Intracomm, gpus: Any) -> None:
+    """The example of the README: only a GPU that has been named, or an option, makes batches CuPy arrays."""
+    batches = [np.ones((2 * comm.size, 3))]
+    with MultiWorker(comm=comm) as strategy, strategy.scope():
+        weights = Variable(np.zeros((3, 2)))
+        for x in strategy.experimental_distribute_dataset(batches):
+            strategy.run(lambda x: weights.assign_sub(x.T @ (x @ weights - 1)), args=(x,))
+        assert isinstance(weights.local_value(), np.ndarray)
+        options = InputOptions(experimental_fetch_to_device=True)
+        (part,) = strategy.experimental_distribute_dataset(batches, options)
+        assert isinstance(part, gpus.cupy.ndarray) == strategy.extended.devices_here[0].is_gpu
 
 
 # --- Whole programs ---
