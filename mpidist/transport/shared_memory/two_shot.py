@@ -10,8 +10,8 @@ With P ranks on the node and S bytes, a rank copies S (P - 1) / P in, adds S / P
 Arrays in shared memory are neither copied in nor out, but added in place.
 
 Sums of private arrays on one node are made by compiled code, where there is some, in the same memory and order. If the
-results of all ranks lie in shared memory, that code copies in to there, not to slots, and each lane writes its sums to
-the results of all ranks: nothing is copied out.
+results of all ranks lie in shared memory, each lane writes its sums to the results of all ranks, and nothing is copied
+out. Up to 16 MiB, compiled code then copies in to where the results will lie, not to slots.
 """
 
 from __future__ import annotations
