@@ -19,6 +19,7 @@ from mpidist.transport import Communicator, SyncGroup, value_text
 from mpidist.values import (
     Contributions,
     DistributedValues,
+    PerReplica,
     components_of,
     has_distributed,
     is_mirrored,
@@ -31,12 +32,13 @@ __all__ = [
     "FlatContributions",
     "MirroredLeaves",
     "ValueWithDestinations",
-    "rebuild_results",
-    "replica_components",
-    "ranks_of",
-    "send_to",
     "flatten_contributions",
     "group_by_destinations",
+    "per_replica_value",
+    "ranks_of",
+    "rebuild_results",
+    "replica_components",
+    "send_to",
 ]
 
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
@@ -116,10 +118,10 @@ class FlatContributions(NamedTuple):
     """The leaves of what the replicas of this rank contribute to a reduction.
 
     Attributes:
-        leaves: The leaves of this rank's first replica to send, without mirrored ones.
+        leaves: The leaves that are sent for this rank's first replica: all but mirrored ones.
         structure: The form of the nest.
-        mirrored: The mirrored leaves, which are their own mean, minimum and maximum.
-        others: The leaves of each other replica of this rank.
+        mirrored: The mirrored leaves. They are not sent, as each is its own mean, minimum and maximum.
+        others: The leaves that are sent for each other replica of this rank.
     """
 
     leaves: list[Any]
@@ -154,7 +156,7 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
     mirrored = NO_MIRRORED
     if has_distributed(leaves):
         require_contributions(op, leaves, group, replicas.total)
-        mirrored = {at: _copied(_first(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
+        mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if mirrored:
         leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
     if replicas.tree is None:
@@ -190,8 +192,9 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
     )
 
 
-def _first(leaf: DistributedValues) -> Any:
-    return leaf.values[0]
+def per_replica_value(components: Sequence[Any], replicas: Replicas) -> Any:
+    """Return the value of which a call takes these components of this rank's replicas: see `replica_components`."""
+    return components[0] if replicas.tree is None else PerReplica(tuple(components))
 
 
 def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
@@ -219,7 +222,7 @@ class ValueWithDestinations:
     Attributes:
         value: The caller's nest.
         ranks: The ranks that get the result.
-        flat: The leaves.
+        flat: The leaves of the nest.
     """
 
     value: Any
