@@ -53,7 +53,7 @@ from mpidist.transport.mpi import (
     launcher_text,
     let_first_rank_end,
     load_mpi,
-    rank_said,
+    rank_from_environment,
     ring_all_reduce,
 )
 from mpidist.transport.native import native
@@ -172,7 +172,7 @@ __all__ = [
     "never_free",
     "open_groups",
     "poll",
-    "rank_said",
+    "rank_from_environment",
     "raise_reported",
     "raise_together",
     "reason_against_nccl",

@@ -20,7 +20,7 @@ __all__ = ["all_reduce_rows"]
 def all_reduce_rows(levels: Levels, tree: ReplicaTree, ufunc: np.ufunc, rows: Sequence[Array], out: Array) -> None:
     """Add the rows of all ranks, in the order of the tree, on every rank. Collective.
 
-    It works for every tree. Of a flat tree, a `Reduction` with folds moves as little, and is faster.
+    For any tree. For a flat tree, a `Reduction` with folds moves as few bytes and is faster.
 
     Args:
         levels: The levels for host memory, without compression.

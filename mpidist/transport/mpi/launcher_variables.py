@@ -20,7 +20,7 @@ __all__ = [
     "LaunchedNumbers",
     "launcher_text",
     "numbers_of",
-    "rank_said",
+    "rank_from_environment",
     "speaks_pmi",
 ]
 
@@ -67,7 +67,7 @@ SIZE_VARIABLES: Final = (_OPEN_MPI.size, _MVAPICH.size, _PMI.size, _PMI.local_si
 OF_LAUNCHED_PROCESSES: Final = (PMI_FD, _PMI_PORT, _PMI.rank, PMIX_NAMESPACE, PMIX_RANK)
 # What a program that starts alone must not see; MPICH 5 looks for a launcher if any of the last five is there.
 UNSET_TO_BE_ALONE: Final = (STEP_SIZE, *SIZE_VARIABLES, PMI_FD, PMIX_RANK, PMIX_NAMESPACE, "PMIX_VERSION", _PRTE)
-# Of these alone a child process that starts MPI by itself is freed: the settings of MPI libraries stay.
+# What is removed from the environment of a child process that starts MPI by itself: settings of MPI libraries stay.
 LAUNCHER_PREFIXES: Final = (
     "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
     "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
@@ -99,10 +99,10 @@ def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
     return None
 
 
-def rank_said(environ: Mapping[str, str]) -> int | None:
-    """Read the rank, also where a launcher does not say how many ranks there are; `None` where none says a rank."""
-    said = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
-    return next((int(rank) for rank in said if rank.isdecimal()), None)
+def rank_from_environment(environ: Mapping[str, str]) -> int | None:
+    """Read the rank, even if no launcher says how many ranks there are; `None` if none says a rank."""
+    ranks = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
+    return next((int(rank) for rank in ranks if rank.isdecimal()), None)
 
 
 def speaks_pmi(environ: Mapping[str, str]) -> bool:
