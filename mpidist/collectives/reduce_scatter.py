@@ -138,7 +138,7 @@ def _scatter_by_levels(
     """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""
     # The parts of all ranks with local rank 0 come first, then those with local rank 1, and so on: so the node's
     # reduce-scatter leaves each rank the parts of all ranks with which it reduces across nodes.
-    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]
+    order = [rank for ranks in zip(*topology.nodes, strict=True) for rank in ranks]
     row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
     work = arrays.empty(moved.shape[0] * row_size, shard.dtype, arrays.is_device(moved))
     ends = [0]
@@ -147,10 +147,10 @@ def _scatter_by_levels(
         ends.append(ends[-1] + part.size)
         work[ends[-2] : ends[-1]].reshape(part.shape)[...] = part
     num_nodes = topology.num_nodes
-    of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::num_nodes])
+    node_sums = levels.within_node.reduce_scatter(work, reduction, ends[::num_nodes])
     first = topology.local_rank * num_nodes
     bounds = [end - ends[first] for end in ends[first : first + num_nodes + 1]]
-    levels.across_nodes.reduce_scatter(of_lane, reduction.rest, bounds, shard)
+    levels.across_nodes.reduce_scatter(node_sums, reduction.rest, bounds, shard)
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -28,14 +28,14 @@ class OneShot:
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
         self._slots = slots
-        self._copy = getattr(slots.barrier, "copy", None)  # of compiled code
+        self._copy = getattr(slots.barrier, "copy", None)  # only the compiled barrier has one
         self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
         """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.
 
         Returns:
-            [ranks], every rank's part of the slot, the argument of `add`.
+            [ranks], every rank's part of the slot: the argument of `add`.
         """
         slots = self._slots
         parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]
