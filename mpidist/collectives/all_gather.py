@@ -109,18 +109,18 @@ def all_gather(
 
 
 def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
-    """Return the leaves of each replica of this rank, a nest of their form, and the form."""
+    """Return [replicas of this rank][leaves], a nest of their form, and the form."""
     if isinstance(value, Contributions):
-        parts, structure = value.flatten(replicas.ids_here)
-        return parts, value.nests[0], structure
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        return of_replicas, value.nests[0], structure
     if replicas.tree is None:
         value = contributions(value)
         leaves, structure = nest.flatten(value)
         return [leaves], value, structure
     leaves, structure = nest.flatten(value)
-    components = [replica_components("gather", leaf, replicas) for leaf in leaves]
-    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
-    return parts, nest.rebuild(value, parts[0]), structure
+    components = [replica_components("gather", leaf, replicas) for leaf in leaves]  # [leaves][replicas]
+    of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+    return of_replicas, nest.rebuild(value, of_replicas[0]), structure
 
 
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:

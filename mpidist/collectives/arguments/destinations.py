@@ -148,10 +148,10 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
         TypeError: If a leaf is neither an array nor a number.
     """
     if isinstance(value, Contributions):
-        parts, structure = value.flatten(replicas.ids_here)
-        for leaves, own in zip(parts, value.nests, strict=True):
-            require_values(leaves, own)
-        return FlatContributions(parts[0], structure, others=parts[1:])
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        for leaves, own_nest in zip(of_replicas, value.nests, strict=True):
+            require_values(leaves, own_nest)
+        return FlatContributions(of_replicas[0], structure, others=of_replicas[1:])
     leaves, structure = nest.flatten(value)
     mirrored = NO_MIRRORED
     if has_distributed(leaves):
@@ -163,11 +163,11 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
         require_values(leaves, value)
         return FlatContributions(leaves, structure, mirrored)
     may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
-    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
-    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
-    for part in parts:
-        require_values(part, part)
-    return FlatContributions(parts[0], structure, mirrored, parts[1:])
+    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
+    first, *others = of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+    for own_leaves in of_replicas:
+        require_values(own_leaves, own_leaves)
+    return FlatContributions(first, structure, mirrored, others)
 
 
 def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:

@@ -77,12 +77,10 @@ class MpiAgreement(Agreement):
         if timeout or record.is_last:
             self._watchdog.require_no_notes()  # a note that is never received would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
-        if record.is_last:
-            self._posted, self._notice_bit = fingerprint ^ bool(timeout), 0
-            self._rounds.start(self._posted, record.variant)
-            return
-        self._posted = posted = fingerprint ^ bool(timeout) ^ (self.run << 1)
-        self._notice_bit = bit = self.notice.bit
+        posted, bit = fingerprint ^ bool(timeout), 0
+        if not record.is_last:
+            posted, bit = posted ^ (self.run << 1), self.notice.bit
+        self._posted, self._notice_bit = posted, bit
         self._rounds.start(posted ^ bit, record.variant)
 
     def _needs_round(self, record: CallRecord) -> bool:

@@ -31,7 +31,7 @@ from mpidist.transport.shared_memory import (
 )
 from mpidist.transport.topology import Topology
 
-__all__ = ["Levels", "NcclReach"]
+__all__ = ["Levels", "NcclReach", "report_no_shared_memory"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -136,7 +136,7 @@ class Levels:
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._report_no_shared_memory(reason, transport)
+                report_no_shared_memory(reason, transport, world.rank, levels.free)
             return levels
         small = model.one_shot_bytes((within.size,))
         on_node = FusedReducer(slots, within.size, small, within.traffic)
@@ -243,13 +243,24 @@ class Levels:
             self.fused.free()
             self.fused.slots.free()
 
-    def _report_no_shared_memory(self, reason: str, transport: str) -> None:
-        """Log that shared memory is not available; raise `UnavailableError` if it is required."""
-        if transport == "shared_memory":
-            self.free()
-            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
-        if self.world.rank == 0:
-            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
+
+def report_no_shared_memory(reason: str, transport: str, rank: int, free: Callable[[], None]) -> None:
+    """Warn on rank 0 that there is no shared memory; if the settings require it, free the group and raise. Collective.
+
+    Args:
+        reason: Why there is none, the same on all ranks.
+        transport: `Settings.transport`.
+        rank: This rank.
+        free: Frees what was made of the group.
+
+    Raises:
+        UnavailableError: If the settings require shared memory. On every rank.
+    """
+    if transport == "shared_memory":
+        free()
+        raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
+    if rank == 0:
+        logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
 
 def _inter_node_reducer(

@@ -6,7 +6,6 @@ time. An `AwaitedPeers`, which the caller provides, says which ranks a rank wait
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from mpidist.transport.group.discovery import (
     own_settings,
     wait_for_all_ranks,
 )
+from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
@@ -36,8 +36,6 @@ from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Service", "ServiceGroup", "meet_ranks"]
-
-logger = logging.getLogger("mpidist.transport")
 
 _REMEDY: Final = "Close the strategy, end the job, and start it again"
 
@@ -193,11 +191,7 @@ class ServiceGroup(OpenGroup):
         if self.arena is not None:
             self.arena.free()
             self.arena = None
-        if transport == "shared_memory":
-            self.free()
-            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reasons[0]}")
-        if topology.rank == 0:
-            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reasons[0])
+        report_no_shared_memory(reasons[0], transport, topology.rank, self.free)
 
     @property
     def is_open(self) -> bool:
