@@ -62,7 +62,7 @@ def open_all_reduce(
             outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), None, outs, error, others)
+    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), outs=outs, error=error, others=others)
     call.other_outs = other_outs
     return call, mirrored
 
@@ -93,7 +93,8 @@ def open_batch_reduce(
     ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)
     forms = tuple(pair.flat.structure for pair in opened)
     mirrored = tuple(tuple(pair.flat.mirrored) for pair in opened)
-    return ReductionCall(name, op, merged, leaves, forms, mirrored, ranks, None, error, others), opened
+    call = ReductionCall(name, op, merged, leaves, forms, mirrored, destinations=ranks, error=error, others=others)
+    return call, opened
 
 
 @final

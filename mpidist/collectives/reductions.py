@@ -114,7 +114,8 @@ class Reductions:
         try:
             group.agreement.arrive(call)
             has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
-            self._compile_and_add(call, is_started=False)
+            if self._uncompiled:
+                self._compile_and_add(call, is_started=False)
             results = self._close(call, call.plan.execution.finish(call, has_same_places))
             group.agreement.end()
             return results

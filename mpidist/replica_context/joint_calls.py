@@ -1,4 +1,4 @@
-"""Calls that all replicas of one rank make together, where the number of replicas was chosen."""
+"""Calls that all replicas of one rank make together, where the number of replicas was chosen (`replicas=`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One `Strategy.run` where the number of replicas was chosen: the function is called for each replica of the rank."""
+"""`Strategy.run` with a chosen number of replicas (`replicas=`): calls the function for each replica of the rank."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _check_spec(index: int, out: Any, want: Spec, dtype: np.dtype[Any]) -> None:
 
 
 def _check_gpu(index: int, out: Any, gpu: int) -> None:
-    """Refuse an out on another GPU, whose memory kernels and NCCL of this one cannot use: CUDA's context is lost."""
+    """Refuse an out on another GPU: kernels and NCCL of this GPU lose the CUDA context if they use that memory."""
     if out.device.id != gpu:
         raise InvalidArgumentError(
             f"out {index} must lie on GPU {gpu}, where its result is made, and lies on GPU {out.device.id}: make it "
@@ -159,12 +159,12 @@ def _check_apart(outs: Sequence[Any]) -> None:
 
 
 def _overlaps_itself(out: Any) -> bool:
-    """Whether some bytes of an array belong to several of its elements."""
+    """Whether some elements of an array share bytes with others."""
     axes = sorted((abs(stride), length) for stride, length in zip(out.strides, out.shape, strict=True) if length != 1)
     if not out.size:
         return False
-    end = out.itemsize  # of the elements along the axes so far, in bytes
-    is_nested = True  # as slices and transposed arrays are: a step along an axis leaves all of the shorter steps behind
+    end = out.itemsize  # how many bytes the elements along the axes so far span
+    is_nested = True  # whether a step along each axis skips all elements along axes with shorter steps, as in slices
     for stride, length in axes:
         is_nested = is_nested and stride >= end
         end += stride * (length - 1)

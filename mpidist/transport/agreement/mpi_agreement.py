@@ -27,8 +27,8 @@ class MpiAgreement(Agreement):
     """The agreement of MPI ranks.
 
     Args:
-        comm: A communicator for this object and its watch alone. This object frees it.
-        watch: The watch over calls in `comm`.
+        comm: A communicator for this object and its watchdog alone. This object frees it.
+        call_watchdog: The watchdog of calls in `comm`.
         check: Whether to compare all calls. If not, calls with a deadline are still compared, and so are all calls on
             one node, where the barrier in shared memory compares at no cost.
         timeout_seconds: The group's own deadline, or `None`.
@@ -39,16 +39,16 @@ class MpiAgreement(Agreement):
     def __init__(
         self,
         comm: Intracomm,
-        watch: CallWatchdog,
+        call_watchdog: CallWatchdog,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
-        super().__init__(watch.recorder.end, watch.check_peers, ranks_in_world(comm))
+        super().__init__(call_watchdog.recorder.end, call_watchdog.check_peers, ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
-        self._watch, self._watchdog = watch, watch.watchdog
+        self._call_watchdog, self._watchdog = call_watchdog, call_watchdog.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self.compares_all_calls = check or self.is_node_barrier
         self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
@@ -57,17 +57,17 @@ class MpiAgreement(Agreement):
         self._has_second_round = False  # whether this call has a deadline
         self._compared: tuple[bool, bool] | None = None  # the result of the first round, if there is a second one
         self._last_refusal: object = None  # marks the last error that all ranks raised in a group that stays usable
-        self._note_agreed = watch.recorder.agree
-        self.mark_started = watch.recorder.mark_started  # type: ignore[method-assign]
+        self._note_agreed = call_watchdog.recorder.agree
+        self.mark_started = call_watchdog.recorder.mark_started  # type: ignore[method-assign]
 
     def arrive(self, record: CallRecord) -> None:
-        watch = self._watch
+        call_watchdog = self._call_watchdog
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
-        watch.begin(self.sequence, record.name, record.details, timeout, record.is_last)
+        call_watchdog.begin(self.sequence, record.name, record.details, timeout, record.is_last)
         if not self.compares_all_calls and not self._needs_round(record):
             record.is_compared = False
             return
@@ -98,7 +98,7 @@ class MpiAgreement(Agreement):
         if self._compared is None:
             self._compared = self._rounds.compare()
             if self._has_second_round and self._compared[0]:
-                self._watch.mark_joined()
+                self._call_watchdog.mark_joined()
                 # A rank that joins after others have given up completes the first round nevertheless. But it cannot
                 # complete this one, so it waits here, and receives their notes.
                 self._rounds.start(0, 0)
@@ -116,7 +116,7 @@ class MpiAgreement(Agreement):
             self._note_refusal(error)
         if not record.is_compared:
             if error is not None:
-                self._watch.recorder.fail()
+                self._call_watchdog.recorder.fail()
                 raise error
             self._note_agreed()
             return True
@@ -124,13 +124,13 @@ class MpiAgreement(Agreement):
         if not have_arrived():
             if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
-            self._watch.timeout = record.timeout
+            self._call_watchdog.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
         are_equal, has_same_variant = self._compared or self._rounds.compare()
         if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
             self._take_notice_or_raise(record)
         if error is not None:
-            self._watch.recorder.fail()
+            self._call_watchdog.recorder.fail()
             mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
@@ -141,7 +141,7 @@ class MpiAgreement(Agreement):
         return self._rounds.is_node_barrier
 
     def break_off(self, error: BaseException) -> None:
-        self._watch.recorder.fail()
+        self._call_watchdog.recorder.fail()
         goes_on_alike = self._is_last_refusal(error) or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
@@ -171,9 +171,9 @@ class MpiAgreement(Agreement):
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
-        self._watch.restart(since)
+        self._call_watchdog.restart(since)
         if record is not None:
-            self._watch.timeout = record.timeout
+            self._call_watchdog.timeout = record.timeout
 
     @property
     def broken(self) -> Exception | None:
@@ -182,13 +182,13 @@ class MpiAgreement(Agreement):
     def free(self) -> None:
         notes = self._watchdog.stop_answering()
         if self.all_reduce_or(any(notes.sent)):  # notes of long waits that ended without an error
-            notes.drain(self.all_gather_object(notes.sent), self._watch.check_peers)
+            notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
         try:
-            poll(test, self._watch.check_peers)
+            poll(test, self._call_watchdog.check_peers)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
@@ -223,7 +223,7 @@ class MpiAgreement(Agreement):
                 raise self._watchdog.broken
         if record.is_last:
             return
-        self._watch.recorder.fail()
+        self._call_watchdog.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):
             mark_shared(error, self.ranks)  # each rank has a text of its own, of which one is printed
             raise error

@@ -1,4 +1,4 @@
-"""The watch over calls in lock step: every rank makes the same calls, and each call has a number."""
+"""The watchdog of calls in lock step: every rank makes the same calls, and each call has a number."""
 
 from __future__ import annotations
 

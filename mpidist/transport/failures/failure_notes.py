@@ -74,7 +74,7 @@ class FailureNotes:
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
-        self._anybody = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
+        self._any_message = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
         self._probe = comm.Iprobe
         self.sent = [0] * comm.size
         self._received = [0] * comm.size
@@ -84,7 +84,7 @@ class FailureNotes:
     def has_unread(self) -> bool:
         """Whether there is a note to read. Local."""
         try:
-            return self._probe(*self._anybody)
+            return self._probe(*self._any_message)
         except load_mpi().Exception as error:
             self._acknowledge(error)
             return False
@@ -133,7 +133,7 @@ class FailureNotes:
 
     def _next(self, status: Any) -> Any:
         try:
-            return self._comm.Improbe(*self._anybody, status)
+            return self._comm.Improbe(*self._any_message, status)
         except load_mpi().Exception as error:
             self._acknowledge(error)
             return None

@@ -203,7 +203,7 @@ def is_thread_of_a_group() -> bool:
 
 
 def no_communicators_left(error: Exception, ranks: frozenset[int]) -> UnavailableError:
-    """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
+    """Make the error that all ranks of a new group raise if MPI has no communicators left for the group."""
     failed = count_text(len(_failed), "strategy", "strategies")
     left = f", and {failed} that a failure ended give theirs back at the end of the program" if _failed else ""
     problem = UnavailableError(

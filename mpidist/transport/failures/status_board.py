@@ -107,6 +107,7 @@ class StatusBoard:
 
     Attributes:
         recorder: This rank's own flight recorder.
+        rank: This rank, in the group.
         ranks: The ranks on the board.
     """
 

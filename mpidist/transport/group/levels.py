@@ -138,14 +138,14 @@ class Levels:
             if reason is not None:
                 report_no_shared_memory(reason, transport, world.rank, levels.free)
             return levels
-        small = model.one_shot_bytes((within.size,))
-        on_node = FusedReducer(slots, within.size, small, within.traffic)
+        one_shot_bytes = model.one_shot_bytes((within.size,))
         if isinstance(within, MpiCommunicator):
-            within = SharedMemoryCommunicator(within, on_node)
+            within = SharedMemoryCommunicator(within, FusedReducer(slots, within.size, one_shot_bytes, within.traffic))
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, small, world.traffic, result_arena=_make_result_arena(world))
+            arena = _make_result_arena(world)
+            fused = FusedReducer(slots, world.size, one_shot_bytes, world.traffic, result_arena=arena)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
@@ -271,8 +271,8 @@ def _inter_node_reducer(
     if topology.local_rank < lanes:
         exchange = ShardExchange(cast("MpiCommunicator", across))
     is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
-    least = model.least_bytes(topology.node_sizes)
-    return FusedReducer(slots, lanes, 0, traffic, InterNode(exchange, least, is_in_blocks))
+    inter_node = InterNode(exchange, model.least_bytes(topology.node_sizes), is_in_blocks)
+    return FusedReducer(slots, lanes, one_shot_bytes=0, traffic=traffic, across=inter_node)
 
 
 def _make_slots(

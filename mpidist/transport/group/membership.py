@@ -66,7 +66,7 @@ class Membership:
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
-        self._reset_watch = self._make_watch(comm, "End the job, and start it again")
+        self._reset_watchdog = self._make_call_watchdog(comm, "End the job, and start it again")
         self.trace: Trace | None = None
         if settings.trace:
             try:
@@ -88,9 +88,9 @@ class Membership:
         """Say what each of some ranks does, if it is on this node. Local."""
         return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
 
-    def make_watch(self, comm: Intracomm) -> CallWatchdog:
-        """Make the watch over calls in a communicator of the same ranks. Local."""
-        return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
+    def make_call_watchdog(self, comm: Intracomm) -> CallWatchdog:
+        """Make the watchdog of calls in a communicator of the same ranks. Local."""
+        return self._make_call_watchdog(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
     def make_watchdog(self, awaited: Awaited, comm: Intracomm, remedy: str) -> Watchdog:
         """Make the watchdog of a rank whose calls are not in lock step, in a communicator of the same ranks. Local."""
@@ -114,18 +114,18 @@ class Membership:
             DeadlineExceededError: If not all ranks call `reset` in time.
             PeerFailedError: If a rank's process has ended, or a rank has left because of an exception.
         """
-        watch, watchdog = self._reset_watch, self._reset_watch.watchdog
+        call_watchdog, watchdog = self._reset_watchdog, self._reset_watchdog.watchdog
 
         def check_peers() -> None:
             if calls is not None:
                 calls.require_nobody_left("reset()")
-            watch.check_peers()
+            call_watchdog.check_peers()
 
         if calls is not None:
             calls.require_nobody_left("reset()", PROBES)
         if watchdog.broken is not None:
             raise type(watchdog.broken)(f"an earlier reset() failed: {watchdog.broken}")
-        watch.begin(RESET, "reset()", "", timeout)
+        call_watchdog.begin(RESET, "reset()", "", timeout)
         watchdog.require_no_notes(PROBES)
         own, gathered = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
@@ -199,7 +199,7 @@ class Membership:
         self.comm.Free()
         self._board.free()
 
-    def _make_watch(self, comm: Intracomm, remedy: str) -> CallWatchdog:
+    def _make_call_watchdog(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         hostnames = self._topology.hostnames
         return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 

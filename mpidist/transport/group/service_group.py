@@ -288,7 +288,7 @@ class ServiceGroup(OpenGroup):
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
         if self.may_miss_ranks:
-            return self._membership.wait_for_live_peers_at_exit()  # for ever: they may have hours of work left
+            return self._membership.wait_for_live_peers_at_exit()  # for ever, as they may have hours of work left
         return self._membership.wait_for_peers_at_exit()
 
     def disown(self) -> None:

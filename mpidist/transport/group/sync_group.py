@@ -379,15 +379,15 @@ class SyncGroup(OpenGroup):
         if membership is None or self.topology.size == 1:
             self._connect_alone()
             return
-        comm = membership.comm
+        comm, check, timeout = membership.comm, settings.check, settings.timeout_seconds
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
-        watch = membership.make_watch(comm)
-        self._watchdog = watchdog = watch.watchdog
+        call_watchdog = membership.make_call_watchdog(comm)
+        self._watchdog = watchdog = call_watchdog.watchdog
         watchdog.advance_others = partial(open_groups.advance_others, self)
-        self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
-        self.levels.set_wait_hook(watch.check_peers)
+        self.agreement = MpiAgreement(comm, call_watchdog, check, timeout, rounds, self._sequence)
+        self.levels.set_wait_hook(call_watchdog.check_peers)
         self.devices = self._device_levels()
         self.calls = PendingCalls(self.agreement, Workplace.of_thread(rounds is not None), self.devices.use)
         open_groups.add(self)

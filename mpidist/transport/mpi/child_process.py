@@ -90,10 +90,10 @@ def _imports_script(worker: Any) -> bool:
 
 
 def _end_endless_pool(text: str, rank_pid: int) -> None:
-    """End a rank whose pool would start one worker after the other, each of which must end, and say why.
+    """If this process is a worker of a `multiprocessing.Pool`, end the rank that has the pool, and say why.
 
-    A `multiprocessing.Pool` replaces workers that die while they import the script, for ever. The rank need not be the
-    parent of its workers: a fork server may be.
+    A pool replaces workers that die while they import the script, for ever. The rank need not be the parent of the
+    workers, which may be a fork server.
     """
     process = sys.modules.get("multiprocessing.process")
     worker = None if process is None else process.current_process()

@@ -1,4 +1,4 @@
-"""The variables in which launchers tell a process that it is a rank: named here alone, for all that read them."""
+"""The environment variables in which launchers tell a process that it is a rank. No other module names them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "speaks_pmi",
 ]
 
-PMI_FD: Final = "PMI_FD"  # the connection of MPICH's mpiexec, Hydra, and of srun's pmi2 plugin: a file number
-_PMI_PORT: Final = "PMI_PORT"  # the same as an address: of Hydra
-PMIX_NAMESPACE: Final = "PMIX_NAMESPACE"  # of srun's pmix plugin, and of Open MPI's mpiexec: PMIx has no size
+PMI_FD: Final = "PMI_FD"  # set by MPICH's mpiexec (Hydra) and srun's pmi2 plugin: the connection, a file descriptor
+_PMI_PORT: Final = "PMI_PORT"  # set by Hydra: the connection as an address
+PMIX_NAMESPACE: Final = "PMIX_NAMESPACE"  # set by srun's pmix plugin and Open MPI's mpiexec; PMIx has no size
 PMIX_RANK: Final = "PMIX_RANK"
-_PRTE: Final = "PRTE_LAUNCHED"  # of Open MPI's mpiexec, unlike srun's pmix plugin
+_PRTE: Final = "PRTE_LAUNCHED"  # set by Open MPI's mpiexec, and not by srun's pmix plugin
 _STEP: Final = "SLURM_STEP_ID"
 
 MPICH_SIZE: Final = "PMI_SIZE"

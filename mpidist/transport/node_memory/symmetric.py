@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 @final
 class _Window:
-    """The layout of one window's arrays. Holds no reference to the memory, which the arrays alone keep.
+    """The layout of one window's arrays. Holds no reference to the memory: only the arrays keep it alive.
 
     Args:
         window: The window.
@@ -86,7 +86,7 @@ class SharedArrays:
     """The arrays in shared memory of a node. A window's memory is given back when all its arrays are gone.
 
     Args:
-        within_node: The ranks of the node.
+        within_node: The ranks of the node. Also an attribute, which is replaced in a reset.
 
     Attributes:
         num_windows: How many windows were allocated: equal on all ranks, unlike the number of windows that still exist.
