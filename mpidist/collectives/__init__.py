@@ -3,9 +3,7 @@
 from mpidist.collectives.all_gather import all_gather
 from mpidist.collectives.arguments import (
     NO_CONTRIBUTIONS,
-    NO_MIRRORED,
     HostOuts,
-    MirroredLeaves,
     axes_of,
     axes_text,
     axes_tuple,
@@ -24,7 +22,6 @@ from mpidist.collectives.open_call import PendingResult, open_all_reduce, open_b
 from mpidist.collectives.plans import (
     Algorithm,
     Reduce,
-    ReductionCall,
     require_num_packs,
     require_tree_order,
     wire_and_result_dtypes,
@@ -36,13 +33,10 @@ from mpidist.collectives.symmetric_empty import SymmetricSpec, symmetric_empty
 
 __all__ = [
     "NO_CONTRIBUTIONS",
-    "NO_MIRRORED",
     "Algorithm",
     "HostOuts",
-    "MirroredLeaves",
     "PendingResult",
     "Reduce",
-    "ReductionCall",
     "Reductions",
     "SymmetricSpec",
     "all_gather",

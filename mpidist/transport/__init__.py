@@ -61,7 +61,7 @@ from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, reason_
 from mpidist.transport.node_memory import LINE_BYTES, Place, SharedArena, SharedArrays, places_digest
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
-from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
+from mpidist.transport.shared_errors import is_shared, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     FusedArrays,
     FusedReducer,
@@ -155,7 +155,6 @@ __all__ = [
     "is_of_numpy",
     "is_shared",
     "is_process_failure",
-    "is_shared_by",
     "launcher_here",
     "launcher_text",
     "let_first_rank_end",

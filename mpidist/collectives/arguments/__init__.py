@@ -2,8 +2,6 @@
 
 from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
-    NO_MIRRORED,
-    FlatContributions,
     MirroredLeaves,
     ValueWithDestinations,
     flatten_contributions,
@@ -42,11 +40,9 @@ from mpidist.collectives.arguments.signature import Arguments, agreed_call, name
 
 __all__ = [
     "NO_CONTRIBUTIONS",
-    "NO_MIRRORED",
     "NO_OPERANDS",
     "Arguments",
     "CheckedOuts",
-    "FlatContributions",
     "HostOuts",
     "MirroredLeaves",
     "NewResults",

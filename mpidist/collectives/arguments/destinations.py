@@ -28,7 +28,6 @@ from mpidist.values import (
 
 __all__ = [
     "NO_CONTRIBUTIONS",
-    "NO_MIRRORED",
     "FlatContributions",
     "MirroredLeaves",
     "ValueWithDestinations",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
-NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
+_NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
 
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
@@ -126,7 +125,7 @@ class FlatContributions(NamedTuple):
 
     leaves: list[Any]
     structure: nest.Structure
-    mirrored: MirroredLeaves = NO_MIRRORED
+    mirrored: MirroredLeaves = _NO_MIRRORED
     others: Sequence[list[Any]] = ()
 
 
@@ -153,7 +152,7 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
             require_values(leaves, own_nest)
         return FlatContributions(of_replicas[0], structure, others=of_replicas[1:])
     leaves, structure = nest.flatten(value)
-    mirrored = NO_MIRRORED
+    mirrored = _NO_MIRRORED
     if has_distributed(leaves):
         require_contributions(op, leaves, group, replicas.total)
         mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
