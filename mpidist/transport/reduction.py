@@ -54,7 +54,7 @@ class Reduction:
 
     @functools.cached_property
     def is_plain_sum(self) -> bool:
-        """Whether this is a sum in rank order without a divisor, which compiled code can add."""
+        """Whether to add all contributions one after the other, and not to divide the sums."""
         return self.op == "sum" and self.fold is None and self.divisor == 1
 
     @functools.cached_property

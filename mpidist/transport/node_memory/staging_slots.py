@@ -14,7 +14,7 @@ from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
 __all__ = ["Slots"]
 
-# A slot may be read until two barriers after its own, or three if a deadline adds one. Then it may be filled again.
+# A slot is read until two barriers after its own, or three if a deadline adds one; then it can be filled again.
 _LEAST_SLOTS: Final = 4
 
 

@@ -28,7 +28,7 @@ class OneShot:
 
     def __init__(self, slots: Slots, count: int, dtype: np.dtype[Any]) -> None:
         self._slots = slots
-        self._copy = getattr(slots.barrier, "copy", None)  # only the compiled barrier has one
+        self._copy = getattr(slots.barrier, "copy", None)  # of compiled code
         self._parts = [[view[:count] for view in views] for views in slots.views(dtype)]
 
     def stage(self, sources: Sequence[Array]) -> list[Array]:
