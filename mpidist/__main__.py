@@ -14,7 +14,7 @@ from typing import NoReturn
 import mpidist
 from mpidist.cli import batch_job, doctor, flight, trace, tune
 from mpidist.errors import TopologyError, UnavailableError
-from mpidist.transport import is_shared, let_first_rank_end, mark_shared, rank_said
+from mpidist.transport import is_shared, let_first_rank_end, mark_shared, rank_from_environment
 
 __all__ = ["main", "run_command"]
 
@@ -42,7 +42,7 @@ def run_command(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    is_first = not rank_said(os.environ)
+    is_first = not rank_from_environment(os.environ)
     with nullcontext() if is_first else _silence():
         chosen = _parse(arguments)
     warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # an error says more of it

@@ -125,7 +125,7 @@ class PreemptionCheckpointHandler:
         if self._reason:  # again, as `reset` makes a new notice
             notice.give(self._reason)
         if notice.reason and self._extended.group.topology.size == 1:
-            notice.settle([(notice.step - 1, notice.reason)])
+            notice.decide([(notice.step - 1, notice.reason)])
         if notice.stop_step is not None and notice.step >= notice.stop_step:
             self._leave(notice.reason)
         if not agreement.compares_all_calls and notice.step % _STEPS_PER_ROUND == 0:

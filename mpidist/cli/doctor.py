@@ -20,7 +20,7 @@ from mpidist.cli.doctor_page import as_json, print_page
 from mpidist.cli.findings import Mark, compare_nodes, find
 from mpidist.cli.rank_facts import RankFacts, gpus_text
 from mpidist.errors import UnavailableError
-from mpidist.transport import SyncGroup, cuda, load_mpi, rank_said
+from mpidist.transport import SyncGroup, cuda, load_mpi, rank_from_environment
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         load_mpi()
     except UnavailableError as error:
-        if not rank_said(os.environ):  # every process has it, and one of them tells
+        if not rank_from_environment(os.environ):  # every process has it, and one of them tells
             print(f"MPI:   {error}")
             print(f"GPUs:  {gpus_text(cuda.current())}")
         return 1

@@ -33,15 +33,16 @@ class _AllGather(Arguments):
 
     def __init__(self, group: SyncGroup, call: str, value: Any, axis: int, replicas: Replicas) -> None:
         self.axis = axis
-        parts, self.value, self.structure = _leaves_of_replicas(value, replicas)
-        for part in parts:
-            require_values(part, self.value)
-        self.operands = Operands.of(parts[0], group.devices, call)
-        if len(parts) > 1:
+        leaves_of_replicas, self.value, self.structure = _leaves_of_replicas(value, replicas)
+        for leaves in leaves_of_replicas:
+            require_values(leaves, self.value)
+        first, *others = leaves_of_replicas
+        self.operands = Operands.of(first, group.devices, call)
+        if others:
             if replicas.has_several_gpus:
                 wait_for_devices(replicas.devices)
-            everyone = [self.operands, *(Operands(part) for part in parts[1:])]
-            joined = [_joined(arrays, axis) for arrays in zip(*(own.arrays for own in everyone), strict=True)]
+            arrays_of_replicas = [self.operands.arrays, *(Operands(leaves).arrays for leaves in others)]
+            joined = [_concatenated(arrays, axis) for arrays in zip(*arrays_of_replicas, strict=True)]
             self.operands = self.operands.with_arrays(joined)
         self.axes = [axis_of(axis, array.shape, "concatenate") for array in self.operands.arrays]
         arrays_and_axes = zip(self.operands.arrays, self.axes, strict=True)
@@ -93,36 +94,36 @@ def all_gather(
     def open_arguments() -> _AllGather:
         return _AllGather(group, call, value, axis, replicas)
 
-    with agreed_call(group, call, options, open_arguments, error) as (opened, are_even):
-        everyone = np.empty((group.topology.size, len(opened.lengths)), np.int64)
-        if are_even:
-            everyone[:] = opened.lengths
+    with agreed_call(group, call, options, open_arguments, error) as (opened, are_equal):
+        lengths = np.empty((group.topology.size, len(opened.lengths)), np.int64)  # [ranks, arrays]
+        if are_equal:
+            lengths[:] = opened.lengths
         else:
-            everyone[group.topology.rank] = opened.lengths
-            group.levels.world.all_gather(everyone.reshape(-1))
+            lengths[group.topology.rank] = opened.lengths
+            group.levels.world.all_gather(lengths.reshape(-1))
         results = [
-            _gather(group, array, at, everyone[:, index])
+            _gather(group, array, at, lengths[:, index])
             for index, (array, at) in enumerate(zip(opened.operands.arrays, opened.axes, strict=True))
         ]
     return nest.rebuild(opened.value, opened.operands.restore(results))
 
 
 def _leaves_of_replicas(value: Any, replicas: Replicas) -> tuple[list[list[Any]], Any, nest.Structure]:
-    """Return the leaves of each replica of this rank, a nest of their form, and the form."""
+    """Return [replicas of this rank][leaves], a nest of their form, and the form."""
     if isinstance(value, Contributions):
-        parts, structure = value.flatten(replicas.ids_here)
-        return parts, value.nests[0], structure
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        return of_replicas, value.nests[0], structure
     if replicas.tree is None:
         value = contributions(value)
         leaves, structure = nest.flatten(value)
         return [leaves], value, structure
     leaves, structure = nest.flatten(value)
-    components = [replica_components("gather", leaf, replicas) for leaf in leaves]
-    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
-    return parts, nest.rebuild(value, parts[0]), structure
+    components = [replica_components("gather", leaf, replicas) for leaf in leaves]  # [leaves][replicas]
+    of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+    return of_replicas, nest.rebuild(value, of_replicas[0]), structure
 
 
-def _joined(parts: Sequence[Any], axis: int) -> Any:
+def _concatenated(parts: Sequence[Any], axis: int) -> Any:
     """Concatenate the arrays of this rank's replicas."""
     first = parts[0]
     at = axis_of(axis, first.shape, "concatenate")
@@ -147,12 +148,12 @@ def _off_axis(array: Any, axis: int) -> tuple[int, ...]:
 
 
 def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, Any]) -> Any:
-    """Gather one array: with the axis moved to the front, the part of every rank is contiguous."""
+    """Gather one array. Gathered with the axis in front, so that the part of every rank is contiguous."""
     device = arrays.is_device(array)
     world = group.levels_of(device).world
     moved = array.swapaxes(0, axis)
-    row = int(np.prod(moved.shape[1:], dtype=np.int64))
-    bounds = [0, *(int(bound) * row for bound in np.cumsum(lengths))]
+    row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
+    bounds = [0, *(int(bound) * row_size for bound in np.cumsum(lengths))]
     shape, dtype = (int(lengths.sum()), *moved.shape[1:]), native_dtype(array.dtype)
     gathered = group.result_memory.empty(shape, dtype, device)
     flat = gathered.reshape(-1)
@@ -164,6 +165,7 @@ def _gather(group: SyncGroup, array: Any, axis: int, lengths: np.ndarray[Any, An
 
 
 def _require_gatherable(array: Any) -> Any:
+    """Return an array, unless ranks cannot gather its dtype."""
     dtype = array.dtype
     if dtype.hasobject or dtype.names is not None or dtype.kind in "USM" or dtype.kind == "m":
         raise InvalidArgumentError(f"cannot gather an array of dtype {dtype.name}; needed numbers or booleans")

@@ -35,6 +35,8 @@ __all__ = ["broadcast"]
 
 @final
 class _Broadcast(Arguments):
+    """The arguments of a broadcast; `per_node_indices` are those of outs that all ranks of a node share."""
+
     def __init__(self, group: SyncGroup, call: str, tensor: Any, destinations: Any, root: Any, out: Any) -> None:
         self.ranks = ranks_of(destinations, group.topology.size, tensor)
         self.root = whole_number("root", root, 0)
@@ -124,7 +126,8 @@ def broadcast(
 
 
 def _send(group: SyncGroup, array: Any, result: Any, root: int, ranks: tuple[int, ...]) -> None:
-    if result.dtype.kind in "SU" and result.nbytes:  # sent as bytes: one text may be longer than a message
+    """Send the root's array into the `result` of the other ranks."""
+    if result.dtype.kind in "SU" and result.nbytes:  # sent as bytes: one element may be longer than a message
         array, result = arrays.bytes_of(np.ascontiguousarray(array)), arrays.bytes_of(result)
     levels = group.levels_of(arrays.is_device(result))
     if len(ranks) == group.topology.size and array.flags.c_contiguous and array.dtype == result.dtype:

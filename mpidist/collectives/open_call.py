@@ -1,4 +1,4 @@
-"""Makes reducing calls of what users pass, whose errors all ranks raise, and handles of started calls."""
+"""Turns the arguments of users into reducing calls, and makes the handles of started calls."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from mpidist.collectives.arguments import (
     rebuild_results,
 )
 from mpidist.collectives.plans import ReductionCall
+from mpidist.collectives.reductions import Reductions
 from mpidist.options import CommunicationOptions, ReduceOp
-from mpidist.replicas import Replicas
 from mpidist.transport import Pending, SyncGroup
 from mpidist.values import Contributions
 
 __all__ = ["PendingResult", "open_all_reduce", "open_batch_reduce"]
 
-Merge = Callable[[Any], CommunicationOptions]  # overrides the defaults by the options of a call
+Merge = Callable[[Any], CommunicationOptions]  # overrides the algorithm's options by those of a call
 
 
 def open_all_reduce(
-    group: SyncGroup,
-    replicas: Replicas,
+    reductions: Reductions,
     merge: Merge,
     name: str,
     reduce_op: Any,
@@ -40,7 +39,7 @@ def open_all_reduce(
     out: Any,
     error: Exception | None,
 ) -> tuple[ReductionCall, MirroredLeaves]:
-    """Make an all-reduce of the arguments of `CrossDeviceOps.all_reduce`. Local.
+    """Make the call of `CrossDeviceOps.all_reduce`. Local; stores an error of the arguments in the call.
 
     Returns:
         The call, and the mirrored leaves, which are not sent.
@@ -48,12 +47,13 @@ def open_all_reduce(
     leaves, structure, mirrored, others = NO_CONTRIBUTIONS
     outs, other_outs = None, []
     op = ReduceOp.SUM
+    group, replicas = reductions.group, reductions.replicas
     merged = merge(None)
     try:
         op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
         if options is not None:
             merged = merge(options)
-        if type(value) is np.ndarray and replicas.tree is None:  # the most common call, made faster
+        if type(value) is np.ndarray and replicas.tree is None:  # the most common argument, with less work
             leaves = [value]
         else:
             leaves, structure, mirrored, others = flatten_contributions(op, value, group, replicas)
@@ -62,39 +62,39 @@ def open_all_reduce(
             outs, *other_outs = [flatten_out(structure, bool(mirrored), one) for one in nests]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = error or problem
-    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), None, outs, error, others)
+    call = ReductionCall(name, op, merged, leaves, structure, tuple(mirrored), outs=outs, error=error, others=others)
     call.other_outs = other_outs
     return call, mirrored
 
 
 def open_batch_reduce(
-    group: SyncGroup,
-    replicas: Replicas,
+    reductions: Reductions,
     merge: Merge,
     name: str,
     reduce_op: Any,
     pairs: Iterable[Any],
     options: Any,
 ) -> tuple[ReductionCall, list[ValueWithDestinations]]:
-    """Make a call of the arguments of `CrossDeviceOps.batch_reduce`. Local.
+    """Make the call of `CrossDeviceOps.batch_reduce`. Local; stores an error of the arguments in the call.
 
     Returns:
-        The call, and the values, which build the results.
+        The call, and the values, of which each builds its own result.
     """
     op, merged, error = ReduceOp.SUM, merge(None), None
     opened: list[ValueWithDestinations] = []
     try:
         op = ReduceOp.of(reduce_op)
         merged = merge(options)
-        opened = [ValueWithDestinations.open(op, pair, group, replicas) for pair in pairs]
+        opened = [ValueWithDestinations.open(op, pair, reductions.group, reductions.replicas) for pair in pairs]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
     leaves = [leaf for pair in opened for leaf in pair.flat.leaves]
     others = [list(chain(*parts)) for parts in zip(*(pair.flat.others for pair in opened), strict=True)]
     ranks = tuple(pair.ranks for pair in opened for _ in pair.flat.leaves)
     forms = tuple(pair.flat.structure for pair in opened)
-    kept = tuple(tuple(pair.flat.mirrored) for pair in opened)
-    return ReductionCall(name, op, merged, leaves, forms, kept, ranks, None, error, others), opened
+    mirrored = tuple(tuple(pair.flat.mirrored) for pair in opened)
+    call = ReductionCall(name, op, merged, leaves, forms, mirrored, destinations=ranks, error=error, others=others)
+    return call, opened
 
 
 @final
@@ -103,22 +103,24 @@ class PendingResult:
 
     Started reductions progress in the order of their start, whenever this rank starts or waits for a reduction, calls
     `is_done`, or makes another collective call, which first finishes all started reductions. With several nodes or
-    GPUs a thread does so between those calls, where MPI allows it (`MPI.THREAD_MULTIPLE`, mpi4py's default).
+    GPUs a thread advances them between those calls, where MPI allows a second thread (`MPI.THREAD_MULTIPLE`, mpi4py's
+    default).
 
-    A reduction of arrays on a GPU comes after the work that the current stream held at its start. It is launched as a
-    whole, on streams of its own, once all ranks have started it; where data goes through the host, the thread moves it.
+    A reduction of arrays on a GPU comes after the work that the current stream held when the reduction was started. All
+    its work is launched at once, on other streams, when all ranks have started the reduction; where data goes through
+    the host, the thread moves the data.
     """
 
     def __init__(self, group: SyncGroup, call: Pending, value: Any, out: Any, mirrored: MirroredLeaves) -> None:
         self._group, self._call = group, call
         self._form = None
-        with suppress(Exception):  # of a value that is no nest: the call was refused, and `wait` raises why
+        with suppress(Exception):  # the value may be no nest: the call is refused then, and `wait` raises why
             like = value.nests[0] if isinstance(value, Contributions) else value
-            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change the list
+            self._form = nest.map_structure(lambda _: None, like)  # a copy, as the caller may change a list in it
         self._out, self._mirrored = out, mirrored
 
     def is_done(self) -> bool:
-        """Whether the result is there. Also lets started reductions progress.
+        """Whether the result is there. Also advances started reductions.
 
         Does not block, with one exception: where ranks send messages and MPI allows no second thread, `is_done` may
         wait for ranks that started the same reductions. It never waits for arrays on a GPU.
@@ -131,7 +133,7 @@ class PendingResult:
     def wait(self) -> Any:
         """Wait for the result, and return what `all_reduce` returns. Collective. May be called again.
 
-        Also waits for the GPU: arguments and results can then be used in any stream.
+        Also waits for the GPU: arguments and results can be used in any stream afterwards.
 
         Raises:
             Exception: What `all_reduce` raises.

@@ -27,6 +27,8 @@ __all__ = ["reduce_scatter"]
 
 @final
 class _ReduceScatter(Arguments):
+    """The arguments of a reduce-scatter; `axes` is the axis of each array, counted from the front."""
+
     def __init__(
         self,
         group: SyncGroup,
@@ -101,7 +103,7 @@ def reduce_scatter(
 
 
 def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: CommunicationOptions) -> Any:
-    """Reduce one array: with the axis moved to the front, the part of every rank is contiguous."""
+    """Reduce one array. Reduced with the axis in front, so that the part of every rank is contiguous."""
     device = arrays.is_device(array)
     levels = group.levels_of(device)
     arithmetic = Arithmetic.of(op, options, levels, by_node=True)
@@ -120,8 +122,8 @@ def _scatter(group: SyncGroup, op: ReduceOp, array: Any, axis: int, options: Com
     if by_level and not reduction.in_rank_order:
         _scatter_by_levels(levels, group.topology, moved, rows, reduction, shard)
     else:
-        row = int(np.prod(moved.shape[1:], dtype=np.int64))
-        flat, bounds = _flat(moved, wire, device), [bound * row for bound in rows]
+        row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
+        flat, bounds = _flat(moved, wire, device), [bound * row_size for bound in rows]
         levels.world.reduce_scatter(flat, reduction, bounds, shard)
     if divide_by != 1 or result_dtype != wire:
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
@@ -134,19 +136,21 @@ def _scatter_by_levels(
     levels: Levels, topology: Topology, moved: Any, rows: Sequence[int], reduction: Reduction, shard: Any
 ) -> None:
     """Reduce-scatter within nodes, then across nodes: S (K - 1) / K bytes per node, the least for K nodes."""
-    order = [rank for lane in zip(*topology.nodes, strict=True) for rank in lane]  # the ranks of lane 0, of lane 1, ...
-    row = int(np.prod(moved.shape[1:], dtype=np.int64))
-    work = arrays.empty(moved.shape[0] * row, shard.dtype, arrays.is_device(moved))
+    # The parts of all ranks with local rank 0 come first, then those with local rank 1, and so on: so the node's
+    # reduce-scatter leaves each rank the parts of all ranks with which it reduces across nodes.
+    order = [rank for ranks in zip(*topology.nodes, strict=True) for rank in ranks]
+    row_size = int(np.prod(moved.shape[1:], dtype=np.int64))
+    work = arrays.empty(moved.shape[0] * row_size, shard.dtype, arrays.is_device(moved))
     ends = [0]
     for rank in order:
         part = moved[rows[rank] : rows[rank + 1]]
         ends.append(ends[-1] + part.size)
         work[ends[-2] : ends[-1]].reshape(part.shape)[...] = part
-    width = topology.num_nodes
-    of_lane = levels.within_node.reduce_scatter(work, reduction, ends[::width])
-    first = topology.local_rank * width
-    bounds = [end - ends[first] for end in ends[first : first + width + 1]]
-    levels.across_nodes.reduce_scatter(of_lane, reduction.rest, bounds, shard)
+    num_nodes = topology.num_nodes
+    node_sums = levels.within_node.reduce_scatter(work, reduction, ends[::num_nodes])
+    first = topology.local_rank * num_nodes
+    bounds = [end - ends[first] for end in ends[first : first + num_nodes + 1]]
+    levels.across_nodes.reduce_scatter(node_sums, reduction.rest, bounds, shard)
 
 
 def _flat(moved: Any, wire: np.dtype[Any], device: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The reducing calls of a group: planned once for equal calls, agreed on by all ranks, and executed."""
+"""Reducing calls: each is checked, planned (once for equal calls), agreed on by all ranks, and carried out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ __all__ = ["Reductions"]
 logger = logging.getLogger("mpidist.cross_device_ops")
 
 _MAX_OUTS: Final = 16  # lists of outs that a plan caches
-_MAX_PLANS: Final = 1024  # a program with more plans hardly uses a shape twice
+_MAX_PLANS: Final = 1024  # a program with more plans hardly uses one twice
 
 Ranks = tuple[int, ...] | None  # `None`: all ranks
 
@@ -78,7 +78,7 @@ class Reductions:
         replicas: Which replicas this rank carries. Also an attribute.
 
     Attributes:
-        repeated: Calls of one array that were made before.
+        repeated: The cache of calls of one array.
     """
 
     def __init__(self, group: SyncGroup, algorithm: Algorithm, replicas: Replicas) -> None:
@@ -88,7 +88,8 @@ class Reductions:
         self._overflows = OverflowReport()
         self._sum_memory = SumMemory()
         self._plans: dict[Any, Plan] = {}
-        self._uncompiled: dict[int, LocalSums | None] = {}  # of plans on GPUs, by their fingerprints; equal everywhere
+        # By fingerprint, equal on all ranks: plans that add replicas on GPUs and have not compiled their additions yet.
+        self._uncompiled: dict[int, LocalSums | None] = {}
         self._planned_for: Levels | None = None
         self.repeated = RepeatedCalls(group)
 
@@ -113,15 +114,10 @@ class Reductions:
         try:
             group.agreement.arrive(call)
             has_same_places = group.agreement.conclude(call)  # raises, if the call has no plan because of an error
-            self._add_late(call, is_started=False)
-            results = call.plan.execution.finish(call, has_same_places)
-            if call.outs is None:
-                results = call.operands.restore(results)
-            else:
-                results = write_outs(call.outs, results, group.shared)
+            if self._uncompiled:
+                self._compile_and_add(call, is_started=False)
+            results = self._close(call, call.plan.execution.finish(call, has_same_places))
             group.agreement.end()
-            if call.options.compression is not Compression.NONE:
-                self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
             return results
         except BaseException as error:
             group.break_off(error)
@@ -145,32 +141,27 @@ class Reductions:
                 group.agreement.arrive(call)
                 while not (pending.is_waited_for or group.agreement.have_all_arrived()):
                     yield 0
-                # Another rank may wait for this one elsewhere before it tells what it passed.
+                # If calls differ, `conclude` waits for the descriptions of all ranks, and another rank may send its own
+                # only once this rank has done something else.
                 while not (pending.may_block or group.agreement.can_conclude_now(call)):
                     yield 0
                 has_same_places = group.agreement.conclude(call)
                 while call.plan.fingerprint in self._uncompiled and not pending.may_block:
                     yield 0
-                self._add_late(call, is_started=True)
+                self._compile_and_add(call, is_started=True)
                 results = yield from call.plan.execution.steps(call, pending, has_same_places)
-                if call.outs is None:
-                    results = call.operands.restore(results)
-                else:
-                    results = write_outs(call.outs, results, group.shared)
-                if call.options.compression is not Compression.NONE:
-                    self._overflows.log_new(call.name, group.topology.rank, group.overflowed)
-                return results
+                return self._close(call, results)
 
         if call.error is not None or not call.plan.uses_device:
             return group.calls.start(steps, Workplace.HOST)
         return group.calls.start(steps, Workplace.GPU_OF_CALLER if call.state is None else Workplace.GPU)
 
     def _open(self, call: ReductionCall, is_started: bool = False) -> None:
-        """Check the arguments, and find or make the plan. Local; never raises, but stores the error in the call.
+        """Check the arguments, find or make the plan, and begin. Local; stores an error in the call, and raises none.
 
         Args:
             call: The call.
-            is_started: Whether `start` makes the call: `begin` waits until the calls before it are done.
+            is_started: Whether `start` makes the call, which then begins later: when the calls before it are done.
         """
         try:
             call.operands = operands = Operands(call.values)
@@ -181,7 +172,7 @@ class Reductions:
             call.fingerprint = plan.fingerprint ^ name_digest(call.name)
             if call.outs is not None:
                 self._check_outs(call, operands)
-            if plan.fingerprint in self._uncompiled:
+            if plan.fingerprint in self._uncompiled:  # `_compile_and_add` does the rest
                 self.group.devices.require_usable(call.name)
                 return
             self._add_replicas(call, is_started)
@@ -191,20 +182,29 @@ class Reductions:
             call.error = problem
 
     def _add_replicas(self, call: ReductionCall, is_started: bool) -> None:
+        """Add the arrays of this rank's replicas, and prepare the execution. Local."""
         plan = call.plan
         if plan.local_sums is not None:
-            memory = None if is_started else self._sum_memory  # calls that are started are under way together
+            memory = None if is_started else self._sum_memory  # several started calls are under way at a time
             call.operands = call.operands.with_arrays(plan.local_sums.add(call.components, memory))
         if plan.uses_device:
             plan.execution.prepare(call, is_started)
 
-    def _add_late(self, call: ReductionCall, is_started: bool) -> None:
-        """Compile what adds replicas on GPUs, before the first addition of a plan. Collective, after agreement."""
+    def _compile_and_add(self, call: ReductionCall, is_started: bool) -> None:
+        """Before a plan adds replicas on GPUs for the first time: compile, then `_add_replicas`. Collective."""
         if call.plan.fingerprint in self._uncompiled:
             sums = self._uncompiled[call.plan.fingerprint]
             self.group.devices.compile_by((lambda: None) if sums is None else sums.compile)
             del self._uncompiled[call.plan.fingerprint]
             self._add_replicas(call, is_started)
+
+    def _close(self, call: ReductionCall, results: list[Any]) -> list[Any]:
+        """Write native results to the outs, or give them the kinds of the values; log numbers that overflowed."""
+        if call.options.compression is not Compression.NONE:
+            self._overflows.log_new(call.name, self.group.topology.rank, self.group.overflowed)
+        if call.outs is None:
+            return call.operands.restore(results)
+        return write_outs(call.outs, results, self.group.shared)
 
     def _open_replicas(self, call: ReductionCall) -> None:
         """Check that the replicas of this rank pass like arrays. Local."""
@@ -223,10 +223,10 @@ class Reductions:
     def _check_outs(self, call: ReductionCall, operands: Operands) -> None:
         """Check that outs can take the results; the outs of an earlier call of the plan are not checked again."""
         plan = call.plan
-        checked = _known_outs(plan, call.outs or (), operands)
+        checked = _checked_before(plan, call.outs or (), operands)
         if checked is None:
             call.outs = outs = native_outs(call.outs or (), call.values, operands.arrays)
-            checked = _known_outs(plan, outs, operands)  # tensors have the same native arrays each time
+            checked = _checked_before(plan, outs, operands)  # the same tensors have the same native arrays each time
         if checked is None:
             if len(plan.checked_outs) >= _MAX_OUTS:
                 plan.checked_outs.clear()
@@ -246,7 +246,7 @@ class Reductions:
     def _plan_of(self, call: ReductionCall) -> Plan:
         # The call's name is not in the key, since there may be one for each variable: `name_digest` covers the name.
         key = (call.op, call.structure, call.mirrored, call.destinations, call.options.plan_key, call.operands.key)
-        if self._planned_for is not self.group.levels:  # another transport since a reset
+        if self._planned_for is not self.group.levels:  # a reset makes new levels
             self._planned_for = self.group.levels
             self._plans.clear()
         plan = self._plans.get(key)
@@ -258,6 +258,7 @@ class Reductions:
         return plan
 
     def _make_plan(self, call: ReductionCall, fingerprint: int) -> Plan:
+        """Choose the execution: in rows if a rank or a node has several; else fused if it can be; else packed."""
         specs = call.operands.specs
         results = [wire_and_result_dtypes(call.op, spec.dtype)[1] for spec in specs]
         tree = self.replicas.tree
@@ -286,6 +287,7 @@ class Reductions:
         results: Sequence[np.dtype[Any]],
         sums: LocalSums,
     ) -> RowsExecution:
+        """Make the execution of a tree in which a rank or a node has several rows."""
         arithmetic = Arithmetic.in_tree(call.op, tree.total, tree.world)
         groups: dict[tuple[np.dtype[Any], bool], list[int]] = {}
         for index, spec in enumerate(specs):
@@ -302,6 +304,7 @@ class Reductions:
         return RowsExecution(self.group, tree, lists, sums, self._sum_memory, specs, results, is_wanted)
 
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
+        """Make what adds the arrays of this rank's replicas."""
         arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
         wires = [arithmetic.dtypes(spec.dtype)[0] for spec in specs]
         indices = self.replicas.gpus_here if any(spec.device for spec in specs) else ()
@@ -312,6 +315,7 @@ class Reductions:
         return self._algorithm.name_for(call.options) if self.replicas.tree is None else "in the order of replicas"
 
     def _arithmetic(self, call: ReductionCall, ranks: Ranks, is_fused: bool) -> Arithmetic:
+        """Return how numbers are reduced: a fused execution adds node by node, the others add all ranks at once."""
         tree = self.replicas.tree
         if tree is not None:
             folds = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
@@ -322,7 +326,7 @@ class Reductions:
     def _fused(
         self, call: ReductionCall, specs: tuple[Spec, ...], results: Sequence[np.dtype[Any]], ranks: Ranks
     ) -> tuple[FusedExecution | None, str]:
-        """Make a fused execution and its name for the log; `None` if the transport or the algorithm has none."""
+        """Make a fused execution, and name it for the log; `None` if the transport or the algorithm allows none."""
         group = self.group
         reducer = self._algorithm.fused_reducer_for(call.options, group.levels)
         if reducer is None or (ranks is not None and reducer.spans_nodes):
@@ -339,22 +343,24 @@ class Reductions:
     def _packed(
         self, call: ReductionCall, specs: tuple[Spec, ...], parts: dict[Ranks, list[int]]
     ) -> tuple[PackedExecution, str]:
+        """Make a packed execution, and name it for the log."""
         options, algorithm = call.options, self._algorithm
-        made, total = [], 0
+        packed_parts, total = [], 0
         for ranks, indices in parts.items():
-            own, arithmetic = tuple(specs[index] for index in indices), self._arithmetic(call, ranks, is_fused=False)
+            part_specs = tuple(specs[index] for index in indices)
+            arithmetic = self._arithmetic(call, ranks, is_fused=False)
             messages, num_packs = make_messages(
-                arithmetic, own, options.bytes_per_pack, algorithm.num_packs, self.group.levels
+                arithmetic, part_specs, options.bytes_per_pack, algorithm.num_packs, self.group.levels
             )
             reduce = algorithm.all_reduce_for(options)
             if ranks is not None:
                 reduce = partial(reduce_to_ranks, algorithm.reduce_to(ranks[0]), ranks)
-            results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in own)
-            made.append(PackedPart(ranks, tuple(indices), own, results, messages, reduce))
+            results = tuple(arithmetic.dtypes(spec.dtype)[1] for spec in part_specs)
+            packed_parts.append(PackedPart(ranks, tuple(indices), part_specs, results, messages, reduce))
             total += num_packs
             form = f"{count_text(num_packs, 'pack')} in {count_text(len(messages), 'message')}"
-            self._log(call, len(own), form, sum(message.nbytes for message in messages), ranks)
-        return PackedExecution(self.group, made, options.implementation), count_text(total, "pack")
+            self._log(call, len(part_specs), form, sum(message.nbytes for message in messages), ranks)
+        return PackedExecution(self.group, packed_parts, options.implementation), count_text(total, "pack")
 
     def _log(self, call: ReductionCall, num_arrays: int, form: str, nbytes: int, ranks: Ranks) -> None:
         topology = self.group.topology
@@ -373,7 +379,7 @@ class Reductions:
         )
 
 
-def _known_outs(plan: Plan, outs: Sequence[Any], operands: Operands) -> CheckedOuts | None:
-    """Return what was found of the same outs in an earlier call of a plan; `None` if they are new."""
+def _checked_before(plan: Plan, outs: Sequence[Any], operands: Operands) -> CheckedOuts | None:
+    """Return the same outs as an earlier call of a plan has checked them; `None` if they are new."""
     checked = plan.checked_outs.get(id(outs[0]) if outs else 0)
     return checked if checked is not None and checked.matches(outs, operands.arrays) else None

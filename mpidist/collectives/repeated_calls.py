@@ -1,8 +1,8 @@
-"""Calls of one NumPy array that were made before: what is known of such a call is not found out again.
+"""A cache of calls of one NumPy array, so that a call like an earlier one skips the checks and the plan.
 
-A small call takes as long as Python takes to look at what was passed. What an earlier call found holds for every array
-of the same shape and dtype, which is staged at once. The ranks agree on the call as ever: a rank that makes a call for
-the first time, or passes something else, meets the others in the same barrier, and all raise the same errors.
+A small call takes as long as Python takes to check its arguments. What an earlier call found out holds for every array
+of the same shape and dtype, so the array is staged at once. The ranks agree on a cached call as on any other: a rank
+that makes the call for the first time, or another call, waits in the same barrier, and all ranks raise the same errors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mpidist.transport import Levels, SyncGroup, name_digest
 
 __all__ = ["CallKey", "RepeatedCalls", "key_of_one_array"]
 
-_MAX_CALLS: Final = 1024  # a program with more hardly repeats one
-_OPS: Final = {str, ReduceOp}
+_MAX_CALLS: Final = 1024  # a program that makes more different calls hardly repeats one
+_OP_TYPES: Final = {str, ReduceOp}
 
 
 @final
 class CallKey(NamedTuple):
-    """What calls alike have in common.
+    """What equal calls have in common.
 
     Attributes:
         name: The name of the call.
-        reduce_op: The reduction, as the user writes it.
+        reduce_op: The reduction, as the user wrote it.
         shape: The shape of the array.
         dtype: The dtype of the array.
         is_in_place: Whether the array takes the result.
@@ -42,17 +42,19 @@ class CallKey(NamedTuple):
 
 
 def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: Any, error: Any) -> CallKey | None:
-    """Return the key of a call of one NumPy array into a new one or in place, without options; `None` for others.
+    """Return the key of a call that can be cached; `None` for another call.
+
+    These calls reduce one NumPy array, into a new array or in place, with the options of the algorithm.
 
     Args:
         name: The name of the call.
-        reduce_op: See `CrossDeviceOps.all_reduce`, as for the other arguments.
-        value: What is reduced.
+        reduce_op: As all further arguments, that of `CrossDeviceOps.all_reduce`.
+        value: The value to reduce.
         options: Options of this call alone.
-        out: What takes the result.
-        error: What the caller found wrong.
+        out: The nest of arrays that takes the result.
+        error: What the caller found wrong on this rank.
     """
-    if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OPS:
+    if type(value) is not np.ndarray or options is not None or error is not None or type(reduce_op) not in _OP_TYPES:
         return None
     is_in_place, flags = out is value, value.flags
     if not (flags.c_contiguous and flags.aligned) or (is_in_place and not flags.writeable):
@@ -61,15 +63,23 @@ def key_of_one_array(name: str, reduce_op: Any, value: Any, options: Any, out: A
 
 
 @final
-class _Known(NamedTuple):
-    call: ReductionCall  # without arrays
+class _CachedCall(NamedTuple):
+    """A call without its arrays, and what carries such calls out.
+
+    Attributes:
+        call: The call.
+        execution: Carries out the calls of the plan, also where arguments of some ranks lie in shared memory.
+        one_array: Carries out the calls where arguments of all ranks are private.
+    """
+
+    call: ReductionCall
     execution: FusedExecution
     one_array: OneArray
 
 
 @final
 class RepeatedCalls:
-    """The calls of one array that a group of ranks has made.
+    """The cached calls of one group of ranks.
 
     Args:
         group: The ranks.
@@ -77,19 +87,22 @@ class RepeatedCalls:
 
     def __init__(self, group: SyncGroup) -> None:
         self._group = group
-        self._known: dict[CallKey, _Known | None] = {}
-        self._known_for: Levels | None = None
+        self._cached: dict[CallKey, _CachedCall | None] = {}  # `None`: such calls have to be checked each time
+        self._cached_for: Levels | None = None
 
     def run(self, key: CallKey, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """Reduce an array. Collective, and raises what `Reductions.run` does, unless it returns `None`.
+        """Reduce an array as an earlier call did, if there was one. Collective, unless it returns `None`.
 
         Returns:
-            The result; `None` if there was no such call before, or this array has to be looked at.
+            The result; `None` if there was no such call before, or if this array has to be checked.
+
+        Raises:
+            Exception: What `Reductions.run` raises.
         """
-        known, group = self._known.get(key), self._group
-        if known is None or self._known_for is not group.levels:  # another transport since a reset
+        cached, group = self._cached.get(key), self._group
+        if cached is None or self._cached_for is not group.levels:  # a reset makes new levels
             return None
-        call, execution, one_array = known
+        call, execution, one_array = cached
         variant = execution.variant_of(array, key.is_in_place)
         if variant is None:
             return None
@@ -106,31 +119,31 @@ class RepeatedCalls:
         try:
             agreement.arrive(call)
             has_same_places = agreement.conclude(call)
-            result = one_array.finish(begun, out) if has_same_places else _finish_other(known, array, out)
+            result = one_array.finish(begun, out) if has_same_places else _finish_unlike(cached, array, out)
             agreement.end()
             return result
         except BaseException as error:
-            self._known.clear()  # also lets the array go
+            self._cached.clear()  # also drops the reference to the array
             group.break_off(error)
             raise
 
-    def learn(self, key: CallKey, call: ReductionCall) -> None:
-        """Remember a call that has been made. Local."""
-        if self._known_for is not self._group.levels:
-            self._known.clear()
-            self._known_for = self._group.levels
-        if key in self._known:
+    def add(self, key: CallKey, call: ReductionCall) -> None:
+        """Add a call that was carried out to the cache. Local."""
+        if self._cached_for is not self._group.levels:
+            self._cached.clear()
+            self._cached_for = self._group.levels
+        if key in self._cached:
             return
-        if len(self._known) >= _MAX_CALLS:
-            self._known.clear()
+        if len(self._cached) >= _MAX_CALLS:
+            self._cached.clear()
         execution = call.plan.execution
         is_plain = call.plan.local_sums is None and call.options.compression is Compression.NONE
         if isinstance(execution, FusedExecution) and is_plain and key.dtype.isnative:
             one_array = execution.of_one_array()
             if one_array is not None:
-                self._known[key] = _Known(_call_like(call), execution, one_array)
+                self._cached[key] = _CachedCall(_call_like(call), execution, one_array)
                 return
-        self._known[key] = None
+        self._cached[key] = None
 
 
 def _call_like(call: ReductionCall) -> ReductionCall:
@@ -141,10 +154,10 @@ def _call_like(call: ReductionCall) -> ReductionCall:
     return like
 
 
-def _finish_other(known: _Known, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> Any:
-    """Reduce where another rank's array lies in shared memory, so that what was staged is of no use. Collective."""
-    known.one_array.forget()
-    call = _call_like(known.call)
+def _finish_unlike(cached: _CachedCall, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> Any:
+    """Reduce where another rank's array lies in shared memory: nobody reads what this rank has staged. Collective."""
+    cached.one_array.forget()
+    call = _call_like(cached.call)
     call.operands = Operands([array])
     call.outs = None if out is None else [out]
-    return known.execution.finish(call, has_same_places=False)[0]
+    return cached.execution.finish(call, has_same_places=False)[0]

@@ -12,7 +12,7 @@ from mpidist.transport import SyncGroup, arrays
 __all__ = ["SymmetricSpec", "symmetric_empty"]
 
 Agree = Callable[[str, Mapping[str, str], "Exception | None"], Any]
-Together = Callable[[str], "AbstractContextManager[None]"]
+RaiseTogether = Callable[[str], "AbstractContextManager[None]"]
 
 
 @final
@@ -35,7 +35,7 @@ def symmetric_empty(
     specs: Sequence[SymmetricSpec],
     per_node: bool,
     agree: Agree,
-    together: Together,
+    raise_together: RaiseTogether,
     error: Exception | None = None,
 ) -> list[Any]:
     """Allocate arrays: `Strategy.symmetric_empty`. Collective.
@@ -45,7 +45,7 @@ def symmetric_empty(
         specs: The arrays, the same on every rank.
         per_node: Whether to make one array for all ranks of a node, which is then in host memory: ranks share no other.
         agree: Compares a call and its fields on all ranks, and raises an error of one rank on all of them.
-        together: Makes an exception of one rank in a `with` statement that of all ranks; takes the statement's name.
+        raise_together: See `Strategy.raise_together`; takes the name of the `with` statement.
         error: An error that the caller found on this rank, which all ranks raise; `None` for none.
 
     Returns:
@@ -54,13 +54,14 @@ def symmetric_empty(
     Raises:
         UnavailableError: If a node has too little memory: on every rank, and no rank keeps any of the arrays.
     """
-    fields, on_host, made = {}, [], []
+    fields, on_host = {}, []
+    made: list[Any] = []  # arrays on a GPU; `None` in the place of each array in `on_host`
     try:
         for index, (shape, dtype, device) in enumerate(specs):
             native = symmetric_spec(shape, dtype)
             on_gpu = device and not per_node
             fields[f"array {index}"] = f"{native[1].str}{list(native[0])}{' on a GPU' * on_gpu}"
-            if on_gpu:  # before the ranks agree: what one rank has no memory for, all ranks shall learn of
+            if on_gpu:  # allocated before the ranks agree, so that all of them learn if one lacks memory
                 group.devices.require_usable("symmetric_empty")
                 made.append(arrays.empty(*native, device=True))
             else:
@@ -71,7 +72,7 @@ def symmetric_empty(
     agree("symmetric_empty", {"per_node": str(per_node)} | fields, error)
     shared: Iterator[Any] = iter(())
     if on_host:
-        # The ranks of a node fail together; those of other nodes must learn of it.
-        with together("allocating arrays") if len(group.topology.nodes) > 1 else nullcontext():
+        # The ranks of a node fail together already; the ranks of other nodes must learn of the failure.
+        with raise_together("allocating arrays") if len(group.topology.nodes) > 1 else nullcontext():
             shared = iter(group.shared.empty(on_host, per_node))
     return [next(shared) if array is None else array for array in made]

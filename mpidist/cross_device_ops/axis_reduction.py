@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mpidist.collectives import (
     axes_text,
     axes_tuple,
     native_dtype,
+    per_replica_value,
     replica_components,
     require_values,
     wire_and_result_dtypes,
@@ -21,9 +22,24 @@ from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import accumulator_dtype, arrays, library_of
-from mpidist.values import PerReplica, require_contributions
+from mpidist.values import require_contributions
 
 __all__ = ["reduce_along_axis"]
+
+
+@final
+class _Partial(NamedTuple):
+    """An array of one replica, reduced along the axes.
+
+    Attributes:
+        array: The reduced array.
+        num_reduced: Number of elements that were reduced to one: the product of the lengths of the axes.
+        result_dtype: The dtype of the final result.
+    """
+
+    array: Any
+    num_reduced: int
+    result_dtype: np.dtype[Any]
 
 
 def reduce_along_axis(
@@ -55,7 +71,7 @@ def reduce_along_axis(
         ValueError: If `reduce_op` is SUM or PROD of a value that is mirrored over several ranks.
     """
     leaves: list[Any] = []
-    partials: list[list[Any]] = []
+    partials: list[list[_Partial]] = []  # [leaves][replicas of this rank]
     error: Exception | None = None
     op = ReduceOp.SUM
     call = "reduce along an axis"
@@ -69,35 +85,30 @@ def reduce_along_axis(
         components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
         leaves = [own[0] for own in components]
         require_values(leaves, value)
-        partials = [[_reduce_locally(op, one, axes) for one in own] for own in components]
+        partials = [[_reduce_locally(op, component, axes) for component in own] for own in components]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    sums = (
-        nest.rebuild(value, [_joined([part for part, _, _ in own], replicas) for own in partials]) if not error else []
-    )
+    given: Any = []
+    if error is None:
+        reduced = [per_replica_value([partial.array for partial in own], replicas) for own in partials]
+        given = nest.rebuild(value, reduced)
     if op is not ReduceOp.MEAN:
-        results, _ = nest.flatten(ops.all_reduce(op, sums, options, call=call, error=error))
+        results, _ = nest.flatten(ops.all_reduce(op, given, options, call=call, error=error))
     else:
-        counts = [_joined([np.asarray(count, np.int64) for _, count, _ in own], replicas) for own in partials]
-        totals, counts = ops.all_reduce(ReduceOp.SUM, (sums, counts), options, call=call, error=error)
+        counts = [
+            per_replica_value([np.asarray(one.num_reduced, np.int64) for one in own], replicas) for own in partials
+        ]
+        totals, counts = ops.all_reduce(ReduceOp.SUM, (given, counts), options, call=call, error=error)
         results = [
-            _divide(total, int(count), own[0][2])
+            _divide(total, int(count), own[0].result_dtype)
             for total, count, own in zip(nest.flatten(totals)[0], counts, partials, strict=True)
         ]
     restored = [library_of(leaf).from_native(array, leaf) for array, leaf in zip(results, leaves, strict=True)]
     return nest.rebuild(value, restored)
 
 
-def _joined(components: list[Any], replicas: Replicas) -> Any:
-    return components[0] if replicas.tree is None else PerReplica(tuple(components))
-
-
-def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[Any, int, np.dtype[Any]]:
-    """Reduce this rank's array along the axes.
-
-    Returns:
-        The partial result, the product of the axes' lengths, and the dtype of the final result.
-    """
+def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> _Partial:
+    """Reduce an array along the axes; for a mean, sum it."""
     array = library_of(value).to_native(value)
     axes = axes_of(axes, array.shape, "reduce")
     count = math.prod([array.shape[at] for at in axes])
@@ -105,16 +116,16 @@ def _reduce_locally(op: ReduceOp, value: Any, axes: tuple[int, ...]) -> tuple[An
     wire, result = wire_and_result_dtypes(op, native)
     wide = accumulator_dtype(wire)
     if op is ReduceOp.MEAN and wide == np.int32:
-        wide = np.dtype(np.int64)  # int32 is for sums over ranks alone; an axis may be longer
+        wide = np.dtype(np.int64)  # int32 holds sums over ranks, but not over a long axis as well
     shape = tuple(length for at, length in enumerate(array.shape) if at not in axes)
     if count == 0:
-        partial = arrays.empty(shape, wide, arrays.is_device(array))
-        partial[...] = _identity(op, wide)
+        reduced = arrays.empty(shape, wide, arrays.is_device(array))
+        reduced[...] = _identity(op, wide)
     else:
         method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
         axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
-        partial = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
-    return (partial if op is ReduceOp.MEAN else partial.astype(native)), count, result
+        reduced = method(axis=axis, keepdims=True).reshape(shape).astype(wide)  # NumPy widens small integers
+    return _Partial(reduced if op is ReduceOp.MEAN else reduced.astype(native), count, result)
 
 
 def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:

@@ -45,8 +45,8 @@ class CrossDeviceOps(Algorithm):
     Args:
         num_packs: Number of packs of equal size: the arrays of one dtype of a call are concatenated and cut into that
             many. 0 does not concatenate. `CommunicationOptions.bytes_per_pack` overrides it.
-        reduce_to_root: Reduces a flat buffer to one rank, for calls whose result not all ranks want; by default the
-            transport's reduce.
+        reduce_to_root: Reduces a flat buffer to one rank, for calls whose destinations are not all ranks; by default
+            the transport's reduce.
         is_replaceable: Whether the options `reproducible` and `RING` replace this algorithm by another one. False for
             an algorithm that adds by a rule of its own, and not as `Reduction` says: it ignores `reproducible`, and
             refuses `RING`.
@@ -95,7 +95,7 @@ class CrossDeviceOps(Algorithm):
 
     @property
     def configuration(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks: class, `num_packs` and options."""
+        """Class, `num_packs` and options, which must be equal on all ranks."""
         return type(self).__name__, self._num_packs, self._options
 
     @final
@@ -248,12 +248,11 @@ class CrossDeviceOps(Algorithm):
         key = key_of_one_array(call, reduce_op, value, options, out, error)
         if key is not None and (result := reductions.repeated.run(key, value)) is not None:
             return result
-        where = reductions.group, reductions.replicas, self._merge
-        made, kept = open_all_reduce(*where, call, reduce_op, value, options, out, error)
-        results = reductions.run(made)
+        reduction_call, mirrored = open_all_reduce(reductions, self._merge, call, reduce_op, value, options, out, error)
+        results = reductions.run(reduction_call)
         if key is not None:
-            reductions.repeated.learn(key, made)
-        return out if out is not None else rebuild_results(value, results, kept)
+            reductions.repeated.add(key, reduction_call)
+        return out if out is not None else rebuild_results(value, results, mirrored)
 
     @final
     def start_all_reduce(
@@ -278,9 +277,9 @@ class CrossDeviceOps(Algorithm):
             A handle, whose `wait` returns or raises what `all_reduce` would.
         """
         reductions = self._reductions()
-        where = reductions.group, reductions.replicas, self._merge
-        made, kept = open_all_reduce(*where, "start_all_reduce", reduce_op, value, options, out, error)
-        return PendingResult(reductions.group, reductions.start(made), value, out, kept)
+        name = "start_all_reduce"
+        reduction_call, mirrored = open_all_reduce(reductions, self._merge, name, reduce_op, value, options, out, error)
+        return PendingResult(reductions.group, reductions.start(reduction_call), value, out, mirrored)
 
     @final
     def broadcast(
@@ -323,13 +322,13 @@ class CrossDeviceOps(Algorithm):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         reductions = self._reductions()
-        group = reductions.group
-        made, opened = open_batch_reduce(group, reductions.replicas, self._merge, call, reduce_op, pairs, options)
-        results = iter(reductions.run(made))
-        return [pair.close(results, group.topology.rank) for pair in opened]
+        reduction_call, opened = open_batch_reduce(reductions, self._merge, call, reduce_op, pairs, options)
+        results = iter(reductions.run(reduction_call))
+        return [pair.close(results, reductions.group.topology.rank) for pair in opened]
 
     @final
     def _merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Override this object's options by those of a call, and refuse what this algorithm cannot do."""
         if options is None:
             return self._options
         merged = self._options.merge(options)
@@ -343,6 +342,7 @@ class CrossDeviceOps(Algorithm):
 
     @final
     def _reductions(self) -> Reductions:
+        """Return the reductions of the ranks that this object is bound to, else those of the current strategy."""
         if self._bound is not None:
             return self._bound
         entry = context_stack.current()

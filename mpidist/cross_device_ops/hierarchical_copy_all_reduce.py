@@ -14,10 +14,11 @@ __all__ = ["HierarchicalCopyAllReduce"]
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Reduce within each node, all-reduce across nodes, copy within each node.
 
-    Messages from a size on that the machine's cost model gives are sent chunk by chunk, so that network and memory work
-    at the same time. If the smallest node has L ranks, L ranks of each node add one of L shards of each chunk through
-    shared memory; the ranks of all nodes that have the same shard all-reduce it; every rank copies the sums out. Of S
-    bytes and K nodes, 2 S (K - 1) / K bytes per node on the network, the least possible. Sums are in order of nodes.
+    Large messages, from a size on that the machine's cost model gives, are sent chunk by chunk, so that network and
+    memory work at the same time. If the smallest node has L ranks, L ranks of each node add one of L shards of each
+    chunk through shared memory; the ranks of all nodes that have the same shard all-reduce it; every rank copies the
+    sums out. With S bytes and K nodes, 2 S (K - 1) / K bytes per node on the network, the least possible. Nodes are
+    added in order.
 
     Smaller messages, and all messages without shared memory, with G ranks on each node: reduce-scatter within the
     node, S (G - 1) / G bytes; all-reduce of a shard across nodes, 2 (S / G) (K - 1) / K; all-gather within the node,

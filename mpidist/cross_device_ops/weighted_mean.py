@@ -11,6 +11,7 @@ from mpidist.collectives import (
     NO_CONTRIBUTIONS,
     flatten_contributions,
     native_dtype,
+    per_replica_value,
     rebuild_results,
     replica_components,
     wire_and_result_dtypes,
@@ -20,7 +21,7 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.replicas import Replicas
 from mpidist.transport import accumulator_dtype, arrays, library_of, mark_shared, value_text
-from mpidist.values import PerReplica, contribution
+from mpidist.values import contribution
 
 __all__ = ["weighted_mean"]
 
@@ -45,7 +46,7 @@ def weighted_mean(
         value: An array, a distributed value of one, or a nest.
         weight: A number >= 0, or a `PerReplica` of them.
         options: Override the strategy's.
-        has_axis: Whether the caller asked for axes, too.
+        has_axis: Whether the caller asked for axes, too, which is refused.
 
     Returns:
         A nest like `value`.
@@ -64,26 +65,28 @@ def weighted_mean(
         if has_axis:
             raise ValueError("weight and axis exclude each other: a mean along an axis weighs by the axis' length")
         flat = flatten_contributions(op, value, ops.group, replicas)
-        weights = [_checked(one) for one in replica_components("weight", weight, replicas)]
-        parts = [flat.leaves, *flat.others]
+        weights = [_number_of(component) for component in replica_components("weight", weight, replicas)]
         products = [
-            [_times(contribution(leaf), own) for leaf in part] for part, own in zip(parts, weights, strict=True)
+            [_weighted(contribution(leaf), own_weight) for leaf in leaves]
+            for leaves, own_weight in zip([flat.leaves, *flat.others], weights, strict=True)
         ]
-        sums = [_joined(its, replicas) for its in zip(*products, strict=True)]
+        sums = [per_replica_value(of_replicas, replicas) for of_replicas in zip(*products, strict=True)]
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = problem
-    given = [] if error is not None else (sums, _joined(weights, replicas))
-    totals, total = ops.all_reduce(ReduceOp.SUM, given, options, call="reduce with weights", error=error)
-    if not total > 0:
+    given = [] if error is not None else (sums, per_replica_value(weights, replicas))
+    totals, total_weight = ops.all_reduce(ReduceOp.SUM, given, options, call="reduce with weights", error=error)
+    if not total_weight > 0:
         no_mean = InvalidArgumentError("reduce with weights: the weights of all replicas are 0, so there is no mean")
         mark_shared(no_mean, ops.group.agreement.ranks)
         raise no_mean
-    leaves = map(contribution, flat.leaves)
-    means = [_divided(one, float(total), leaf) for one, leaf in zip(totals, leaves, strict=True)]
+    means = [
+        _divided(weighted_sum, float(total_weight), contribution(leaf))
+        for weighted_sum, leaf in zip(totals, flat.leaves, strict=True)
+    ]
     return rebuild_results(value, means, flat.mirrored)
 
 
-def _checked(weight: Any) -> float:
+def _number_of(weight: Any) -> float:
     """Return a weight as a number of double precision."""
     number = np.asarray(contribution(weight))
     if number.shape != () or number.dtype.kind not in "iuf":
@@ -93,7 +96,7 @@ def _checked(weight: Any) -> float:
     return float(number)
 
 
-def _times(value: Any, weight: float) -> Any:
+def _weighted(value: Any, weight: float) -> Any:
     """Return a value times its weight, in a dtype that sums of it fit into."""
     array = library_of(value).to_native(value)
     _, result = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(array.dtype))
@@ -103,11 +106,8 @@ def _times(value: Any, weight: float) -> Any:
     return product
 
 
-def _joined(components: Any, replicas: Replicas) -> Any:
-    return components[0] if replicas.tree is None else PerReplica(tuple(components))
-
-
 def _divided(total: Any, weight: float, value: Any) -> Any:
+    """Return a sum divided by the sum of weights, as an array of the library of `value`."""
     library = library_of(value)
     _, dtype = wire_and_result_dtypes(ReduceOp.MEAN, native_dtype(library.to_native(value).dtype))
     mean = arrays.empty(total.shape, dtype, arrays.is_device(total))

@@ -1,4 +1,4 @@
-"""Calls that all replicas of one rank make together, where the number of replicas was chosen."""
+"""Calls that all replicas of one rank make together, where the number of replicas was chosen (`replicas=`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WriteTogether = Callable[[Sequence[Any], "Exception | None"], None]
 
 
 @final
-class _Reduction(NamedTuple):
-    """What a replica passes to an all-reduce."""
+class _Arguments(NamedTuple):
+    """What one replica passes to a collective call; `None` for what the call does not take."""
 
     op: Any
     value: Any
@@ -39,14 +39,15 @@ class _Reduction(NamedTuple):
 class JointCalls:
     """The collective calls of the replicas of one rank during one `Strategy.run`.
 
-    Each method is called by every replica of the rank with its own arguments; the rank then makes one call for all.
+    Every replica of the rank calls a public method with its own arguments. Once all of them have, the private method of
+    the same name makes the call once, for the rank: it gets the arguments of all replicas, and an error if they differ.
 
     Args:
         strategy: The strategy.
         cross_device_ops: The algorithm, bound to the strategy's ranks.
         replicas: Which replicas the rank carries.
         turns: Lets the replicas meet. Also an attribute.
-        pending: What the replicas wrote since they last met. Also an attribute.
+        pending: The writes of the replicas since they last met. Also an attribute.
     """
 
     def __init__(
@@ -63,23 +64,24 @@ class JointCalls:
 
     def all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> Any:
         """See `ReplicaContext.all_reduce`. The result is one array for all replicas of the rank, and read-only."""
-        return self.turns.meet("all_reduce", self._all_reduce, _Reduction(op, contributions(value), options, out))
+        arguments = _Arguments(op, contributions(value), options, out)
+        return self.turns.meet("all_reduce", self._all_reduce, arguments)
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
         """See `ReplicaContext.start_all_reduce`."""
-        given = _Reduction(op, contributions(value), options, out)
-        started: SharedResult = self.turns.meet("start_all_reduce", self._start_all_reduce, given)
-        return started
+        arguments = _Arguments(op, contributions(value), options, out)
+        result: SharedResult = self.turns.meet("start_all_reduce", self._start_all_reduce, arguments)
+        return result
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.reduce_scatter`."""
-        given = _Reduction(op, contributions(value), options, None)
-        return self.turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), given)
+        arguments = _Arguments(op, contributions(value), options, None)
+        return self.turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), arguments)
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """See `ReplicaContext.all_gather`."""
-        given = _Reduction(None, contributions(value), options, None)
-        return self.turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), given)
+        arguments = _Arguments(None, contributions(value), options, None)
+        return self.turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), arguments)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         """See `ReplicaContext.merge_call`."""
@@ -98,81 +100,98 @@ class JointCalls:
         self.turns.meet(call, partial(self._write_together, write), (argument, error))
 
     def _write_together(
-        self, write: WriteTogether, given: Sequence[tuple[Any, Exception | None]], error: Exception | None
+        self, write: WriteTogether, of_replicas: Sequence[tuple[Any, Exception | None]], error: Exception | None
     ) -> Sequence[None]:
-        write([argument for argument, _ in given], error or next((wrong for _, wrong in given if wrong), None))
-        return [None] * len(given)
+        error = error or next((own_error for _, own_error in of_replicas if own_error), None)
+        write([argument for argument, _ in of_replicas], error)
+        return [None] * len(of_replicas)
 
-    def _all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
-        made, problem = self._common(given)
-        result = self._ops.all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        return self._share(result, made.out)
+    def _all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
+        joined, mismatch = self._join(of_replicas)
+        result = self._ops.all_reduce(joined.op, joined.value, joined.options, out=joined.out, error=error or mismatch)
+        return self._share(result, joined.out)
 
-    def _start_all_reduce(self, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
-        made, problem = self._common(given)
-        pending = self._ops.start_all_reduce(made.op, made.value, made.options, out=made.out, error=error or problem)
-        shared = _SharedPending(pending, partial(self._share, outs=made.out), self.turns)
-        return [SharedResult(shared, at) for at in range(len(given))]
+    def _start_all_reduce(self, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
+        joined, mismatch = self._join(of_replicas)
+        pending = self._ops.start_all_reduce(
+            joined.op, joined.value, joined.options, out=joined.out, error=error or mismatch
+        )
+        shared = _SharedPending(pending, partial(self._share, outs=joined.out), self.turns)
+        return [SharedResult(shared, at) for at in range(len(of_replicas))]
 
-    def _reduce_scatter(self, axis: int, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
-        made, problem = self._common(given)
+    def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
+        """All-reduce, and return each replica's part of the result."""
+        joined, mismatch = self._join(of_replicas)
         call = f"reduce_scatter along axis {axis}"
-        result = self._ops.all_reduce(made.op, made.value, made.options, call=call, error=error or problem)
+        result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=call, error=error or mismatch)
         leaves, _ = nest.flatten(result)
-        moved = [(leaf, axis_of(axis, leaf.shape, "scatter")) for leaf in leaves]
-        parts = []
-        for replica_id in self._replicas.ids_here:
-            cut = [_part(leaf, at, replica_id, self._replicas.total) for leaf, at in moved]
-            parts.append(nest.rebuild(result, cut))
-        return [self._own(part, at) for at, part in enumerate(parts)]
+        axes = [axis_of(axis, leaf.shape, "scatter") for leaf in leaves]
+        results = []
+        for at, replica_id in enumerate(self._replicas.ids_here):
+            parts = [
+                _part(leaf, leaf_axis, replica_id, self._replicas.total)
+                for leaf, leaf_axis in zip(leaves, axes, strict=True)
+            ]
+            results.append(self._own(nest.rebuild(result, parts), at))
+        return results
 
-    def _all_gather(self, axis: int, given: Sequence[_Reduction], error: Exception | None) -> Sequence[Any]:
-        made, problem = self._common(given)
-        result = self._strategy.extended.all_gather("all_gather", made.value, axis, made.options, error or problem)
+    def _all_gather(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
+        joined, mismatch = self._join(of_replicas)
+        result = self._strategy.extended.all_gather("all_gather", joined.value, axis, joined.options, error or mismatch)
         return self._share(result, None)
 
     def _merge(
-        self, merge_fn: Callable[..., Any], name: str, given: Sequence[Any], error: Exception | None
+        self, merge_fn: Callable[..., Any], name: str, of_replicas: Sequence[Any], error: Exception | None
     ) -> Sequence[Any]:
-        args: Any = ()
-        kwargs: Any = {}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
         try:
-            positional, named = [list(one) for one, _ in given], [dict(one or {}) for _, one in given]
-            for replica_id, one, other in zip(self._replicas.ids_here, positional, named, strict=False):
-                if len(one) != len(positional[0]) or other.keys() != named[0].keys():
-                    raise InvalidArgumentError(
-                        f"replica {replica_id} passes {len(one)} arguments and the names {sorted(other)}, and replica "
-                        f"{self._replicas.ids_here[0]} {len(positional[0])} and {sorted(named[0])}"
-                    )
-            args = [join_components(components, keeps_alike=True) for components in zip(*positional, strict=True)]
-            kwargs = {key: join_components([one[key] for one in named], keeps_alike=True) for key in named[0]}
+            args, kwargs = self._join_merge_arguments(of_replicas)
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
         result = context_stack.call(entry, merge_fn, self._strategy, *args, **kwargs)
         num_here = self._replicas.num_here
-        whole = nest.map_structure(arrays.read_only_view, result)
-        return [self._own(local_components(whole, at, num_here), at) for at in range(num_here)]
+        result = nest.map_structure(arrays.read_only_view, result)
+        return [self._own(local_components(result, at, num_here), at) for at in range(num_here)]
 
-    def _common(self, given: Sequence[_Reduction]) -> tuple[_Reduction, Exception | None]:
-        """Join the arguments of the replicas to those of the rank, with what is wrong with them."""
+    def _join_merge_arguments(self, of_replicas: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Join the arguments that each replica passes to the function of `merge_call` to those of the rank."""
+        args_of = [list(args) for args, _ in of_replicas]
+        kwargs_of = [dict(kwargs or {}) for _, kwargs in of_replicas]
+        for replica_id, args, kwargs in zip(self._replicas.ids_here, args_of, kwargs_of, strict=False):
+            if len(args) != len(args_of[0]) or kwargs.keys() != kwargs_of[0].keys():
+                raise InvalidArgumentError(
+                    f"replica {replica_id} passes {len(args)} arguments and the names {sorted(kwargs)}, and replica "
+                    f"{self._replicas.ids_here[0]} {len(args_of[0])} and {sorted(kwargs_of[0])}"
+                )
+        joined_args = [join_components(components, keeps_alike=True) for components in zip(*args_of, strict=True)]
+        joined_kwargs = {
+            key: join_components([kwargs[key] for kwargs in kwargs_of], keeps_alike=True) for key in kwargs_of[0]
+        }
+        return joined_args, joined_kwargs
+
+    def _join(self, of_replicas: Sequence[_Arguments]) -> tuple[_Arguments, Exception | None]:
+        """Join the arguments of the replicas to those of the rank. Returns an error with them if they differ."""
         ids, error = self._replicas.ids_here, None
-        first, *_ = passed = [_passed(one) for one in given]
-        for replica_id, other in zip(ids, passed, strict=False):
+        first, *_ = described = [_describe_common(arguments) for arguments in of_replicas]
+        for replica_id, other in zip(ids, described, strict=False):
             for what in (name for name in first if other[name] != first[name]):
                 text = f"replica {replica_id} passes {what} {other[what]}, and replica {ids[0]} {first[what]}"
                 error = InvalidArgumentError(text)
-        outs = None if given[0].out is None or error is not None else Contributions([one.out for one in given])
-        return given[0]._replace(value=Contributions([one.value for one in given]), out=outs), error
+        has_outs = of_replicas[0].out is not None and error is None
+        outs = Contributions([arguments.out for arguments in of_replicas]) if has_outs else None
+        values = Contributions([arguments.value for arguments in of_replicas])
+        return of_replicas[0]._replace(value=values, out=outs), error
 
     def _share(self, result: Any, outs: Contributions | None) -> list[Any]:
         """Return the result for each replica of the rank: in the outs of each, or one that all share.
 
-        All outs are written here, before a replica goes on, and may change its own.
+        All outs are written here, before any replica goes on: afterwards each replica may change its own.
         """
         if outs is None:
-            return self._own_copies(nest.map_structure(arrays.make_read_only, result))
+            return self._share_new(nest.map_structure(arrays.make_read_only, result))
         first, *others = (nest.flatten(out)[0] for out in outs.nests)
         if broadcast_to_gpus(self._strategy.extended.group.devices, self._replicas, first, others):
             return list(outs.nests)
@@ -183,8 +202,8 @@ class JointCalls:
                         target[...] = arrays.on_current_device(source)
         return list(outs.nests)
 
-    def _own_copies(self, result: Any) -> list[Any]:
-        """Return a result for each replica of the rank: one that all share, or a copy where replicas could write it."""
+    def _share_new(self, result: Any) -> list[Any]:
+        """Return a new result for each replica: one that all share, or a copy where replicas could write it."""
         if self._replicas.gpus_here:
             leaves, _ = nest.flatten(result)
             copies = copies_on_gpus(self._strategy.extended.group.devices, self._replicas, leaves)
@@ -193,13 +212,13 @@ class JointCalls:
         return [self._own(result, at) for at in range(self._replicas.num_here)]
 
     def _own(self, result: Any, at: int) -> Any:
-        """Copy for a replica what all replicas would share, and could write."""
+        """Return the result for a replica, with copies of arrays that all replicas would share and could write."""
         leaves, _ = nest.flatten(result)
-        shared = [not isinstance(leaf, DistributedValues) and arrays.stays_writable(leaf) for leaf in leaves]
-        if at == 0 or not any(shared):
+        are_writable = [not isinstance(leaf, DistributedValues) and arrays.stays_writable(leaf) for leaf in leaves]
+        if at == 0 or not any(are_writable):
             return result
         with on_device(self._replicas.devices, at):
-            copies = [copied(leaf) if must else leaf for leaf, must in zip(leaves, shared, strict=True)]
+            copies = [copied(leaf) if writable else leaf for leaf, writable in zip(leaves, are_writable, strict=True)]
         return nest.rebuild(result, copies)
 
 
@@ -212,7 +231,7 @@ class _SharedPending:
         self._outcomes: list[Any] | None = None
 
     def wait(self, at: int) -> Any:
-        if self._outcomes is None:  # then no replica has waited, and none may use its outs
+        if self._outcomes is None:  # no replica has waited before, so none uses its outs yet
             self._turns.use_device(0)
             self._outcomes = self._share(self.pending.wait())
             self._turns.use_device(at)
@@ -232,20 +251,21 @@ class SharedResult:
         self._shared, self._at = shared, at
 
     def is_done(self) -> bool:
-        """Whether the result is there: `PendingResult.is_done`."""
+        """Whether the result is there. See `PendingResult.is_done`."""
         return self._shared.pending.is_done()
 
     def wait(self) -> Any:
-        """Wait for the result: `PendingResult.wait`."""
+        """Wait for the result. See `PendingResult.wait`."""
         return self._shared.wait(self._at)
 
 
-def _passed(given: _Reduction) -> dict[str, str]:
-    """Describe what all replicas of a rank must pass alike."""
-    op = given.op
-    with suppress(ValueError, TypeError):  # of what is no operation: the call refuses it
+def _describe_common(arguments: _Arguments) -> dict[str, str]:
+    """Describe what all replicas of a rank must pass alike, by name."""
+    op = arguments.op
+    with suppress(ValueError, TypeError):  # what is no operation is refused by the call
         op = ReduceOp.of(op)
-    return {"reduce_op": str(op), "options": str(given.options), "out": "none" if given.out is None else "some"}
+    out = "none" if arguments.out is None else "some"
+    return {"reduce_op": str(op), "options": str(arguments.options), "out": out}
 
 
 def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:

@@ -1,4 +1,4 @@
-"""What replicas of one rank write by themselves to arrays that they share: kept once all of them wrote the same."""
+"""Writes of single replicas to arrays that all replicas of a rank share: committed once all of them wrote the same."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["PendingWrites"]
 class PendingWrites:
     """The writes of this rank's replicas to shared arrays since they last met in a call.
 
-    A replica writes to an array of its own, which the other replicas do not see. Replicas that wrote the same share one
-    array, so these arrays take the memory of one copy, and of one more while a replica writes.
+    A replica writes to a copy of its own, which the other replicas do not see. Replicas that wrote the same bits share
+    one copy, so the copies take the memory of one array, and of one more while a replica writes.
 
     Args:
         replica_ids: The ids of the replicas of this rank.
@@ -33,7 +33,7 @@ class PendingWrites:
         return shared if written is None else written.seen_by(replica_id)
 
     def change(
-        self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None], tell: Callable[[], None]
+        self, replica_id: int, name: str, shared: Any, change: Callable[[Any], None], on_commit: Callable[[], None]
     ) -> None:
         """Change a shared array as one replica sees it. Local.
 
@@ -41,28 +41,28 @@ class PendingWrites:
             replica_id: The replica.
             name: The name of the variable, for errors.
             shared: The shared array.
-            change: Writes the array that it is called with.
-            tell: Called when the shared array is written.
+            change: Writes into its argument, this replica's copy of the array.
+            on_commit: Called when the shared array itself has been written.
         """
-        written = self._written.get(id(shared)) or _WrittenArray(name, shared, tell)
+        written = self._written.get(id(shared)) or _WrittenArray(name, shared, on_commit)
         written.change(replica_id, change)
         self._written[id(shared)] = written
 
-    def settle(self) -> Exception | None:
-        """Write the shared arrays, if all replicas wrote the same, and forget what was written. Local.
+    def commit(self) -> Exception | None:
+        """Write the shared arrays, if all replicas wrote the same to each, and drop the copies. Local.
 
         Returns:
-            What is wrong: a `ValueError` if replicas wrote different bits, and then nothing is written. It is not
-            raised, as the other ranks must learn of it.
+            `None` if all went well; a `ValueError` if replicas wrote different bits, and then no array is written. The
+            error is returned and not raised, as the other ranks must learn of it.
         """
         if not self._written:
             return None
-        written, self._written = list(self._written.values()), {}
+        all_written, self._written = list(self._written.values()), {}
         try:
-            for one in written:
-                one.require_equal(self._ids)
-            for one in written:
-                one.keep()
+            for written in all_written:
+                written.require_equal(self._ids)
+            for written in all_written:
+                written.commit()
         except Exception as problem:  # of any kind: the other ranks must learn of it
             return problem
         return None
@@ -70,12 +70,12 @@ class PendingWrites:
 
 @final
 class _WrittenArray:
-    """A shared array, and what replicas wrote to it."""
+    """A shared array, and the copies to which replicas wrote."""
 
-    def __init__(self, name: str, shared: Any, tell: Callable[[], None]) -> None:
-        self._name, self._shared, self._tell = name, shared, tell
+    def __init__(self, name: str, shared: Any, on_commit: Callable[[], None]) -> None:
+        self._name, self._shared, self._on_commit = name, shared, on_commit
         self._first_writer = -1
-        self._copies: dict[int, Any] = {}  # by replica, on its device; equal ones there are the first writer's
+        self._copies: dict[int, Any] = {}  # by replica id; equal copies on one device are one array
 
     def seen_by(self, replica_id: int) -> Any:
         return self._copies.get(replica_id, self._shared)
@@ -85,7 +85,7 @@ class _WrittenArray:
             self._first_writer = replica_id
         is_first, first = replica_id == self._first_writer, self._copies.get(self._first_writer)
         own = self._copies.get(replica_id)
-        if own is None or (own is first and not is_first):
+        if own is None or (own is first and not is_first):  # copy on write
             own = arrays.copied_here(self.seen_by(replica_id))
         change(own)
         is_like_first = not is_first and arrays.are_on_one_device(own, first) and _same_bits(own, first)
@@ -105,14 +105,14 @@ class _WrittenArray:
                 "aggregation SUM, MEAN or ONLY_FIRST_REPLICA, or with synchronization ON_READ"
             )
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         self._shared[...] = arrays.on_current_device(self._copies[self._first_writer])
-        self._tell()
+        self._on_commit()
 
 
 def _same_bits(one: Any, other: Any) -> bool:
     one, other = map(arrays.on_current_device, (one, other))
-    if one.dtype.type in (np.longdouble, np.clongdouble):  # of 16 bytes, 6 are padding
+    if one.dtype.type in (np.longdouble, np.clongdouble):  # 6 of 16 bytes are padding, so numbers are compared
         return bool(((one == other) | ((one != one) & (other != other))).all())
     size = min(one.dtype.itemsize, 8)
     words = np.dtype(f"u{size}") if one.dtype.itemsize % size == 0 and size in (1, 2, 4, 8) else np.dtype(np.uint8)

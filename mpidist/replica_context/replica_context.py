@@ -116,7 +116,7 @@ class ReplicaContext:
             reduce_op: A `ReduceOp` or its name in any case.
             value: This replica's contribution: an array, a number, or a nest of them.
             options: Override the strategy's.
-            out: A nest of arrays like the result, which the result is written to. May be `value` itself.
+            out: A nest of arrays like the result, into which the result is written. May be `value` itself.
             experimental_hints: The old name of `options` (deprecated).
 
         Returns:
@@ -240,18 +240,19 @@ class ReplicaContext:
         if self.joint_calls is not None:
             return self.joint_calls.merge_call(merge_fn, args, kwargs)
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        given: list[Any] = []
-        named: dict[str, Any] = {}
+        merge_args: list[Any] = []
+        merge_kwargs: dict[str, Any] = {}
         error = None
         try:
-            given, named = list(args), dict(kwargs or {})
+            merge_args, merge_kwargs = list(args), dict(kwargs or {})
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = problem
         self._strategy.extended.agree("merge_call", {"function": name}, error)
         entry = context_stack.Entry(self._strategy, is_merge_call=True)
-        return local_components(context_stack.call(entry, merge_fn, self._strategy, *given, **named))
+        return local_components(context_stack.call(entry, merge_fn, self._strategy, *merge_args, **merge_kwargs))
 
     def _require_current(self, call: str) -> None:
+        """Check that this replica's code makes the call. Quick: every call passes through here."""
         entry = context_stack.innermost()
         if entry is None or entry.replica_context is not self:
             self._require_default(call)

@@ -20,20 +20,20 @@ def copies_on_gpus(devices: DeviceLevels, replicas: Replicas, leaves: Sequence[A
         leaves: The results of the first replica.
 
     Returns:
-        [other replicas][leaves], where leaves of host memory are those of the first replica; `None` if NCCL cannot do
-        it: without NCCL, where two replicas share a GPU, or where a result is of another library.
+        [other replicas][leaves], where leaves in host memory are those of the first replica. `None` if NCCL cannot copy
+        the results: NCCL is not available, two replicas share a GPU, or a result is no array of CuPy.
     """
-    places = [at for at, leaf in enumerate(leaves) if arrays.stays_writable(leaf)]
-    gpus = _gpus_for(devices, replicas, [leaves[at] for at in places])
+    indices = [index for index, leaf in enumerate(leaves) if arrays.stays_writable(leaf)]
+    gpus = _gpus_for(devices, replicas, [leaves[index] for index in indices])
     if gpus is None:
         return None
     copies = []
     for at in range(1, replicas.num_here):
         with on_device(replicas.devices, at):
             copies.append(list(leaves))
-            for place in places:
-                copies[-1][place] = arrays.empty(leaves[place].shape, leaves[place].dtype, device=True)
-    gpus.broadcast([leaves[place] for place in places], [[own[place] for place in places] for own in copies])
+            for index in indices:
+                copies[-1][index] = arrays.empty(leaves[index].shape, leaves[index].dtype, device=True)
+    gpus.broadcast([leaves[index] for index in indices], [[own[index] for index in indices] for own in copies])
     return copies
 
 
@@ -49,7 +49,7 @@ def broadcast_to_gpus(
         targets: [other replicas][arrays], which take the results.
 
     Returns:
-        Whether that was done: not where NCCL cannot do it, as in `copies_on_gpus`.
+        Whether the results were copied: not if NCCL cannot copy them, as in `copies_on_gpus`.
     """
     gpus = _gpus_for(devices, replicas, sources)
     if gpus is None:
@@ -63,6 +63,7 @@ def broadcast_to_gpus(
 
 
 def _gpus_for(devices: DeviceLevels, replicas: Replicas, sources: Sequence[Any]) -> GpusOfProcess | None:
+    """Return the communicators of this process's GPUs; `None` if NCCL cannot send these arrays."""
     indices = replicas.gpus_here
     if not indices or not sources or not all(_is_plain(source, indices[0]) for source in sources):
         return None

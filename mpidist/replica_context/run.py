@@ -1,4 +1,4 @@
-"""One `Strategy.run` where the number of replicas was chosen: the function is called for each replica of the rank."""
+"""`Strategy.run` with a chosen number of replicas (`replicas=`): calls the function for each replica of the rank."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def call_for_replicas(
     Returns:
         A nest of `PerReplica` values: see `join_components`.
     """
-    strategy.extended.group.agreement.run += 1  # a replica that left a call out is found in the next call of its rank
+    strategy.extended.group.agreement.run += 1  # ranks compare it: a call that a replica left out shows in the next one
     pending = PendingWrites(replicas.ids_here)
-    turns = Turns(replicas.ids_here, replicas.devices, pending.settle)
+    turns = Turns(replicas.ids_here, replicas.devices, pending.commit)
     joint_calls = JointCalls(strategy, cross_device_ops, replicas, turns, pending)
     bodies: list[Callable[[], Any]] = []
     for at, replica_id in enumerate(replicas.ids_here):
-        given = local_components(list(args), at, replicas.num_here) if args else ()
-        named = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
+        own_args = local_components(list(args), at, replicas.num_here) if args else ()
+        own_kwargs = local_components(dict(kwargs), at, replicas.num_here) if kwargs else {}
         context = ReplicaContext(strategy, replica_id, cross_device_ops, joint_calls, replicas.devices[at])
-        bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *given, **named))
+        bodies.append(partial(context_stack.call, context_stack.Entry(strategy, context), fn, *own_args, **own_kwargs))
     return join_components(turns.run(bodies))

@@ -21,19 +21,19 @@ __all__ = ["CarryOut", "Turns"]
 
 _MAX_REFUSED: Final = 1000
 
-# Makes a call for all replicas of this rank, with the argument of each. If there is an error, some replicas may be
-# missing, and the call raises an error on all ranks. Returns a result for each replica.
+# Makes a call for all replicas of this rank, given the argument of each replica, and returns a result for each. If an
+# error is given, arguments of some replicas may be missing, and the call raises an error on all ranks.
 CarryOut = Callable[[Sequence[Any], "Exception | None"], Sequence[Any]]
 
 
 @final
 class _Meeting(NamedTuple):
-    """What a replica waits for.
+    """The call in which a replica waits for the other replicas of its rank.
 
     Attributes:
         call: The name of the call.
-        carry_out: Makes the call.
-        argument: What this replica passes to the call.
+        carry_out: Makes the call, once for all replicas.
+        argument: The argument of this replica.
     """
 
     call: str
@@ -51,7 +51,7 @@ class _Replica:
         device: The device to make current before each turn; `None` if all replicas of the rank have the same.
 
     Attributes:
-        meeting: What the replica waits for; `None` before its first turn and after its end.
+        meeting: The call in which the replica waits; `None` before its first turn and after its end.
         error: What ended the replica; `None` for nothing.
         result: What `body` returned.
         has_ended: Whether the replica has ended.
@@ -65,7 +65,7 @@ class _Replica:
         self.has_ended = False
         self._body, self._device = body, device
         self._stack = greenlet(self._run)
-        self._stack.gr_context = copy_context()  # such as NumPy's error state
+        self._stack.gr_context = copy_context()  # context variables, such as NumPy's error state
         self._contexts = context_stack.copy_entries()
         self._outcome: Any = None
         self._refusal: BaseException | None = None
@@ -94,7 +94,7 @@ class _Replica:
                 self._stack.switch()
         finally:
             self._contexts = context_stack.exchange_entries(outer)
-            if self._device is not None:  # what the replica wrote is read on other devices
+            if self._device is not None:  # other devices read what the replica wrote
                 arrays.wait_for_stream()
 
     def describe(self) -> str:
@@ -107,7 +107,7 @@ class _Replica:
     def _run(self) -> None:
         try:
             self.result = self._body()
-        except GreenletExit:  # `Turns` ends the replica because of another one
+        except GreenletExit:  # thrown by `Turns.run`, which ends this replica because another one failed
             self.result = None
         except BaseException as error:
             self.error = error
@@ -121,22 +121,22 @@ class Turns:
     Args:
         replica_ids: The ids of the replicas of this rank.
         devices: The device of each replica.
-        settle: Called when all replicas have met, before their call is made, and when all have returned. Settles what
-            they wrote meanwhile, and returns what is wrong with it.
+        commit_writes: `PendingWrites.commit`: called when all replicas have met, before their call is made, and when
+            all have returned.
 
     Attributes:
         has_several_gpus: Whether the replicas compute on different devices, of which some are GPUs.
     """
 
     def __init__(
-        self, replica_ids: Sequence[int], devices: Sequence[Device], settle: Callable[[], Exception | None]
+        self, replica_ids: Sequence[int], devices: Sequence[Device], commit_writes: Callable[[], Exception | None]
     ) -> None:
-        self._ids, self._devices, self._settle = replica_ids, devices, settle
+        self._ids, self._devices, self._commit_writes = replica_ids, devices, commit_writes
         self.has_several_gpus = are_several_gpus(devices)
-        self._home = getcurrent()
+        self._rank_stack = getcurrent()  # the greenlet of `run`
         self._running: _Replica | None = None
         self._is_over = False
-        self._num_refused = 0  # calls of replicas that were ended
+        self._num_refused = 0  # calls that replicas made after they were ended
 
     def use_device(self, at: int) -> None:
         """Make the device of a replica of this rank current, if the replicas have different ones."""
@@ -160,7 +160,7 @@ class Turns:
         if len(bodies) == 1:
             return [bodies[0]()]
         devices = self._devices if self.has_several_gpus else [None] * len(bodies)
-        replicas = [_Replica(*made) for made in zip(self._ids, bodies, devices, strict=True)]
+        replicas = [_Replica(*parts) for parts in zip(self._ids, bodies, devices, strict=True)]
         if self.has_several_gpus:  # replicas read what was written on the first device
             arrays.wait_for_stream()
         try:
@@ -172,8 +172,7 @@ class Turns:
                 if not replica.has_ended:
                     replica.refuse(GreenletExit())
                     self._resume(replica)
-            if self.has_several_gpus:
-                self._devices[0].use()
+            self.use_device(0)
         return [replica.result for replica in replicas]
 
     def meet(self, call: str, carry_out: CarryOut, argument: Any) -> Any:
@@ -188,11 +187,11 @@ class Turns:
             return carry_out([argument], None)[0]
         if self._is_over:
             self._num_refused += 1
-            if self._num_refused > _MAX_REFUSED:  # a loop that catches everything; the replica is left where it is
-                self._home.switch()
+            if self._num_refused > _MAX_REFUSED:  # a loop that catches every error: never resume this replica again
+                self._rank_stack.switch()
             raise RuntimeError(f"{call}: replica {self._running.replica_id} was ended, as another replica has failed")
         self._running.meeting = _Meeting(call, carry_out, argument)
-        return self._home.switch()
+        return self._rank_stack.switch()
 
     def _take_turns(self, replicas: Sequence[_Replica]) -> bool:
         """Let every replica run to its next meeting or to its end. Returns whether all have returned."""
@@ -204,10 +203,10 @@ class Turns:
         if not all(replica.has_ended for replica in replicas):
             return False
         self.use_device(0)
-        unsettled = self._settle()  # also if replicas raised: what all of them wrote before stays written
+        conflict = self._commit_writes()  # also if replicas raised: what all of them wrote before stays written
         _raise_first(replicas)
-        if unsettled is not None:
-            raise unsettled
+        if conflict is not None:
+            raise conflict
         return True
 
     def _meet(self, replicas: Sequence[_Replica]) -> None:
@@ -215,23 +214,21 @@ class Turns:
         waiting = [(replica, replica.meeting) for replica in replicas if replica.meeting is not None]
         first, refusal = waiting[0][1], None
         arguments = [meeting.argument for _, meeting in waiting if meeting.call == first.call]
-        if self.has_several_gpus:
-            self._devices[0].use()
-        unsettled = self._settle()
-        problem = _difference(replicas) or unsettled
+        self.use_device(0)
+        conflict = self._commit_writes()
         try:
-            outcomes = first.carry_out(arguments, problem)
+            outcomes = first.carry_out(arguments, _mismatch(replicas) or conflict)
         except Exception as error:
             refusal = error
-        if refusal is None:
-            if self.has_several_gpus:
-                arrays.wait_for_stream()
-            for (replica, _), outcome in zip(waiting, outcomes, strict=True):
-                replica.answer(outcome)
+        if refusal is not None:
+            _raise_first(replicas)
+            for replica, _ in waiting:
+                replica.refuse(refusal)
             return
-        _raise_first(replicas)
-        for replica, _ in waiting:
-            replica.refuse(refusal)
+        if self.has_several_gpus:
+            arrays.wait_for_stream()
+        for (replica, _), outcome in zip(waiting, outcomes, strict=True):
+            replica.answer(outcome)
 
     def _resume(self, replica: _Replica) -> None:
         self._running = replica
@@ -248,8 +245,8 @@ def _raise_first(replicas: Sequence[_Replica]) -> None:
             raise replica.error
 
 
-def _difference(replicas: Sequence[_Replica]) -> InvalidArgumentError | None:
-    """Say how the calls of replicas differ; `None` if they do not."""
+def _mismatch(replicas: Sequence[_Replica]) -> InvalidArgumentError | None:
+    """Return an error that says how the calls of replicas differ; `None` if they do not."""
     if len({replica.meeting and replica.meeting.call for replica in replicas}) == 1:
         return None
     waiting = next(replica for replica in replicas if replica.meeting is not None)

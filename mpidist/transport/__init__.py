@@ -53,7 +53,7 @@ from mpidist.transport.mpi import (
     launcher_text,
     let_first_rank_end,
     load_mpi,
-    rank_said,
+    rank_from_environment,
     ring_all_reduce,
 )
 from mpidist.transport.native import native
@@ -61,7 +61,7 @@ from mpidist.transport.nccl import DeviceQueue, GpuFacts, GpusOfProcess, reason_
 from mpidist.transport.node_memory import LINE_BYTES, Place, SharedArena, SharedArrays, places_digest
 from mpidist.transport.reduction import Reduction, accumulator_dtype, is_low_precision
 from mpidist.transport.settings import unknown_settings
-from mpidist.transport.shared_errors import is_shared, is_shared_by, mark_left, mark_shared, repeat_of
+from mpidist.transport.shared_errors import is_shared, mark_left, mark_shared, repeat_of
 from mpidist.transport.shared_memory import (
     FusedArrays,
     FusedReducer,
@@ -155,7 +155,6 @@ __all__ = [
     "is_of_numpy",
     "is_shared",
     "is_process_failure",
-    "is_shared_by",
     "launcher_here",
     "launcher_text",
     "let_first_rank_end",
@@ -172,7 +171,7 @@ __all__ = [
     "never_free",
     "open_groups",
     "poll",
-    "rank_said",
+    "rank_from_environment",
     "raise_reported",
     "raise_together",
     "reason_against_nccl",

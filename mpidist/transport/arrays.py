@@ -1,4 +1,4 @@
-"""Native arrays: of NumPy in host memory, of CuPy in device memory. Other modules see no others.
+"""Native arrays: of NumPy in host memory, of CuPy in device memory. Most modules handle no other arrays.
 
 `array_libraries` converts arrays of any library to native ones, and back.
 """
@@ -43,9 +43,9 @@ __all__ = [
 NativeArray = Any  # numpy.ndarray or cupy.ndarray
 
 _dtype_of: Final = attrgetter("dtype")
-_gpu_of: Final = attrgetter("data.device_id")  # sooner than `device.id`, which makes an object
+_gpu_of: Final = attrgetter("data.device_id")  # faster than `device.id`, which makes an object
 _allocation_of: Final = attrgetter("data.mem")
-_MAX_WORK: Final[Any] = 10_000  # of `np.shares_memory`; some 10 ms
+_MAX_WORK: Final[Any] = 10_000  # the limit of `np.shares_memory`: some 10 ms
 
 
 def is_device(array: NativeArray) -> bool:
@@ -56,7 +56,7 @@ def is_device(array: NativeArray) -> bool:
 def _has_interface_of_gpus(value: Any) -> bool:
     try:
         return hasattr(value, "__cuda_array_interface__")
-    except RuntimeError:  # of a parameter of PyTorch on a GPU, as it requires a gradient
+    except RuntimeError:  # raised by a tensor of PyTorch on a GPU that requires a gradient
         return True
 
 
@@ -66,7 +66,7 @@ def is_cupy(value: Any) -> bool:
 
 
 def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
-    """Whether all values are arrays of CuPy on the current device, of native byte order: `to_native` returns them.
+    """Whether all values are native arrays on the current GPU already: arrays of CuPy, in native byte order.
 
     Args:
         types: The types of the values.
@@ -79,12 +79,12 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
 
 
 def is_aligned(array: NativeArray) -> bool:
-    """Whether an array's address is a multiple of its item size. True for all host arrays, which need not be."""
+    """Whether an array's address is a multiple of its item size. True of all host arrays, which need no alignment."""
     return not (is_device(array) and array.size and array.data.ptr % array.itemsize)
 
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
-    """Copy an array to new host memory; a device array after all work on the current stream."""
+    """Copy an array to new host memory. A device array is copied after all work on the current stream."""
     host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
 
@@ -123,7 +123,7 @@ def are_on_one_device(one: NativeArray, other: NativeArray) -> bool:
 
 
 def make_read_only(value: Any) -> Any:
-    """Mark an array of NumPy as read-only, and return it; any other value unchanged: see `stays_writable`."""
+    """Mark an array of NumPy as read-only, and return it; return any other value unchanged: see `stays_writable`."""
     if isinstance(value, np.ndarray):
         value.setflags(write=False)
     return value
@@ -135,7 +135,7 @@ def read_only_view(value: Any) -> Any:
 
 
 def stays_writable(value: Any) -> bool:
-    """Whether a value is an array that cannot be made read-only: those of other libraries than NumPy."""
+    """Whether a value is an array that cannot be made read-only: one of another library than NumPy."""
     is_of_numpy = isinstance(value, (np.ndarray, np.generic))
     return not is_of_numpy and (_has_interface_of_gpus(value) or hasattr(value, "__dlpack__"))
 
@@ -151,7 +151,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeA
 
 
 def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
-    """Return which allocations, by `id`, arrays of CuPy lie in; `None` if something else than CuPy may have made one.
+    """Return the allocations, by `id`, in which arrays of CuPy lie; `None` if one may not be CuPy's own.
 
     Args:
         values: Native arrays, not all in host memory.
@@ -176,12 +176,12 @@ def memory_bounds(array: NativeArray) -> tuple[int, int]:
 
 
 def share_memory(one: NativeArray, other: NativeArray) -> bool:
-    """Whether two arrays whose bounds overlap share memory. True if that takes too long to find out."""
+    """Whether two arrays whose bounds overlap share memory. True if it takes too long to find out."""
     if is_device(one) or is_device(other):
         return True
     try:
         return np.shares_memory(one, other, max_work=_MAX_WORK)
-    except RuntimeError:  # NumPy's TooHardError, which is found in another module in each version
+    except RuntimeError:  # NumPy's TooHardError, which is in other modules in other versions
         return True
 
 
@@ -214,4 +214,4 @@ def require_not_capturing(call: str) -> None:
 
 
 def _cupy() -> Any:
-    return cuda.current().cupy  # only where a value or the user asks for device memory
+    return cuda.current().cupy  # imports CuPy: called only if a value is on a GPU, or the user asks for device memory

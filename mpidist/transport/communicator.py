@@ -3,8 +3,8 @@
 Each transport is a subclass of `Communicator`: MPI on host memory, device memory staged through the host, and others.
 Algorithms use this interface alone.
 
-Bytes are counted for the busier direction of a rank's link, for the algorithm that moves the least: what any
-library must move, and what docstrings promise. `Traffic` holds the sums.
+Each method counts, in `Traffic`, the bytes in the busier direction of a rank's link: those of the algorithm that moves
+the least, as the docstrings state them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shard_bounds(count: int, size: int) -> list[int]:
 
 @final
 class Traffic:
-    """The calls and bytes of this rank in a communicator, by primitive, since it was made or since `clear`.
+    """Counts the calls and bytes of this rank in a communicator, by primitive, since it was made or since `clear`.
 
     Attributes:
         overflowed: How many finite numbers this rank rounded to an infinite float16.
@@ -93,7 +93,7 @@ class Communicator(ABC):
         self._check_peers: Callable[[], None] = lambda: None
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
-        """Call `check_peers` while this rank waits for others. It raises if the others will not arrive."""
+        """Let this rank call a function while it waits for others. The function raises if waiting cannot help."""
         self._check_peers = check_peers
 
     def _start_all_gather(self, buffer: Array, bounds: Sequence[int] | None) -> Sequence[int]:
@@ -126,7 +126,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
-        """Leave the reduction in the root's buffer; the other ranks' buffers are lost. S bytes."""
+        """Leave the reduction in the root's buffer, and overwrite the buffers of the other ranks. S bytes."""
 
     @abstractmethod
     def reduce_scatter(
@@ -141,7 +141,7 @@ class Communicator(ABC):
             into: [s], which takes the shard; then `buffer` is only read.
 
         Returns:
-            This rank's shard: `into`, or a view of `buffer`, the rest of which is lost.
+            This rank's shard: `into`, or a view of `buffer`, the rest of which is overwritten.
         """
 
     @abstractmethod
@@ -173,9 +173,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
-        """Send one flat array and receive another, at once. As many bytes as the larger array has.
+        """Send one flat array and receive another, at the same time. As many bytes as the larger array has.
 
-        Not collective: every send needs its receive. An empty array sends or receives nothing.
+        Not collective: each send needs a matching receive. For an empty array no message is sent.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Which parts of CuPy and NCCL this process has, and why not the others.
+"""What there is of CuPy, GPUs and NCCL in this process, and why parts are missing.
 
-CuPy is imported here alone. Looking has no side effects: nothing is imported before it is asked for,
-and no device is touched before CuPy says that there is one.
+CuPy is imported here alone, and only when it is first asked for. No device is touched before CuPy says that there is
+one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ INSTALL_CUPY: Final = "`pip install 'cupy-cuda13x[ctk]' nvidia-nccl-cu13` brings
 @final
 @dataclass(frozen=True)
 class GpuSupport:
-    """What was found.
+    """What was found of CuPy, GPUs and NCCL.
 
     Attributes:
-        cupy_version: Of CuPy; empty without it.
+        cupy_version: The version of CuPy; empty without CuPy.
         num_devices: Number of GPUs that this process may use.
-        nccl_version: As NCCL numbers itself: 22809 is 2.28.9. 0 without it.
-        runtime_version: Of the CUDA runtime that CuPy was built with: 12090 is 12.9. 0 without CuPy.
-        driver_version: The newest CUDA that the driver serves; 0 without a driver.
+        nccl_version: The version of NCCL: 22809 is 2.28.9. 0 without NCCL.
+        runtime_version: The version of the CUDA runtime that CuPy was built with: 12090 is 12.9. 0 without CuPy.
+        driver_version: The newest CUDA version that the driver supports; 0 without a driver.
         reason: Why NCCL cannot be used, and what to do about it; empty if it can.
     """
 
@@ -73,7 +73,7 @@ class Cuda:
 
     @cached_property
     def support(self) -> GpuSupport:
-        """What there is, found out in five steps, once; what fails says how to mend it."""
+        """What there is, found out once. The first step that fails gives the reason, and the remedy."""
         try:
             cupy = self.cupy
         except ImportError as error:
@@ -107,7 +107,7 @@ class Cuda:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Leave out those of what is missing, which `support` says in its own words."""
+    """Suppress warnings of missing parts, of which `support` gives the reason."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -135,5 +135,5 @@ _CURRENT: Final = Cuda()
 
 
 def current() -> Cuda:
-    """Return what serves this process."""
+    """Return the object of this process."""
     return _CURRENT

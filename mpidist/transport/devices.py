@@ -28,8 +28,8 @@ class Device:
 
     Args:
         kind: `"cpu"` or `"gpu"`.
-        index: Which of those that the process may use.
-        is_named: Whether the user named it; else a strategy found it. Of no matter when devices are compared.
+        index: Its number among the devices of its kind that the process may use.
+        is_named: Whether the user named it; else a strategy chose it. Ignored when devices are compared.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Device:
         """Read a device string: `"GPU:1"`, `"/gpu:0"`, `"/cpu:0"`.
 
         Raises:
-            ValueError: If it is not understood.
+            ValueError: If `text` is no device string.
         """
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if not match:
@@ -50,11 +50,11 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU."""
+        """Whether this is a GPU."""
         return self.kind == "gpu"
 
     def use(self) -> None:
-        """Make it the current device, where it is a GPU.
+        """Make this the current device, if it is a GPU.
 
         Raises:
             UnavailableError: If this process sees no such GPU.
@@ -77,7 +77,7 @@ class Device:
 def gpu_index(local_rank: int, num_visible: int) -> int:
     """Choose a rank's GPU among those that its process sees.
 
-    A launcher shows every rank all GPUs of the node, or each rank its own: then there is one, and it is number 0.
+    A launcher shows every rank all GPUs of the node, or each rank its own GPU alone, which then has number 0.
     """
     return local_rank % num_visible
 
@@ -96,22 +96,22 @@ def choose_device(topology: Topology) -> Device:
 
 
 def are_several_gpus(devices: Sequence[Device]) -> bool:
-    """Whether devices differ, and some are GPUs: then one of them has to be made current before it is used."""
+    """Whether devices differ, and some are GPUs, so that a device has to be made current before it is used."""
     return any(device != devices[0] for device in devices) and any(device.is_gpu for device in devices)
 
 
 def wait_for_devices(devices: Sequence[Device]) -> None:
-    """Wait for the work on the current streams of several GPUs, whose arrays are then copied to the first one."""
+    """Wait for the current streams of all devices but the first, so that the first one can read their arrays."""
     for at in range(1, len(devices)):
         with on_device(devices, at):
-            pass  # which waits at its end
+            pass  # `on_device` waits at its end
 
 
 @contextmanager
 def on_device(devices: Sequence[Device], at: int) -> Iterator[None]:
-    """Make one of several GPUs current for the body, and then the first one again. Else of no effect.
+    """Make one of several devices current for the body, and the first one again after it. No effect on a single device.
 
-    The device begins when the work on the first one is done, and its own work is done at the end.
+    The body begins when the work on the first device is done, and ends when the work on its own device is done.
     """
     if at == 0 or not are_several_gpus(devices):
         yield

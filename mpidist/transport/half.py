@@ -1,4 +1,4 @@
-"""Half precision, and less, to float32 and back, in blocks that stay in the cache.
+"""Conversion of float16, bfloat16 and float8 to float32 and back, in blocks that stay in the cache.
 
 NumPy converts float16 one number at a time, which takes longer than the rest of a reduction; here, integer operations
 on whole arrays convert the bits. The results are equal to NumPy's `astype`, bit by bit. bfloat16 and float8
@@ -19,7 +19,7 @@ _BLOCK: Final = 1 << 15  # elements, whose buffers fit into a core's second-leve
 _ABSOLUTE: Final = np.int32(0x7FFFFFFF)
 _EXPONENT: Final = np.int32(0x7F800000)
 _SCALE: Final = np.float32(2.0**112)  # between the exponents' biases, 127 and 15
-_LEAST_NORMAL: Final = np.float32(2.0**-14)
+_LEAST_NORMAL: Final = np.float32(2.0**-14)  # of float16
 _OVERFLOW: Final = 0x477FF000  # bits of 65520, the least number that rounds to infinity
 _TO_LAST_BIT: Final = np.int32(13 << 23)  # 2^13: float32 has 13 bits more than float16
 _BIAS: Final = np.uint16((113 << 10) % (1 << 16))  # of both exponents, in float16's place
@@ -89,7 +89,7 @@ class HalfAccumulator:
         bits[...] = part.view(np.int16)
         np.left_shift(bits, 13, out=bits)
         np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # sign, exponent and fraction, in float32's places
-        np.multiply(bits.view(np.float32), _SCALE, out=wide)  # sets the exponent right, also of subnormals; exact
+        np.multiply(bits.view(np.float32), _SCALE, out=wide)  # corrects the exponent, also of subnormals; exact
 
     def _narrow(self, total: Any, out: Any) -> int:
         if not self._is_float16 or not out.dtype.isnative:
@@ -134,11 +134,11 @@ def dtype_named(name: str) -> np.dtype[Any]:
     """
     if not name[0].isalpha() or hasattr(np, name):
         return np.dtype(name)
-    import ml_dtypes  # guarded: most programs do without, and it takes a while
+    import ml_dtypes  # guarded: importing it takes a while, and most programs do not need it
 
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def is_of_numpy(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is NumPy's own, in any byte order. Characters do not tell: `ml_dtypes` uses the same ones."""
-    return not 256 <= dtype.num < 2048  # where NumPy numbers the dtypes of other packages
+    """Whether a dtype is NumPy's own, in any byte order. The character does not tell, as `ml_dtypes` uses the same."""
+    return not 256 <= dtype.num < 2048  # the numbers of dtypes of other packages

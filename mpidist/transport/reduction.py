@@ -30,12 +30,12 @@ class Reduction:
     Args:
         op: `"sum"`, `"prod"`, `"min"` or `"max"`.
         divisor: The divisor of the accumulator of half-precision numbers, before it is rounded.
-        in_rank_order: Whether contributions must be reduced in rank order, whatever is faster for the transport.
+        in_rank_order: Whether contributions must be reduced in rank order, even if another order is faster.
         counts_overflow: Whether to count numbers that become infinite: those of compressed float32 numbers. Sums of
             the caller's own float16 numbers overflow as they do in NumPy.
-        fold: The order in which contributions are added; `None` for rank order. Contributions are then rows of a
-            `ReplicaTree`, of no half precision, and the caller divides.
-        fold_across: The order of the phases after the first.
+        fold: The order of additions in a tree of replicas; `None` for no tree. With a tree, contributions are rows of a
+            `ReplicaTree`, never of half precision, and the caller divides.
+        fold_across: The `fold` of the phases after the first.
     """
 
     op: str = "sum"
@@ -47,7 +47,7 @@ class Reduction:
 
     @property
     def rest(self) -> Reduction:
-        """The reduction for the phases after the first: the same, with the division done, in the order that follows."""
+        """The reduction for the phases after the first: with `fold_across`, and without the division, which is done."""
         if self.fold is not None:
             return replace(self, divisor=1, fold=self.fold_across, fold_across=None)
         return self if self.divisor == 1 else replace(self, divisor=1)
@@ -63,7 +63,7 @@ class Reduction:
         return UFUNCS[self.op]
 
     def finish(self, buffer: Any) -> None:
-        """Divide the numbers of a group of one rank, as `combine` does in larger groups."""
+        """Divide the numbers of a group of one rank by `divisor`, as `combine` does in larger groups."""
         if self.divisor != 1:
             buffer[...] = buffer.astype(accumulator_dtype(buffer.dtype)) / self.divisor
 

@@ -121,11 +121,11 @@ class Settings:
 
 
 def unknown_settings(environ: Mapping[str, str]) -> list[str]:
-    """Say of each `MPIDIST_` variable that means nothing which one may be meant."""
+    """Say of each `MPIDIST_` variable that means nothing, which variable may be meant."""
     texts = []
     for name in sorted(name for name in environ if name.startswith("MPIDIST_") and name not in _KNOWN):
         near = get_close_matches(name, _KNOWN, 1, cutoff=0.85)
-        near = near or [its for its in _KNOWN if its.startswith(name) or name.startswith(its)]
+        near = near or [known for known in _KNOWN if known.startswith(name) or name.startswith(known)]
         texts.append(f"the variable {name} means nothing" + (f"; is {near[0]} meant?" if near else ""))
     return texts
 
@@ -167,7 +167,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: _T) -> float | _T:
 
 
 def _finite(seconds: float) -> float:
-    """Return 0, which is never, for longer than any process lives: threads cannot wait for so long."""
+    """Return a time, or 0, which is never, if threads cannot wait for so long."""
     return seconds if seconds < threading.TIMEOUT_MAX else 0.0
 
 

@@ -23,7 +23,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 @final
 class Following(NamedTuple):
-    """What an error says that follows the error of another rank, which prints the whole text.
+    """How an error is printed that follows the error of another rank, which prints the whole text.
 
     Attributes:
         summary: The first line of the error.

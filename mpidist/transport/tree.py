@@ -1,9 +1,9 @@
 """The fixed tree in which replicas are added, so that a sum has the same bits on any number of ranks.
 
 `T(a, b)`, the sum of replicas a to b - 1, is the replica itself if there is one, and else `T(a, m) + T(m, b)`, where
-m - a is the largest power of two below b - a. Of a set of replicas, the *rows* are the largest whole subtrees whose
-replicas are all in the set. A rank adds its own replicas to its rows; whoever adds the rows of several ranks goes on
-in the same tree. All of it is elementwise, so chunks, packs and algorithms cannot change a bit.
+m - a is the largest power of two below b - a. The *rows* of a set of replicas are the largest whole subtrees whose
+replicas are all in the set. A rank adds its own replicas to its rows; a rank that adds the rows of several ranks
+continues in the same tree. All additions are elementwise, so chunks, packs and algorithms cannot change a bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOT_LATE: Final = (False,)
 
 @final
 class _Step(NamedTuple):
-    """`target = left + right`, of registers: the parts, then scratch arrays, and at last the out."""
+    """`target = left + right`, by numbers of registers: first the parts, then scratch arrays, at last the out."""
 
     left: int
     right: int
@@ -46,7 +46,7 @@ class _Output(NamedTuple):
     Attributes:
         steps: The additions. Only the last one writes the out.
         source: The part that is the row, if there is nothing to add; else `None`.
-        read_later: The parts that later outputs read.
+        read_later: The parts that are read for later outputs.
     """
 
     steps: tuple[_Step, ...]
@@ -102,7 +102,7 @@ class Fold:
         call: Callable[..., Any] = ufunc if is_device else partial(without_float_errors, ufunc)
         if ufunc is np.multiply and first.dtype.kind == "c":
             call = partial(_multiply_complex, call is ufunc)
-        if self._pair is not None:  # no partial sum that has to stay in the cache
+        if self._pair is not None:  # one addition: there is no partial sum to keep in the cache
             left, right = self._pair
             call(parts[left], parts[right], out=first)
             return
@@ -116,7 +116,7 @@ class Fold:
             self._add(call, [part[block] for part in parts], [out[block] for out in outs], are_late)
 
     def _are_late(self, parts: Sequence[Any], outs: Sequence[Any]) -> list[bool]:
-        """Whether each out has to wait, because later outputs read what it overwrites."""
+        """Whether each out can be written only at the end, because later outputs read parts that it overwrites."""
         return [
             any(_overlap(out, parts[at]) for at in output.read_later)
             for out, output in zip(outs, self._outputs, strict=True)
@@ -125,7 +125,7 @@ class Fold:
     def _add(
         self, call: Callable[..., Any], parts: Sequence[Any], outs: Sequence[Any], are_late: Sequence[bool]
     ) -> None:
-        """Add; outs that later outputs read as parts are written at the end."""
+        """Carry out the steps. Outs that overwrite parts of later outputs are written at the end."""
         registers: list[Any] = [*parts, *[None] * self._num_scratch, None]
         late = []
         for output, out, is_late in zip(self._outputs, outs, are_late, strict=True):
@@ -142,10 +142,10 @@ class Fold:
 
 @final
 class _Compiler:
-    """Turns rows into steps that use few scratch arrays: as many as a binary counter has digits.
+    """Compiles rows to steps that use few scratch arrays: the logarithm of the number of additions.
 
     Args:
-        inputs: The rows that are there, in the order of the parts.
+        inputs: The input rows, in the order of the parts.
     """
 
     def __init__(self, inputs: Sequence[Row]) -> None:
@@ -156,7 +156,7 @@ class _Compiler:
         self._steps: list[_Step] = []
 
     def compile(self, row: Row) -> _Output:
-        """Return the output that is a row."""
+        """Return the output for a row."""
         self._steps = []
         at = self._add(row)
         if not self._steps:
@@ -274,7 +274,7 @@ def rows_of(total: int, replicas: Sequence[int]) -> list[Row]:
 
 
 def _middle(start: int, stop: int) -> int:
-    """Return where a subtree is cut: after the largest power of two of replicas that is not all of them."""
+    """Return where a subtree is cut: after the largest power of two that is smaller than its number of replicas."""
     return start + (1 << (stop - start - 1).bit_length() - 1)
 
 
@@ -293,7 +293,7 @@ def _copied(part: Any, out: Any) -> Any:
 
 
 def _multiply_complex(is_device: bool, one: Any, other: Any, out: Any = None) -> Any:
-    """Multiply complex numbers by real products: NumPy rounds its own by the length and the place of the result."""
+    """Multiply complex numbers by real products, as NumPy's own rounding depends on length and place of the result."""
     multiply, subtract, add = (
         (np.multiply, np.subtract, np.add)
         if is_device

@@ -27,21 +27,23 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Less than 10 us. The rank that this one waits for may need this core, and each wait of a reduction then costs it the
-# spinning; where nobody needs the core, a yield returns in less than a microsecond.
+# Polls without a pause at the beginning of a wait: less than 10 us. An awaited rank may need this core, and then loses
+# this time in each wait of a reduction. If no process needs the core, a yield returns in less than a microsecond.
 SPINS: Final = 20
-_SPINS_OF_A_MESSAGE: Final = 200  # one wait of a call: a message arrives after a few tests, sooner than a yield returns
-_YIELD_SECONDS: Final = 0.002
-_CHECK_SECONDS: Final = 0.001
+_SPINS_OF_A_MESSAGE: Final = 200  # the same for a message, which mostly arrives sooner than a yield returns
+_YIELD_SECONDS: Final = 0.002  # after which time of waiting a rank sleeps between polls instead of yielding
+_CHECK_SECONDS: Final = 0.001  # after which time of waiting a rank checks on its peers
 _NAP_SECONDS: Final = 0.0002
-_SHORT_NAP_SECONDS: Final = 0.00005  # with the timer's own 50 us still half of what an end may be late
+_SHORT_NAP_SECONDS: Final = 0.00005  # the timer itself adds 50 us
 _LONG_NAP_SECONDS: Final = 0.001
-_LONG_WAIT_SECONDS: Final = 1.0
+_LONG_WAIT_SECONDS: Final = 1.0  # after which time of waiting naps are long
 _NAPS_IN_A_WAIT: Final = 64
 
 
 @final
 class _Observer:
+    """What `observe_waits` has set, for all waits of this process."""
+
     tell: Callable[[int, int], None] | None = None
 
 
@@ -59,7 +61,7 @@ class Patience:
     timeout_seconds: float | None = None
 
     def watch(self, what: str, advice: str) -> Callable[[], None]:
-        """Begin a wait: return what is called again and again meanwhile, as in `poll`.
+        """Begin a wait. Returns the function to call again and again while waiting, as in `poll`.
 
         Args:
             what: What the process waits for.
@@ -80,7 +82,7 @@ class Patience:
 
 
 def observe_waits(tell: Callable[[int, int], None] | None) -> None:
-    """Call a function after each wait, with begin and end in nanoseconds of the monotonic clock; `None` for no more."""
+    """Set the function that is called after each wait, with begin and end in nanoseconds of the monotonic clock."""
     _Observer.tell = tell
 
 
@@ -101,8 +103,9 @@ def poll(
     Args:
         test: The condition to wait for, for example MPI's test of a request.
         check_peers: Called again and again once the wait is long. Raises if the condition will not become true.
-        busy_seconds: How long to poll without sleeping: MPI's messages progress while they are tested.
-        is_message: Whether what is waited for progresses only then. Else naps grow with the wait, to one 64th of it.
+        busy_seconds: How long to poll without sleeping.
+        is_message: Whether `test` tests an MPI message, which progresses only while it is tested. Else naps grow with
+            the wait, up to one 64th of its time.
     """
     if _Observer.tell is not None:
         test = _observed_test(test)
@@ -114,7 +117,7 @@ def poll(
         waited = time.monotonic() - start
         if waited > _CHECK_SECONDS:
             check_peers()
-        _rest(waited, busy_seconds, is_message)
+        _pause(waited, busy_seconds, is_message)
 
 
 def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
@@ -144,7 +147,7 @@ def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -
                 waited = time.monotonic() - start
                 if waited > _CHECK_SECONDS:
                     check_peers()
-                _rest(waited)
+                _pause(waited)
     except StopIteration as end:
         result: _T = end.value
         return result
@@ -203,7 +206,8 @@ def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]
         return result
 
 
-def _rest(waited: float, busy_seconds: float = _YIELD_SECONDS, is_message: bool = True) -> None:
+def _pause(waited: float, busy_seconds: float = _YIELD_SECONDS, is_message: bool = True) -> None:
+    """Yield this core, or sleep, between two polls of a wait that has taken `waited` seconds."""
     if waited < busy_seconds:
         os.sched_yield()
     elif is_message:

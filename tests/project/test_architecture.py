@@ -438,7 +438,7 @@ TOUCH_PRIVATES = {
     "collectives/test_device_chunks.py": {"_DIRECT_BYTES_OF_DEVICE"},
     "collectives/test_device_overlap.py": {"_flying"},
     "replica_context/test_replicas_on_gpus.py": {"_compile_module_with_cache"},
-    "transport/failures/test_deadlines.py": {"_rest"},
+    "transport/failures/test_deadlines.py": {"_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/nccl/test_nccl_failures.py": {"_run"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},

@@ -2,12 +2,11 @@
 
 from mpidist.collectives.arguments.destinations import (
     NO_CONTRIBUTIONS,
-    NO_MIRRORED,
-    FlatContributions,
     MirroredLeaves,
     ValueWithDestinations,
     flatten_contributions,
     group_by_destinations,
+    per_replica_value,
     ranks_of,
     rebuild_results,
     replica_components,
@@ -41,11 +40,10 @@ from mpidist.collectives.arguments.signature import Arguments, agreed_call, name
 
 __all__ = [
     "NO_CONTRIBUTIONS",
-    "NO_MIRRORED",
     "NO_OPERANDS",
     "Arguments",
     "CheckedOuts",
-    "FlatContributions",
+    "HostOuts",
     "MirroredLeaves",
     "NewResults",
     "Operands",
@@ -63,8 +61,8 @@ __all__ = [
     "group_by_destinations",
     "names_of",
     "native_dtype",
-    "HostOuts",
     "native_outs",
+    "per_replica_value",
     "ranks_of",
     "rebuild_results",
     "replica_components",
@@ -72,8 +70,8 @@ __all__ = [
     "require_values",
     "result_arrays",
     "send_to",
-    "symmetric_spec",
     "specs_text",
+    "symmetric_spec",
     "target_arrays",
     "write_outs",
 ]

@@ -19,6 +19,7 @@ from mpidist.transport import Communicator, SyncGroup, value_text
 from mpidist.values import (
     Contributions,
     DistributedValues,
+    PerReplica,
     components_of,
     has_distributed,
     is_mirrored,
@@ -27,20 +28,20 @@ from mpidist.values import (
 
 __all__ = [
     "NO_CONTRIBUTIONS",
-    "NO_MIRRORED",
     "FlatContributions",
     "MirroredLeaves",
     "ValueWithDestinations",
-    "rebuild_results",
-    "replica_components",
-    "ranks_of",
-    "send_to",
     "flatten_contributions",
     "group_by_destinations",
+    "per_replica_value",
+    "ranks_of",
+    "rebuild_results",
+    "replica_components",
+    "send_to",
 ]
 
 MirroredLeaves = Mapping[int, Any]  # index of a mirrored leaf in the nest -> this rank's copy of the leaf
-NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
+_NO_MIRRORED: Final[MirroredLeaves] = MappingProxyType({})
 
 _DEVICE: Final = re.compile(r"/rank:(\d+)(/(cpu|gpu):\d+)?", re.IGNORECASE)  # /rank:3  /rank:3/GPU:0
 _KINDS: Final = (
@@ -116,15 +117,15 @@ class FlatContributions(NamedTuple):
     """The leaves of what the replicas of this rank contribute to a reduction.
 
     Attributes:
-        leaves: The leaves of this rank's first replica to send, without mirrored ones.
+        leaves: The leaves that are sent for this rank's first replica: all but mirrored ones.
         structure: The form of the nest.
-        mirrored: The mirrored leaves, which are their own mean, minimum and maximum.
-        others: The leaves of each other replica of this rank.
+        mirrored: The mirrored leaves. They are not sent, as each is its own mean, minimum and maximum.
+        others: The leaves that are sent for each other replica of this rank.
     """
 
     leaves: list[Any]
     structure: nest.Structure
-    mirrored: MirroredLeaves = NO_MIRRORED
+    mirrored: MirroredLeaves = _NO_MIRRORED
     others: Sequence[list[Any]] = ()
 
 
@@ -146,26 +147,26 @@ def flatten_contributions(op: ReduceOp, value: Any, group: SyncGroup, replicas: 
         TypeError: If a leaf is neither an array nor a number.
     """
     if isinstance(value, Contributions):
-        parts, structure = value.flatten(replicas.ids_here)
-        for leaves, own in zip(parts, value.nests, strict=True):
-            require_values(leaves, own)
-        return FlatContributions(parts[0], structure, others=parts[1:])
+        of_replicas, structure = value.flatten(replicas.ids_here)
+        for leaves, own_nest in zip(of_replicas, value.nests, strict=True):
+            require_values(leaves, own_nest)
+        return FlatContributions(of_replicas[0], structure, others=of_replicas[1:])
     leaves, structure = nest.flatten(value)
-    mirrored = NO_MIRRORED
+    mirrored = _NO_MIRRORED
     if has_distributed(leaves):
         require_contributions(op, leaves, group, replicas.total)
-        mirrored = {at: _copied(_first(leaf)) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
+        mirrored = {at: _copied(leaf.values[0]) for at, leaf in enumerate(leaves) if is_mirrored(leaf, group)}
     if mirrored:
         leaves = [leaf for at, leaf in enumerate(leaves) if at not in mirrored]
     if replicas.tree is None:
         require_values(leaves, value)
         return FlatContributions(leaves, structure, mirrored)
     may_repeat = op in (ReduceOp.MIN, ReduceOp.MAX)
-    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]
-    parts = [[own[at] for own in components] for at in range(replicas.num_here)]
-    for part in parts:
-        require_values(part, part)
-    return FlatContributions(parts[0], structure, mirrored, parts[1:])
+    components = [replica_components(str(op), leaf, replicas, may_repeat) for leaf in leaves]  # [leaves][replicas]
+    first, *others = of_replicas = [[of_leaf[at] for of_leaf in components] for at in range(replicas.num_here)]
+    for own_leaves in of_replicas:
+        require_values(own_leaves, own_leaves)
+    return FlatContributions(first, structure, mirrored, others)
 
 
 def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: bool = False) -> tuple[Any, ...]:
@@ -190,8 +191,9 @@ def replica_components(call: str, leaf: Any, replicas: Replicas, may_repeat: boo
     )
 
 
-def _first(leaf: DistributedValues) -> Any:
-    return leaf.values[0]
+def per_replica_value(components: Sequence[Any], replicas: Replicas) -> Any:
+    """Return the value of which a call takes these components of this rank's replicas: see `replica_components`."""
+    return components[0] if replicas.tree is None else PerReplica(tuple(components))
 
 
 def rebuild_results(value: Any, results: list[Any], mirrored: MirroredLeaves) -> Any:
@@ -219,7 +221,7 @@ class ValueWithDestinations:
     Attributes:
         value: The caller's nest.
         ranks: The ranks that get the result.
-        flat: The leaves.
+        flat: The leaves of the nest.
     """
 
     value: Any

@@ -34,7 +34,7 @@ __all__ = [
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
-_OWNED_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types whose values a library was found for
+_KNOWN_TYPES: Final[set[type]] = {np.ndarray, float, int}  # types for whose values some library was found before
 
 
 def _are_of_numpy(values: Sequence[Any]) -> bool:
@@ -56,7 +56,7 @@ class Spec(NamedTuple):  # a tuple, because every call hashes the specs of its a
 
     def __repr__(self) -> str:
         name = "bf16" if self.dtype.name == "bfloat16" else f"{self.dtype.kind}{8 * self.dtype.itemsize}"
-        has_name = self.dtype.kind in "mM" or not is_of_numpy(self.dtype)  # times have units
+        has_name = self.dtype.kind in "mM" or not is_of_numpy(self.dtype)  # the names of times have their units
         if has_name and name != "bf16":
             name = self.dtype.name
         return f"{name}[{','.join(map(str, self.shape))}]{' on a GPU' * self.device}"
@@ -85,14 +85,14 @@ class Operands:
         self.arrays: list[Any]
         self.key: Any
         self._is_on_gpu = False
-        if len(values) == 1 and type(values[0]) is np.ndarray:  # the most common call, made faster
+        if len(values) == 1 and type(values[0]) is np.ndarray:  # the most common argument, with less work
             (array,) = values
             self._values, self._is_plain = values, True
             self.arrays = [array]
             self.key = array.shape, array.dtype
             return
         types = set(map(type, values))
-        self._is_on_gpu = arrays.are_native_of_gpu(types, values)  # all of them; else it is not known
+        self._is_on_gpu = arrays.are_native_of_gpu(types, values)  # False: some may be, and others not
         self._is_plain = self._is_on_gpu or types == {np.ndarray}
         if self._is_plain:
             self._values = values
@@ -116,7 +116,7 @@ class Operands:
 
     @classmethod
     def of(cls, values: Sequence[Any], devices: DeviceLevels, call: str) -> Operands:
-        """Make operands; check that a call can use the GPU now, if they lie there: `DeviceLevels.require_usable`."""
+        """Make operands. If some lie on a GPU, check that a call can use it now: `DeviceLevels.require_usable`."""
         operands = cls(values)
         if operands._is_on_gpu or (not operands._is_plain and any(map(arrays.is_device, operands.arrays))):
             devices.require_usable(call)
@@ -148,12 +148,12 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @final
 class NewResults:
-    """New arrays for the results of equal calls: in host memory that is used again, or in device memory.
+    """Makes new arrays for the results of equal calls: in recycled host memory, or in device memory.
 
     Args:
         specs: The arrays of a call.
         dtypes: The dtypes of the results.
-        memory: The host memory.
+        memory: Recycles the host memory.
     """
 
     def __init__(self, specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory: ResultMemory) -> None:
@@ -191,17 +191,17 @@ def require_values(leaves: Sequence[Any], value: Any) -> None:
     Raises:
         TypeError: If a leaf is something else. The text has the leaf's path in the nest.
     """
-    if type(value) is np.ndarray or _OWNED_TYPES.issuperset(map(type, leaves)):
+    if type(value) is np.ndarray or _KNOWN_TYPES.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        if type(leaf) in _OWNED_TYPES:
+        if type(leaf) in _KNOWN_TYPES:
             continue
         try:
             library_of(local_component(leaf))
         except TypeError as error:
             raise _refusal(leaf, _path_of(leaf, value), str(error)) from None
         if not isinstance(leaf, DistributedValues):
-            _OWNED_TYPES.add(type(leaf))
+            _KNOWN_TYPES.add(type(leaf))
 
 
 def axis_of(axis: Any, shape: tuple[int, ...], verb: str) -> int:
@@ -287,7 +287,7 @@ def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[An
     """Return the shape and the dtype of an array that ranks of a node share.
 
     Raises:
-        InvalidArgumentError: If there is no such array.
+        InvalidArgumentError: If there can be no such array.
     """
     dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
     native = np.dtype(dtype)

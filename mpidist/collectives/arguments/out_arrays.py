@@ -14,9 +14,8 @@ from mpidist import nest
 from mpidist.collectives.arguments.operands import Spec, native_dtype
 from mpidist.errors import InvalidArgumentError
 from mpidist.nest import form_text
-from mpidist.transport import SharedArrays, fingerprint_of, library_of, places_digest
-from mpidist.transport import arrays as native
-from mpidist.transport import native as native_code
+from mpidist.transport import SharedArrays, fingerprint_of, library_of, native, places_digest
+from mpidist.transport import arrays as native_arrays
 
 __all__ = [
     "CheckedOuts",
@@ -65,8 +64,8 @@ def native_outs(outs: Sequence[Any], values: Sequence[Any], arrays: Sequence[Any
         arrays: The native arrays of the values.
 
     Raises:
-        InvalidArgumentError: If the arrays of a library cannot be written.
-        TypeError: If this array of a library cannot be written.
+        InvalidArgumentError: If no array of an out's library can be written.
+        TypeError: If arrays of an out's library can be written, but not this one.
     """
     return [
         _native(index, out, array if out is value else None)
@@ -89,7 +88,7 @@ def _native(index: int, out: Any, same: Any) -> Any:
         raise InvalidArgumentError(f"out {index} cannot be written: {library.why_no_target}")
     if target is None:
         return out
-    return target if same is None or not native.are_on_one_device(target, same) else same
+    return target if same is None or not native_arrays.are_on_one_device(target, same) else same
 
 
 def check_outs(
@@ -116,7 +115,7 @@ def check_outs(
         if out is not array or spec.dtype != dtype:
             _check_spec(index, out, Spec(spec.shape, dtype, spec.device), spec.dtype)
             if spec.device:
-                _check_gpu(index, out, native.current_gpu() if gpu is None else gpu)
+                _check_gpu(index, out, native_arrays.current_gpu() if gpu is None else gpu)
         if not getattr(out.flags, "writeable", True):
             raise InvalidArgumentError(f"out {index} must be an array that can be written; this one is read-only")
         if not out.flags.c_contiguous and _overlaps_itself(out):
@@ -131,14 +130,14 @@ def check_outs(
 def _check_spec(index: int, out: Any, want: Spec, dtype: np.dtype[Any]) -> None:
     if not hasattr(out, "dtype") or not hasattr(out, "strides"):
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {type(out).__name__}")
-    got = Spec(out.shape, native_dtype(out.dtype), native.is_device(out))
+    got = Spec(out.shape, native_dtype(out.dtype), native_arrays.is_device(out))
     if got != want:
         why = "" if want.dtype == dtype else f": the mean of {dtype.name} numbers is {want.dtype.name}"
         raise InvalidArgumentError(f"out {index} must be an array {want}, got {got}{why}")
 
 
 def _check_gpu(index: int, out: Any, gpu: int) -> None:
-    """Refuse an out on another GPU, whose memory kernels and NCCL of this one cannot use: CUDA's context is lost."""
+    """Refuse an out on another GPU: kernels and NCCL of this GPU lose the CUDA context if they use that memory."""
     if out.device.id != gpu:
         raise InvalidArgumentError(
             f"out {index} must lie on GPU {gpu}, where its result is made, and lies on GPU {out.device.id}: make it "
@@ -147,23 +146,25 @@ def _check_gpu(index: int, out: Any, gpu: int) -> None:
 
 
 def _check_apart(outs: Sequence[Any]) -> None:
-    bounds = sorted((*native.memory_bounds(out), index) for index, out in enumerate(outs) if out.size)
+    bounds = sorted((*native_arrays.memory_bounds(out), index) for index, out in enumerate(outs) if out.size)
     for at, (_, stop, one) in enumerate(bounds):
         for later in range(at + 1, len(bounds)):
             start, _, other = bounds[later]
             if start >= stop:
                 break
-            if native.share_memory(outs[one], outs[other]):  # columns of a matrix share none, but their bounds overlap
+            if native_arrays.share_memory(
+                outs[one], outs[other]
+            ):  # columns of a matrix share none, but their bounds overlap
                 raise InvalidArgumentError(f"out {min(one, other)} and out {max(one, other)} share memory")
 
 
 def _overlaps_itself(out: Any) -> bool:
-    """Whether some bytes of an array belong to several of its elements."""
+    """Whether some elements of an array share bytes with others."""
     axes = sorted((abs(stride), length) for stride, length in zip(out.strides, out.shape, strict=True) if length != 1)
     if not out.size:
         return False
-    end = out.itemsize  # of the elements along the axes so far, in bytes
-    is_nested = True  # as slices and transposed arrays are: a step along an axis leaves all of the shorter steps behind
+    end = out.itemsize  # how many bytes the elements along the axes so far span
+    is_nested = True  # whether a step along each axis skips all elements along axes with shorter steps, as in slices
     for stride, length in axes:
         is_nested = is_nested and stride >= end
         end += stride * (length - 1)
@@ -179,7 +180,7 @@ def _overlaps_itself(out: Any) -> bool:
 
 @final
 class CheckedOuts:
-    """Outs that were checked. A later call with the same arrays skips the check.
+    """Outs that were checked, so that a later call with the same arrays skips the check.
 
     Args:
         outs: The arrays.
@@ -189,11 +190,11 @@ class CheckedOuts:
         shared: The arrays that the node shares.
 
     Attributes:
-        per_node_indices: Which of the arrays are one for all ranks of a node.
+        per_node_indices: The indices of outs that are per-node arrays.
         per_node_digest: A digest of `per_node_indices`; 0 for none.
         places: The places of the arrays in shared memory; `None` if some array is private.
         places_digest: The digest of `places`.
-        are_targets: Whether all arrays can be targets: see `target_arrays`.
+        are_targets: Whether results can be made in all of the arrays: see `target_arrays`.
 
     Raises:
         InvalidArgumentError: As `check_outs`.
@@ -208,7 +209,9 @@ class CheckedOuts:
         shared: SharedArrays,
     ) -> None:
         check_outs(outs, arrays, specs, dtypes)
-        are_known = all(type(out) is np.ndarray or native.is_cupy(out) for out in outs)  # `native_outs` returns these
+        are_known = all(
+            type(out) is np.ndarray or native_arrays.is_cupy(out) for out in outs
+        )  # `native_outs` returns these
         self._outs: list[Callable[[], Any]] = [weakref.ref(out) for out in outs] if are_known else []
         self._forms = [(out.shape, out.dtype) for out in outs]
         self.per_node_indices = [index for index, out in enumerate(outs) if shared.is_per_node(out)]
@@ -226,10 +229,10 @@ class CheckedOuts:
         """
         if not len(outs) == len(arrays) == len(self._outs):
             return False
-        if native_code is not None and native_code.are_known(list(outs), list(arrays), self._outs, self._forms):
+        if native is not None and native.are_known(list(outs), list(arrays), self._outs, self._forms):
             return True
         for out, array, ref, form in zip(outs, arrays, self._outs, self._forms, strict=True):
-            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no such word
+            if ref() is not out or not getattr(out.flags, "writeable", True):  # CuPy's flags have no `writeable`
                 return False
             if out is not array and (out.shape, out.dtype) != form:
                 return False
@@ -241,7 +244,8 @@ class HostOuts:
     """The outs of a call that reduces nothing, and fills host memory. The same outs as last time are not checked again.
 
     Attributes:
-        is_plain: Whether bytes can be laid into all outs of the last call: they are contiguous, in native byte order.
+        is_plain: Whether all outs of the last call are contiguous and in native byte order, so that bytes can be copied
+            into them.
     """
 
     def __init__(self) -> None:
@@ -285,7 +289,7 @@ class HostOuts:
 
 
 def _is_target(out: Any, shared: SharedArrays) -> bool:
-    is_plain = out.flags.c_contiguous and out.dtype.isnative and native.is_aligned(out)
+    is_plain = out.flags.c_contiguous and out.dtype.isnative and native_arrays.is_aligned(out)
     return bool(is_plain and not shared.is_per_node(out))
 
 
@@ -304,15 +308,15 @@ def target_arrays(
         shared: The arrays that the node shares.
     """
     return [
-        out if _is_target(out, shared) else native.empty(spec.shape, dtype, spec.device)
+        out if _is_target(out, shared) else native_arrays.empty(spec.shape, dtype, spec.device)
         for out, spec, dtype in zip(outs, specs, dtypes, strict=True)
     ]
 
 
 def _owners(arrays: Sequence[Any]) -> set[int] | None:
     """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it."""
-    if arrays and native.is_device(arrays[0]):
-        return native.allocations_of_gpu(arrays)
+    if arrays and native_arrays.is_device(arrays[0]):
+        return native_arrays.allocations_of_gpu(arrays)
     owners = set(map(_owner, arrays))
     return None if None in owners else {owner for owner in owners if owner is not None}
 
@@ -343,18 +347,18 @@ def copy_overwritten(arrays: Sequence[Any], targets: Sequence[Any], are_shared: 
         others = set() if are_shared else _owners(targets)
         if others is not None and owners.isdisjoint(others):
             return list(arrays)
-    bounds = sorted(native.memory_bounds(target) for target in targets if target.size)
+    bounds = sorted(native_arrays.memory_bounds(target) for target in targets if target.size)
     starts = [start for start, _ in bounds]
     apart = []
     for array, target in zip(arrays, targets, strict=True):
         if array is target:
             apart.append(array)
             continue
-        start, stop = native.memory_bounds(array)
-        at = bisect_right(starts, start)  # targets do not overlap: it suffices to look at two
+        start, stop = native_arrays.memory_bounds(array)
+        at = bisect_right(starts, start)  # targets do not overlap, so two of them suffice: those around `start`
         near = bounds[max(0, at - 1) : at + 1]
-        hit = stop > start and any(low < stop and start < high for low, high in near)
-        apart.append(array.copy() if hit else array)
+        overlaps = stop > start and any(low < stop and start < high for low, high in near)
+        apart.append(array.copy() if overlaps else array)
     return apart
 
 

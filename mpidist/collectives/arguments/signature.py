@@ -115,12 +115,12 @@ def names_of(structures: Sequence[Any], mirrored: Sequence[Sequence[int]]) -> tu
 
     Args:
         structures: The forms of the nests.
-        mirrored: Which leaves of each nest are mirrored.
+        mirrored: The indices of the leaves of each nest that are mirrored.
     """
     sent_names: list[str] = []
     mirrored_names: list[str] = []
-    for index, (structure, places) in enumerate(zip(structures, mirrored, strict=True)):
-        pair = f"pair {index}, " if len(structures) > 1 else ""
-        for place, name in enumerate(array_names(structure)):
-            (mirrored_names if place in places else sent_names).append(pair + name)
+    for pair, (structure, mirrored_leaves) in enumerate(zip(structures, mirrored, strict=True)):
+        prefix = f"pair {pair}, " if len(structures) > 1 else ""
+        for leaf, name in enumerate(array_names(structure)):
+            (mirrored_names if leaf in mirrored_leaves else sent_names).append(prefix + name)
     return sent_names, mirrored_names

@@ -7,9 +7,6 @@ from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, r
 from mpidist.collectives.plans.one_array import OneArray
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import (
-    FusedList,
-    Message,
-    group_by_size,
     make_fused_lists,
     make_messages,
     require_num_packs,
@@ -21,9 +18,7 @@ __all__ = [
     "Arithmetic",
     "Execution",
     "FusedExecution",
-    "FusedList",
     "LocalSums",
-    "Message",
     "OneArray",
     "OverflowReport",
     "PackedExecution",
@@ -33,7 +28,6 @@ __all__ = [
     "ReductionCall",
     "RowList",
     "RowsExecution",
-    "group_by_size",
     "make_fused_lists",
     "make_messages",
     "open_all_replicas",

@@ -63,9 +63,9 @@ class Arithmetic(NamedTuple):
         in_rank_order: Whether contributions are added in rank order.
         half: The half precision that float32 numbers are sent in; `None` for no compression.
         rounds_everywhere: Whether every rank rounds its contribution; else only numbers that leave a node are rounded.
-        fold: The order of the tree in which the first ranks that add do so; `None` for another order. Then numbers of
-            half precision are added as float32.
-        fold_across: The order of the tree in which sums of nodes are added after that.
+        fold: The order of the first additions, in a tree of replicas; `None` for no tree. With a tree, numbers of half
+            precision are sent and added as float32.
+        fold_across: The order of the additions across nodes that follow, if the first ones are within nodes.
     """
 
     op: ReduceOp
@@ -84,7 +84,7 @@ class Arithmetic(NamedTuple):
             op: The reduction.
             options: The options of the call.
             levels: The communicators of the group.
-            by_node: Whether the algorithm can compress only what leaves a node.
+            by_node: `Algorithm.compresses_between_nodes`, for a call whose destinations are all ranks.
         """
         plain = cls(op, levels.world.size, options.reproducible)
         if options.compression is Compression.NONE or levels.world.size == 1:

@@ -21,7 +21,7 @@ Destinations = tuple[int, ...]
 
 
 class Algorithm(ABC):
-    """An all-reduce algorithm, as plans use it."""
+    """What plans need of an all-reduce algorithm: the part of `CrossDeviceOps` that this package may import."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class Execution(ABC):
     """Carries out the calls of one plan."""
 
     def prepare(self, call: ReductionCall, is_started: bool) -> None:  # noqa: B027  most do nothing
-        """Check arguments in device memory, before `begin`. Local; its exception becomes an error of all ranks.
+        """Check arguments in device memory, before `begin`. Local; if it raises, all ranks raise the error.
 
         Args:
             call: The call.
@@ -70,7 +70,10 @@ class Execution(ABC):
         """
 
     def begin(self, call: ReductionCall) -> None:  # noqa: B027  some do nothing
-        """Do what needs no other rank, and no undoing if the ranks do not agree on the call. Local, as `prepare`."""
+        """Begin before the ranks agree: nothing needs other ranks, or has to be undone if they do not agree.
+
+        Local; if it raises, all ranks raise the error.
+        """
 
     @abstractmethod
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
@@ -149,7 +152,7 @@ class ReductionCall(CallRecord):
         components: [replicas of this rank][arrays], the native arrays of each; empty where a rank is one replica.
         plan: The plan; set after `operands`.
         checked_outs: The outs, checked; `None` without outs.
-        other_outs: The outs of each other replica of this rank, which are checked, and which the caller writes.
+        other_outs: The outs of each other replica of this rank. They are checked; the caller copies the results there.
         state: Whatever the execution stores in the call between `begin` and `finish`.
     """
 
@@ -200,12 +203,12 @@ class ReductionCall(CallRecord):
             "compress_everywhere": str(options.compress_everywhere),
         }
         if self.destinations is None:
-            structures, kept = (self.structure,), (self.mirrored,)
+            structures, mirrored = (self.structure,), (self.mirrored,)
         else:
             fields["destinations"] = "; ".join(name_ranks(ranks) for ranks in self.destinations)
-            structures, kept = self.structure, self.mirrored
-        names, mirrored = names_of(structures, kept)
-        fields["mirrored"] = ", ".join(mirrored) or "none"
+            structures, mirrored = self.structure, self.mirrored
+        names, mirrored_names = names_of(structures, mirrored)
+        fields["mirrored"] = ", ".join(mirrored_names) or "none"
         forms = "; ".join(map(form_text, structures))
         fields |= {name: repr(spec) for name, spec in zip(names, self.plan.specs, strict=True)}
         return fields | {"form of the nest": forms}

@@ -1,4 +1,4 @@
-"""Reductions of one private array through shared memory, where nothing has to be looked at but the array."""
+"""Reductions of one private array through shared memory, with all that is the same in repeated calls prepared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OneArray(ABC):
-    """Reduces arrays of one shape and dtype: `begin`, a barrier of the node, `finish`."""
+    """Reduces arrays of one shape and dtype. A call is `begin`, a barrier of the node, and `finish`."""
 
     @abstractmethod
     def begin(self, array: Array, out: Array | None) -> Any:
@@ -37,11 +37,11 @@ class OneArray(ABC):
 
         Args:
             begun: What `begin` returned.
-            out: That of `begin`.
+            out: The same array as in `begin`.
         """
 
-    def forget(self) -> None:  # noqa: B027  most keep nothing
-        """Let go of an array that was staged, in the place of `finish`. Local."""
+    def forget(self) -> None:  # noqa: B027  one subclass refers to no array
+        """Drop the reference to an array that was staged, if `finish` is not called. Local."""
 
 
 @final

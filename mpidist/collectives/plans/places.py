@@ -19,7 +19,7 @@ class Places(NamedTuple):
     Attributes:
         sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
         outs: The places of the outs, if all lie in shared memory; else `None`.
-        digest: A digest of the places, equal on all ranks if the places are; 0 on all ranks, or on none.
+        digest: A digest of the places, equal on all ranks if the places are: `CallRecord.variant`.
     """
 
     sources: list[Place] | None
@@ -35,18 +35,18 @@ class Places(NamedTuple):
         cls, shared: SharedArrays, arrays: Sequence[Any], outs: Sequence[Any] | None, checked: CheckedOuts | None
     ) -> Places:
         """Find the places of the values and of the outs."""
-        into = None if checked is None else checked.places
+        out_places = None if checked is None else checked.places
         is_in_place = outs is not None and _are_same(arrays, outs)
-        sources = into if is_in_place else shared.places(arrays)
+        sources = out_places if is_in_place else shared.places(arrays)
         if sources is not None and sources[0].per_node:
             sources = None
-        if sources is not None and into is not None and not _can_be_written_early(sources, into):
+        if sources is not None and out_places is not None and not _can_be_written_early(sources, out_places):
             return PRIVATE
-        if sources is None and into is None:
+        if sources is None and out_places is None:
             return PRIVATE
-        into_digest = 0 if checked is None else checked.places_digest
-        digest = into_digest if is_in_place else places_digest(sources)
-        return cls(sources, into, digest ^ (into_digest << 1))
+        outs_digest = 0 if checked is None else checked.places_digest
+        digest = outs_digest if is_in_place else places_digest(sources)
+        return cls(sources, out_places, digest ^ (outs_digest << 1))
 
 
 NOWHERE: Final = Places(None, None, 0)  # no shared array exists, or places make no difference

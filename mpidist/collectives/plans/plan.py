@@ -1,8 +1,8 @@
-"""Which arrays a call sends together, and in which messages. Plans know indices of elements, and no memory.
+"""Which arrays a call sends together, and in which messages. Plans hold indices of elements, and no memory.
 
-Packs are the user's grouping of arrays; messages are the units that the transport sends: a large piece of one array is
-reduced in the memory of its result, small pieces share a pack buffer. A transport of fused arrays takes whole lists
-instead, one for each dtype.
+Packs are the user's grouping of arrays, messages what the transport sends at once. A message is *direct*, one large
+piece of an array that is reduced in the memory of its result, or has small pieces that share a pack buffer. A reducer
+of fused arrays takes whole lists instead of messages, one for each dtype.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class FusedList:
         half: The half precision that float32 numbers are sent in between nodes; `None` for none.
         schedule: How the list is cut into chunks.
         is_uniform: Whether all arrays have one shape, of at least one dimension.
-        keeps_dtype: Whether all arrays have the dtype `wire`.
+        keeps_dtype: Whether all arrays already have the dtype `wire`.
     """
 
     indices: tuple[int, ...]
@@ -129,7 +129,7 @@ class FusedList:
 @final
 @dataclass(frozen=True)
 class _Wire:
-    """What arrays that are sent together have in common.
+    """What arrays have in common that may be sent together.
 
     Attributes:
         dtype: The dtype in which the arrays are sent.
@@ -227,7 +227,7 @@ def make_messages(
         InvalidArgumentError: If arrays of these dtypes cannot be reduced.
     """
     dtypes = [arithmetic.dtypes(spec.dtype) for spec in specs]
-    made: list[Message] = []
+    messages: list[Message] = []
     count = 0
     for wire, indices in _group_by_wire(specs, dtypes).items():
         reduction, divide_by = arithmetic.reduction(wire.dtype, wire.is_compressed)
@@ -244,15 +244,15 @@ def make_messages(
         count += len(packs)
         limits = direct_bytes // itemsize, pack_bytes // itemsize
         for pack in packs:
-            keeps = [_is_reduced_in_place(specs[piece.index], *dtypes[piece.index]) for piece in pack]
-            for direct, run in _cut_pack(pack, keeps, *limits, wire.device):
-                what = wire.dtype, direct, wire.device, reduction, divide_by, wire.is_compressed, half
-                made.append(Message(tuple(run), *what))
-    return tuple(made), count
+            can_be_direct = [_can_be_direct(specs[piece.index], *dtypes[piece.index]) for piece in pack]
+            for is_direct, run in _cut_pack(pack, can_be_direct, *limits, wire.device):
+                common = wire.dtype, is_direct, wire.device, reduction, divide_by, wire.is_compressed, half
+                messages.append(Message(tuple(run), *common))
+    return tuple(messages), count
 
 
-def _is_reduced_in_place(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
-    """Whether an array can be reduced in the memory of its result. A GPU's kernels copy there without conversion."""
+def _can_be_direct(spec: Spec, wire: np.dtype[Any], result: np.dtype[Any]) -> bool:
+    """Whether an array can be reduced in the memory of its result. On a GPU, the copy there converts nothing."""
     return result == wire and (spec.dtype == wire or not spec.device)
 
 
@@ -310,13 +310,13 @@ def _pack_by_number(pieces: list[Piece], num_packs: int) -> list[list[Piece]]:
 
 
 def _cut_pack(
-    pack: list[Piece], keeps: list[bool], direct_count: int, pack_count: int, device: bool
+    pack: list[Piece], can_be_direct: list[bool], direct_count: int, pack_count: int, device: bool
 ) -> Iterator[tuple[bool, list[Piece]]]:
     """Cut a pack into messages: one for each large piece, and one pack buffer for each run of small pieces.
 
     Args:
         pack: The pieces.
-        keeps: For each piece, whether it can be reduced in the memory of its result.
+        can_be_direct: For each piece, whether it can be reduced in the memory of its result.
         direct_count: The least number of elements of a large piece.
         pack_count: The number of elements of a pack buffer.
         device: Whether the arrays lie in device memory: there, small pieces on both sides of a large piece share a
@@ -327,8 +327,8 @@ def _cut_pack(
     """
     run: list[Piece] = []
     held = 0
-    for piece, keep in zip(pack, keeps, strict=True):
-        if keep and piece.count and (piece.count >= direct_count or len(pack) == 1):
+    for piece, may_be_direct in zip(pack, can_be_direct, strict=True):
+        if may_be_direct and piece.count and (piece.count >= direct_count or len(pack) == 1):
             if run and not device:
                 yield False, run
                 run, held = [], 0

@@ -36,7 +36,7 @@ class RowList(NamedTuple):
 
 @final
 class RowsExecution(Execution):
-    """Carries out the calls of one plan: replicas are added to rows, rows are exchanged, sums are copied out.
+    """Carries out the calls of one plan: adds replicas to rows, all-reduces the rows, and copies the sums out.
 
     Args:
         group: The ranks.
@@ -79,13 +79,13 @@ class RowsExecution(Execution):
         else:
             results = target_arrays(call.outs, specs, dtypes, shared)
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
-            for one in self._lists:
-                total = self._reduce(one, call.components)
+            for row_list in self._lists:
+                total = self._reduce(row_list, call.components)
                 at = 0
-                for index in one.indices:
+                for index in row_list.indices:
                     count = specs[index].num_elements
                     part = total[at : at + count].reshape(specs[index].shape)
-                    results[index][...] = part if one.divide_by == 1 else part / one.divide_by
+                    results[index][...] = part if row_list.divide_by == 1 else part / row_list.divide_by
                     at += count
         if call.outs is not None:
             return write_outs(call.outs, results, shared)
@@ -97,17 +97,17 @@ class RowsExecution(Execution):
             yield 0
         return self.finish(call, has_same_places)
 
-    def _reduce(self, one: RowList, components: Sequence[Sequence[Any]]) -> Any:
-        """Return the sum of all replicas' arrays, one after the other. Collective."""
-        count = sum(self._specs[index].num_elements for index in one.indices)
+    def _reduce(self, row_list: RowList, components: Sequence[Sequence[Any]]) -> Any:
+        """Return the sum of all replicas' arrays, one array after the other. Collective."""
+        count = sum(self._specs[index].num_elements for index in row_list.indices)
         num_rows = self._local_sums.num_rows
-        if one.device:
-            rows = [arrays.empty((count,), one.wire, device=True) for _ in range(num_rows)]
+        if row_list.device:
+            rows = [arrays.empty((count,), row_list.wire, device=True) for _ in range(num_rows)]
         else:
-            rows = self._memory.take([count] * num_rows, [one.wire] * num_rows)
-        self._local_sums.add_to_rows(components, one.indices, rows)
+            rows = self._memory.take([count] * num_rows, [row_list.wire] * num_rows)
+        self._local_sums.add_to_rows(components, row_list.indices, rows)
         if self._group.topology.size == 1:
             return rows[0]
-        on_host = [arrays.to_host(row) for row in rows] if one.device else rows
-        all_reduce_rows(self._group.levels, self._tree, one.reduction.ufunc, on_host, on_host[0])
-        return arrays.to_device(on_host[0]) if one.device else on_host[0]
+        on_host = [arrays.to_host(row) for row in rows] if row_list.device else rows
+        all_reduce_rows(self._group.levels, self._tree, row_list.reduction.ufunc, on_host, on_host[0])
+        return arrays.to_device(on_host[0]) if row_list.device else on_host[0]

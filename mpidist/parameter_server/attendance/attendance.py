@@ -96,4 +96,4 @@ class Attendance:
             return
         self._num_recorded, self._next_record = num_requests, now + _RECORD_SECONDS
         who = f"worker {last.worker}, rank {last.rank}"
-        self._group.recorder.retell(f"{self._name}: {num_requests} requests, the last one of {who}")
+        self._group.recorder.replace_details(f"{self._name}: {num_requests} requests, the last one of {who}")

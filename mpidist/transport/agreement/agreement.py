@@ -1,8 +1,8 @@
-"""Do all ranks make the same call? Asked before data moves, so that a mistake is an error and not a hang.
+"""Do all ranks make the same call? Compared before data moves, so that a mistake is an error and not a hang.
 
-Each rank describes its call; a fingerprint of the description is compared over all ranks in one small message. Only
-when the fingerprints differ are the descriptions themselves exchanged, and then every rank raises the same error.
-The message is polled, so that Python's signal handlers run while a rank waits, and a deadline can end the wait.
+Each rank describes its call. All ranks compare a fingerprint of the description: a barrier in shared memory on one
+node, a small all-reduce on several. Only if fingerprints differ do ranks exchange the descriptions, and every rank
+raises the same error. Waits are polled, so that Python's signal handlers run and a deadline can end a wait.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class CallRecord(ABC):
         timeout_seconds: How long to wait; `None` is the group's own deadline, 0 for ever.
         error: What is wrong with this rank's own arguments. The rank takes part nevertheless, so that the other ranks
             raise the error, too.
-        variant: Digest of what may differ between ranks, for example where the arguments lie in shared memory. `join`
-            returns whether it is equal on all ranks. 0 on all ranks, or on none.
+        variant: Digest of what may differ between ranks without an error, for example where the arguments lie in shared
+            memory. `join` returns whether the digest is equal on all ranks. It is 0 on all ranks, or on none.
         details: What the flight recorder says of the call.
         is_last: Whether the rank leaves the group with this call, so that the other ranks must leave with it.
-        timeout: How long this rank waits in the call, once it has joined: in seconds; `None` or 0 for ever.
-        is_compared: Whether the ranks compare the call in a round of messages, or in a barrier of their node.
+        timeout: `timeout_seconds`, or the group's own deadline; set when the rank joins the call.
+        is_compared: Whether the ranks compare the call. False only where `Agreement.compares_all_calls` is.
     """
 
     name = ""
@@ -93,8 +93,9 @@ class Agreement(ABC):
         check_peers: Raises if waiting for the other ranks cannot help. Local; for waits outside of the agreement.
         ranks: The ranks of the group, as they are numbered in the whole job.
         run: The number of the last `Strategy.run` of a chosen number of replicas, which ranks compare; 0 for none.
-        notice: Before which step all ranks stop together. The calls that ranks compare carry it.
-        compares_all_calls: Whether the ranks compare every call, and not only those that need a round anyway.
+        notice: Before which step all ranks stop together. Compared calls carry it to the other ranks.
+        compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
+            `variant`, and the last call.
     """
 
     compares_all_calls = True
@@ -109,7 +110,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def arrive(self, record: CallRecord) -> None:
-        """Join a round with a call, without waiting: `join` is `arrive` and `conclude`. One round at a time.
+        """Join the round of a call, without waiting: the first half of `join`. One round at a time.
 
         Raises:
             DeadlineExceededError: If other ranks have given up waiting.
@@ -126,7 +127,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def conclude(self, record: CallRecord) -> bool:
-        """Wait for all ranks to join the round, and compare. Returns and raises what `join` does."""
+        """Wait until all ranks have joined the round, and compare: the second half of `join`."""
 
     @final
     def join(self, record: CallRecord) -> bool:
@@ -168,8 +169,8 @@ class Agreement(ABC):
     def all_gather_object(self, item: Any) -> list[Any]:
         """Gather every rank's picklable `item` on all ranks, in rank order. Collective; after `join`."""
 
-    def go_on(self, is_gone: bool = True) -> None:  # noqa: B027  one rank has nobody to tell
-        """Note that this rank goes on without waiting for the call that it joined last; or that it waits. Local."""
+    def mark_started(self, is_started: bool = True) -> None:  # noqa: B027  no other rank reads it of a single rank
+        """Record whether the last call is only started: this rank does other work, and waits for it later. Local."""
 
     @property
     def is_node_barrier(self) -> bool:
@@ -186,15 +187,15 @@ class Agreement(ABC):
 
     @abstractmethod
     def has_raised(self, error: BaseException) -> bool:
-        """Whether all ranks raise this error, or cannot be told of the error any more. Local."""
+        """Whether all ranks raise this error, or this rank cannot tell them of the error any more. Local."""
 
     @abstractmethod
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
-        """Count the time that this rank is kept waiting in a call from now on. Local.
+        """Measure the time of a wait, for its deadline, from now on. Local.
 
         Args:
-            since: From when on instead, in seconds of the monotonic clock.
-            record: The call, if others have been joined since.
+            since: From then on instead, in seconds of the monotonic clock.
+            record: The call in which this rank waits, if it is not the call that was joined last.
         """
 
     @property
@@ -204,7 +205,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give back what the agreement holds. Collective."""
+        """Free the communicator of the agreement. Collective."""
 
 
 @final

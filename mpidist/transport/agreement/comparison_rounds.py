@@ -1,4 +1,4 @@
-"""One comparison of all ranks at a time: have all ranks joined, and with the same numbers?"""
+"""Rounds of comparison, one at a time: have all ranks joined, and with the same two numbers?"""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["MpiRounds", "NodeRounds", "Rounds"]
 
 
 class Rounds(ABC):
-    """Rounds in which each rank shows two integers of 63 bits.
+    """Rounds in which all ranks compare two integers of 63 bits, a fingerprint and a variant.
+
+    The functions are attributes, not methods: those of `NodeRounds` are the barrier's own, which saves a call each.
 
     Attributes:
         is_node_barrier: Whether a round is a barrier of the node's shared memory, too.
-        start: Joins a round, with a fingerprint and a variant. Local.
+        start: Joins a round, with this rank's fingerprint and variant. Local.
         is_complete: Returns whether all ranks have joined. Local; called until it returns true.
-        compare: Returns whether all ranks showed the same fingerprint, and whether the same variant, in the complete
-            round. Local.
+        compare: Returns whether all fingerprints of a complete round are equal, and whether all variants are. Local.
     """
 
     is_node_barrier = False
@@ -33,12 +34,12 @@ class Rounds(ABC):
     @property
     @abstractmethod
     def memory(self) -> tuple[Any, ...]:
-        """What MPI may still write when a round is left before it is complete."""
+        """The objects that MPI may still write if this rank leaves a round before it is complete."""
 
 
 @final
 class MpiRounds(Rounds):
-    """One all-reduce of 32 bytes a round, on any ranks.
+    """One all-reduce of 32 bytes a round, on any ranks. Numbers are equal if their maximum is their minimum.
 
     Args:
         comm: The ranks. The caller frees `comm`.
@@ -63,8 +64,8 @@ class MpiRounds(Rounds):
         return self._is_complete
 
     def _compare(self) -> tuple[bool, bool]:
-        largest, negated_smallest, far, negated_near = self._received.tolist()
-        return largest == -negated_smallest, far == -negated_near
+        largest, negated_smallest, largest_variant, negated_smallest_variant = self._received.tolist()
+        return largest == -negated_smallest, largest_variant == -negated_smallest_variant
 
     @property
     def memory(self) -> tuple[Any, ...]:
@@ -73,7 +74,7 @@ class MpiRounds(Rounds):
 
 @final
 class NodeRounds(Rounds):
-    """One barrier in shared memory a round, on the ranks of one node. No message.
+    """One barrier in shared memory a round, on the ranks of one node. Sends no message.
 
     Args:
         barrier: The node's barrier.
@@ -82,7 +83,6 @@ class NodeRounds(Rounds):
     is_node_barrier = True
 
     def __init__(self, barrier: Barrier) -> None:
-        self._barrier = barrier
         self.start, self.is_complete, self.compare = barrier.post_words, barrier.has_passed, barrier.has_equal_words
 
     @property

@@ -1,4 +1,4 @@
-"""The errors of ranks that did not make the same call."""
+"""Writes the errors of ranks that did not make the same call."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def mismatch_error(everyone: list[dict[str, str]], sequence: int) -> InvalidArgu
     calls = {fields["call"] for fields in everyone}
     names = list(dict.fromkeys(name for fields in everyone for name in fields if name != "advice"))
     what = "the ranks did not pass the same arguments"
-    if "error" in names:  # then that is what differs; a rank that has one says nothing else
+    if "error" in names:  # a rank that has an error describes nothing else, so other fields would only seem to differ
         names = ["call", "error"]
         what = f"an error on {name_ranks([rank for rank, fields in enumerate(everyone) if 'error' in fields])}"
-    elif len(calls) > 1:  # what different calls pass says nothing; but a rank may say why it makes another one
+    elif len(calls) > 1:  # arguments of different calls cannot be compared; "exception" says why a rank makes another
         names = ["call", "exception"]
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [f"{head}{what}, so nothing was sent"]

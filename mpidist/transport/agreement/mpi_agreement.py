@@ -27,10 +27,10 @@ class MpiAgreement(Agreement):
     """The agreement of MPI ranks.
 
     Args:
-        comm: A communicator for this object and its watch alone. This object frees it.
-        watch: The watch over calls in `comm`.
-        check: Whether to compare calls that need no round otherwise. Without, a call with a deadline still waits for
-            all ranks, and ranks of one node still compare: their barrier does so at no cost.
+        comm: A communicator for this object and its watchdog alone. This object frees it.
+        call_watchdog: The watchdog of calls in `comm`.
+        check: Whether to compare all calls. If not, calls with a deadline are still compared, and so are all calls on
+            one node, where the barrier in shared memory compares at no cost.
         timeout_seconds: The group's own deadline, or `None`.
         rounds: How ranks compare; by default over `comm`.
         sequence: The number of the last call before this object was made.
@@ -39,57 +39,55 @@ class MpiAgreement(Agreement):
     def __init__(
         self,
         comm: Intracomm,
-        watch: CallWatchdog,
+        call_watchdog: CallWatchdog,
         check: bool = True,
         timeout_seconds: float | None = None,
         rounds: Rounds | None = None,
         sequence: int = 0,
     ) -> None:
-        super().__init__(watch.recorder.end, watch.check_peers, ranks_in_world(comm))
+        super().__init__(call_watchdog.recorder.end, call_watchdog.check_peers, ranks_in_world(comm))
         comm.Set_name("mpidist.agreement")
         self._comm = comm
-        self._watch, self._watchdog = watch, watch.watchdog
+        self._call_watchdog, self._watchdog = call_watchdog, call_watchdog.watchdog
         self._rounds = MpiRounds(comm) if rounds is None else rounds
         self.compares_all_calls = check or self.is_node_barrier
-        self._posted = self._notice_bit = 0  # of this call: the fingerprint, and what the notice changes in it
+        self._posted = self._notice_bit = 0  # of this call: the fingerprint, and the bit that a notice changes in it
         self._timeout_seconds = timeout_seconds
         self.sequence = sequence
-        self._has_second_round = False  # of this call, which has a deadline
-        self._compared: tuple[bool, bool] | None = None  # what the first round returned
+        self._has_second_round = False  # whether this call has a deadline
+        self._compared: tuple[bool, bool] | None = None  # the result of the first round, if there is a second one
         self._last_refusal: object = None  # marks the last error that all ranks raised in a group that stays usable
-        self._note_agreed = watch.recorder.agree
-        self.go_on = watch.recorder.go_on  # type: ignore[method-assign]
+        self._note_agreed = call_watchdog.recorder.agree
+        self.mark_started = call_watchdog.recorder.mark_started  # type: ignore[method-assign]
 
     def arrive(self, record: CallRecord) -> None:
-        watch = self._watch
+        call_watchdog = self._call_watchdog
         if self._watchdog.broken is not None:
             raise self._repeated(self._watchdog.broken)
         self.sequence += 1
         timeout = self._timeout_seconds if record.timeout_seconds is None else record.timeout_seconds
         record.timeout = timeout
-        watch.begin(self.sequence, record.name, record.details, timeout, record.is_last)
-        if not self.compares_all_calls and not self._must_meet(record):
+        call_watchdog.begin(self.sequence, record.name, record.details, timeout, record.is_last)
+        if not self.compares_all_calls and not self._needs_round(record):
             record.is_compared = False
             return
         error, fingerprint = record.error, record.fingerprint
         if error is not None:
             fingerprint = fingerprint_of(("error", record.name, repr(error)))
         if timeout or record.is_last:
-            self._watchdog.require_no_notes()  # a message that no rank receives would keep MPI from ending
+            self._watchdog.require_no_notes()  # a note that is never received would keep MPI from ending
         self._compared, self._has_second_round = None, bool(timeout)
-        if record.is_last:
-            self._posted, self._notice_bit = fingerprint ^ bool(timeout), 0
-            self._rounds.start(self._posted, record.variant)
-            return
-        self._posted = posted = fingerprint ^ bool(timeout) ^ (self.run << 1)
-        self._notice_bit = bit = self.notice.bit
+        posted, bit = fingerprint ^ bool(timeout), 0
+        if not record.is_last:
+            posted, bit = posted ^ (self.run << 1), self.notice.bit
+        self._posted, self._notice_bit = posted, bit
         self._rounds.start(posted ^ bit, record.variant)
 
-    def _must_meet(self, record: CallRecord) -> bool:
+    def _needs_round(self, record: CallRecord) -> bool:
         """Whether a call needs a round although calls are not compared. Breaks off if this rank has an error."""
         if record.is_last:
             return True
-        if record.error is not None:  # the other ranks may move data at once, so only a note reaches them
+        if record.error is not None:  # the other ranks may be moving data already, so only a note reaches them
             self.break_off(record.error)
             return False
         return bool(record.timeout) or record.variant != 0  # which is 0 on all ranks, or on none
@@ -100,8 +98,9 @@ class MpiAgreement(Agreement):
         if self._compared is None:
             self._compared = self._rounds.compare()
             if self._has_second_round and self._compared[0]:
-                self._watch.mark_joined()
-                # A rank that joins after others gave up completes the first round, and waits in vain in this one.
+                self._call_watchdog.mark_joined()
+                # A rank that joins after others have given up completes the first round nevertheless. But it cannot
+                # complete this one, so it waits here, and receives their notes.
                 self._rounds.start(0, 0)
                 return self._rounds.is_complete()
         return True
@@ -117,32 +116,32 @@ class MpiAgreement(Agreement):
             self._note_refusal(error)
         if not record.is_compared:
             if error is not None:
-                self._watch.recorder.fail()
+                self._call_watchdog.recorder.fail()
                 raise error
             self._note_agreed()
             return True
         have_arrived = self.have_all_arrived if self._has_second_round else self._rounds.is_complete
         if not have_arrived():
-            if self._watchdog.broken is not None:  # by an earlier call that this rank has waited for since `arrive`
+            if self._watchdog.broken is not None:  # by an earlier call, in which this rank has waited since `arrive`
                 raise self._repeated(self._watchdog.broken)
-            self._watch.timeout = record.timeout
+            self._call_watchdog.timeout = record.timeout
             self._wait(have_arrived, lambda: self._rounds.memory, record.name)
-        equal, same_variant = self._compared or self._rounds.compare()
-        if not equal or self._notice_bit:  # equal: all ranks give a notice
+        are_equal, has_same_variant = self._compared or self._rounds.compare()
+        if not are_equal or self._notice_bit:  # fingerprints are equal, too, if every rank gives a notice
             self._take_notice_or_raise(record)
         if error is not None:
-            self._watch.recorder.fail()
+            self._call_watchdog.recorder.fail()
             mark_shared(error, self.ranks)
             raise error
         self._note_agreed()
-        return same_variant
+        return has_same_variant
 
     @property
     def is_node_barrier(self) -> bool:
         return self._rounds.is_node_barrier
 
     def break_off(self, error: BaseException) -> None:
-        self._watch.recorder.fail()
+        self._call_watchdog.recorder.fail()
         goes_on_alike = self._is_last_refusal(error) or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
@@ -172,9 +171,9 @@ class MpiAgreement(Agreement):
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(received, lengths, strict=True)]
 
     def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
-        self._watch.restart(since)
+        self._call_watchdog.restart(since)
         if record is not None:
-            self._watch.timeout = record.timeout
+            self._call_watchdog.timeout = record.timeout
 
     @property
     def broken(self) -> Exception | None:
@@ -183,18 +182,18 @@ class MpiAgreement(Agreement):
     def free(self) -> None:
         notes = self._watchdog.stop_answering()
         if self.all_reduce_or(any(notes.sent)):  # notes of long waits that ended without an error
-            notes.drain(self.all_gather_object(notes.sent), self._watch.check_peers)
+            notes.drain(self.all_gather_object(notes.sent), self._call_watchdog.check_peers)
         self._comm.Free()
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], call: str) -> None:
-        """Wait for all ranks. If one does not join, this group is broken, and MPI may still write `memory`."""
+        """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
         try:
-            poll(test, self._watch.check_peers)
+            poll(test, self._call_watchdog.check_peers)
         except BaseException as error:
             never_free(memory())
             if isinstance(error, (DeadlineExceededError, PeerFailedError)):
                 raise
-            # Ctrl-C while waiting: on the other ranks this call may complete
+            # Ctrl-C, for example: the other ranks may complete this call
             self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
             self._watchdog.broken = RuntimeError(
                 f"{call} (call {self.sequence}) was interrupted by {type(error).__name__}"
@@ -202,9 +201,9 @@ class MpiAgreement(Agreement):
             raise
 
     def _take_notice_or_raise(self, record: CallRecord) -> None:
-        """Take a notice of ranks whose calls differ by that alone, or raise their error. Collective.
+        """Find out how calls differ: take a notice if nothing else does, or raise an error. Collective.
 
-        Ranks that leave return, too.
+        A rank whose last call this is returns as well.
         """
         error = record.error
         fields = {"call": record.name, "timeout": "set" if record.timeout else "none", "strategy.run()": f"{self.run}"}
@@ -214,7 +213,7 @@ class MpiAgreement(Agreement):
             fields.update(record.describe())
         gathered = self.all_gather_object((record.is_last, fields, self._posted, self.notice.own))
         if all(posted == self._posted for _, _, posted, _ in gathered):
-            self.notice.settle(own for _, _, _, own in gathered)
+            self.notice.decide(own for _, _, _, own in gathered)
             return
         everyone = [fields for _, fields, _, _ in gathered]
         leavers = [rank for rank, (is_last, *_) in enumerate(gathered) if is_last]
@@ -224,9 +223,9 @@ class MpiAgreement(Agreement):
                 raise self._watchdog.broken
         if record.is_last:
             return
-        self._watch.recorder.fail()
+        self._call_watchdog.recorder.fail()
         if error is not None and have_same_kind_of_error(everyone):
-            mark_shared(error, self.ranks)  # each rank has its own text: one of them is printed
+            mark_shared(error, self.ranks)  # each rank has a text of its own, of which one is printed
             raise error
         problem = mismatch_error(everyone, self.sequence)
         self._note_refusal(problem)
@@ -234,7 +233,7 @@ class MpiAgreement(Agreement):
         raise problem
 
     def _note_refusal(self, error: Exception) -> None:
-        """Remember an error by a mark: the error itself would keep all that the frames of its traceback hold."""
+        """Remember an error by a mark in it. A reference to the error would keep all objects of its frames alive."""
         vars(error)["refusal"] = self._last_refusal = object()
 
     def _is_last_refusal(self, error: BaseException) -> bool:

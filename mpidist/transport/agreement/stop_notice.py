@@ -1,4 +1,4 @@
-"""A notice that one rank gives all ranks with a call that they make anyway: before which step they stop together."""
+"""How a rank that was asked to stop tells all ranks, with a call that they make anyway: all stop before one step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _BIT: Final = 1 << 62  # fingerprints have 63 bits
 
 @final
 class StopNotice:
-    """Before which step all ranks of a group stop, because one of them was asked to.
+    """The step before which all ranks of a group stop, because one of them was asked to.
 
-    A rank that has a notice to give changes a bit of the fingerprint of its next call. So the ranks differ, and do what
-    they do when they differ: they gather what each of them says. So they do if all of them give a notice. Calls
-    without a notice cost nothing.
+    A rank that was asked to stop changes a bit of the fingerprint of its next call. So the fingerprints differ, and all
+    ranks gather the descriptions of their calls, which include `own`: as always when fingerprints differ. They do so,
+    too, if every rank was asked to stop. Calls without a notice cost nothing.
 
     Attributes:
-        bit: What changes the fingerprint of the next call; 0 if this rank has nothing to tell.
+        bit: The bit to change in the fingerprint of the next call; 0 if this rank has nothing to tell.
         step: The number of the step that this rank is in.
-        stop_step: The step that no rank makes any more, equal on all ranks; `None` while no rank was asked to stop.
-        reason: Why they stop.
+        stop_step: The first step that no rank makes any more, equal on all ranks; `None` while no rank was asked to
+            stop.
+        reason: Why the ranks stop.
     """
 
     def __init__(self) -> None:
@@ -31,20 +32,20 @@ class StopNotice:
         self.reason = ""
 
     def give(self, reason: str) -> None:
-        """Tell the other ranks with the next call. Local; a handler of a signal may call it at any time."""
+        """Ask all ranks to stop, with the next call. Local; a handler of a signal may call it at any time."""
         if self.stop_step is None:
             self.reason = self.reason or reason
             self.bit = _BIT
 
     @property
     def own(self) -> tuple[int, str]:
-        """What this rank says: its step, and why to stop."""
+        """This rank's step, and why to stop; "" if this rank was not asked to."""
         return self.step, self.reason
 
-    def settle(self, of_ranks: Iterable[tuple[int, str]]) -> None:
-        """Store what all ranks said, `own` in rank order: they stop after the step of the rank that is the farthest."""
+    def decide(self, of_ranks: Iterable[tuple[int, str]]) -> None:
+        """Let all ranks stop after the step of the rank that is the farthest. `of_ranks`: `own` of each rank."""
         if self.stop_step is None:
-            said = list(of_ranks)
-            self.stop_step = max(step for step, _ in said) + 1
-            self.reason = ", ".join(reason for _, reason in said if reason)
+            gathered = list(of_ranks)
+            self.stop_step = max(step for step, _ in gathered) + 1
+            self.reason = ", ".join(reason for _, reason in gathered if reason)
         self.bit = 0

@@ -1,4 +1,4 @@
-"""The wait for messages that certain ranks send whenever they like: no lock step, and no call numbers."""
+"""What a rank awaits that is not in lock step: messages that certain ranks send at any time, without call numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["AwaitedPeers"]
 
 @final
 class AwaitedPeers(Awaited):
-    """What a rank waits for that asks other ranks, or that answers them. Its owner sets the attributes before a wait.
+    """What a rank awaits that sends requests to other ranks, or answers them. Its owner sets attributes before a wait.
 
     Attributes:
         what: Name of the wait, for people.
-        ends_if_any_leaves: Whether the wait ends, too, when a rank leaves that is not awaited.
-        dispensable: The ranks that the group goes on without, when they are lost.
-        lost: Why each rank is lost that this rank has learnt of. The owner adds to it as well.
-        is_ended_by_program: Whether what ended the wait is that a program ended, not that an awaited rank was lost.
+        ends_if_any_leaves: Whether the wait also ends when a rank leaves that is not awaited.
+        dispensable: The ranks without which the group goes on when they are lost.
+        lost: Lost ranks, as far as this rank knows -> why each is lost. The owner adds to it as well.
+        is_ended_by_program: Whether the wait ended because a program ended, and not because an awaited rank was lost.
     """
 
     given_up = " for another rank"
@@ -42,14 +42,14 @@ class AwaitedPeers(Awaited):
         return status.rank in self.ranks
 
     def is_shared_with(self, status: Status) -> bool:
-        return False  # whether another rank waits as well, its status does not say: each one speaks for itself
+        return False  # the status does not tell whether another rank waits as well, so each rank speaks for itself
 
     def go_on_without(self, gone: Collection[int]) -> list[int]:
-        news = [rank for rank in gone if rank in self.dispensable and rank not in self.lost]
-        if news:
-            self.lost |= dict.fromkeys(news, "its process is gone")
+        newly_lost = [rank for rank in gone if rank in self.dispensable and rank not in self.lost]
+        if newly_lost:
+            self.lost |= dict.fromkeys(newly_lost, "its process is gone")
             self.ranks = [rank for rank in self.ranks if rank not in self.lost]
-        return news
+        return newly_lost
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
         if note.tag in (ENDED, LEFT) and rank in self.dispensable:

@@ -1,4 +1,4 @@
-"""The watch over calls in lock step: every rank makes the same calls, and each call has a number."""
+"""The watchdog of calls in lock step: every rank makes the same calls, and each call has a number."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mpidist.transport.mpi import Intracomm
 
 __all__ = ["CallWatchdog"]
 
-# After all ranks have joined: in this time, a rank that joined too late receives the note that others gave up before.
+# A rank that joined too late receives, within this time, the notes of ranks that gave up before.
 _LATE_NOTE_SECONDS: Final = 0.02
 
 
 @final
 class CallWatchdog(Awaited):
-    """One rank's watch over the numbered calls of its group, one call at a time: all ranks of the group are awaited.
+    """One rank's watch over the numbered calls of its group, one call at a time. Each call awaits all ranks.
 
     The arguments are those of `Watchdog`.
 
     Attributes:
-        watchdog: The part that does not count calls.
+        watchdog: What this rank checks while it waits.
         recorder: This rank's flight recorder.
     """
 
@@ -46,12 +46,12 @@ class CallWatchdog(Awaited):
         self.recorder = board.recorder
         self._call = ""
         self._is_new = False  # whether this rank has not waited in its call yet
-        self._agree_at = math.inf
+        self._agree_at = math.inf  # when to record that all ranks have joined, on the monotonic clock
 
     def begin(self, sequence: int, call: str, details: str, timeout: float | None, is_last: bool = False) -> None:
         """Record that this rank makes a call. Local.
 
-        The watchdog begins at the first check: most calls end before.
+        The wait of the watchdog begins at the first check, because most calls end before that.
 
         Args:
             sequence: The number of the call.
@@ -66,10 +66,10 @@ class CallWatchdog(Awaited):
         self.recorder.begin(sequence, call, details)
 
     def restart(self, since: float | None = None) -> None:
-        """Count the time that this rank waits from now on: this rank did other work since the call began.
+        """Measure the time of the wait from now on, because this rank did other work since the call began.
 
         Args:
-            since: From when on instead, in seconds of the monotonic clock.
+            since: From then on instead, in seconds of the monotonic clock.
         """
         if self._is_new:
             self._is_new = False
@@ -78,7 +78,7 @@ class CallWatchdog(Awaited):
             self.watchdog.restart(since)
 
     def mark_joined(self) -> None:
-        """Note that all ranks have joined the call: a rank that waits further is recorded as moving data soon."""
+        """Note that all ranks have joined the call: if this rank waits on, its recorder soon says that data move."""
         self._agree_at = time.monotonic() + _LATE_NOTE_SECONDS
 
     def check_peers(self) -> None:
@@ -105,8 +105,8 @@ class CallWatchdog(Awaited):
         return not self.is_late(status)
 
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
-        # This rank may still finish a call when others have given up on the next one: that ends the next one alone.
-        # A rank that left has done its part of the call that it names.
+        # Other ranks may have given up on a later call than the one that this rank is finishing, which their notes must
+        # not end. A rank that left has done its part of the call that its note names.
         return note.tag == ENDED or note.sequence + (note.tag == LEFT) <= self.sequence
 
     def stragglers(
@@ -116,7 +116,8 @@ class CallWatchdog(Awaited):
         late = {rank: status for rank, status in statuses.items() if not status.has_joined(self.sequence)}
         unheard = [rank for rank in self.ranks if rank not in seen]
         if not late and (is_agreed or not unheard):
-            # Who joined the call, and has not found since that all did, is late; but not where that word may be lost.
+            # A rank is late, too, that has joined the call and has not noticed that all others have; unless some node
+            # is unheard, as the message that all have joined may be lost on the way from there.
             waits = is_agreed and not unheard
             late = {
                 rank: status

@@ -1,4 +1,4 @@
-"""The exit code with which the program is about to end."""
+"""The exit code with which the program is about to end, and a hook that is called before."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WHERE: Final = "raised_at"  # in `vars` of an exception: the stack, as text
 def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
     """Call a function when a `SystemExit` that nobody caught is about to end the program.
 
-    Python has no hook for this. But the interpreter then reads `SystemExit.code` with no function of Python on the
-    stack: a property in the place of `SystemExit.code` sees that, wherever the exception was raised.
+    Python has no hook for this. But the interpreter reads `SystemExit.code` at its end, when no Python function is on
+    the stack: a property in the place of `SystemExit.code` detects that, wherever the exception was raised.
 
     Args:
         is_ending: The function. Whatever it does, the program ends after it.
@@ -37,7 +37,7 @@ def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
     _set_code_attribute(property(code_of, _CODE.__set__))
     names: list[tuple[dict[str, Any], str, Any]] = [(vars(sys), "exit", sys.exit)]
     names += [(vars(builtins), name, vars(builtins)[name]) for name in ("exit", "quit") if name in vars(builtins)]
-    # `from sys import exit` in the script came before this. Until Python 3.12 what the original raises has no code yet.
+    # The script may have imported `exit` from `sys` before. Until Python 3.12, what that raises has no code yet.
     main = vars(sys.modules["__main__"])
     names += [(main, name, value) for name, value in main.items() if value is sys.exit]
     for space, name, _ in names:
@@ -87,6 +87,7 @@ def _set_code_attribute(attribute: Any) -> None:
 
 
 def _is_asked_by_interpreter() -> bool:
+    """Whether no Python function called the property that calls this function."""
     try:
         sys._getframe(2)
     except ValueError:

@@ -26,14 +26,15 @@ __all__ = [
     "FailureNotes",
 ]
 
-GAVE_UP: Final = 1  # tags, of what the writer does: it waits no more
-BROKE_OFF: Final = 2  # it had an error of its own in the middle of a call
-ENDED: Final = 3  # its program has failed
-FOLLOWS: Final = 4  # it waits no more, because other ranks have given up
-STALLED: Final = 5  # still waiting: asks other nodes what their ranks are doing, or answers
-LEFT: Final = 7  # it left: an exception of its own left the `with` statement, or was under way in `close()`
-LOST: Final = 8  # it has found that processes are gone, and goes on without them
-RESETS: Final = 6  # it makes no call any more before the next reset
+# The tags of notes: what the rank that writes the note does.
+GAVE_UP: Final = 1  # stopped waiting
+BROKE_OFF: Final = 2  # broke off in the middle of a call, because of an error of its own
+ENDED: Final = 3  # ends, because its program has failed
+FOLLOWS: Final = 4  # stopped waiting, because other ranks have given up
+STALLED: Final = 5  # has waited for long: asks what ranks of other nodes are doing, or answers that
+RESETS: Final = 6  # makes no more calls before the next reset
+LEFT: Final = 7  # left the group: an exception of its own left the `with` statement, or reached `close()`
+LOST: Final = 8  # has found that processes are gone, and goes on without them
 
 
 @final
@@ -46,7 +47,7 @@ class FailureNote(NamedTuple):
             which it had done its part.
         text: What happened, for people.
         is_lost: Whether some rank takes part in no call any more.
-        lost: The ranks that the writer has found to be lost: what it needed them for, it cannot do.
+        lost: The ranks without which the writer cannot do its part, and which it has found to be lost.
         seen: The ranks on the writer's status board.
         statuses: The status of the writer, and of the ranks on its board that it waited for.
     """
@@ -73,7 +74,7 @@ class FailureNotes:
 
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm
-        self._anybody = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
+        self._any_message = load_mpi().ANY_SOURCE, load_mpi().ANY_TAG
         self._probe = comm.Iprobe
         self.sent = [0] * comm.size
         self._received = [0] * comm.size
@@ -83,9 +84,9 @@ class FailureNotes:
     def has_unread(self) -> bool:
         """Whether there is a note to read. Local."""
         try:
-            return self._probe(*self._anybody)
+            return self._probe(*self._any_message)
         except load_mpi().Exception as error:
-            self._accept(error)
+            self._acknowledge(error)
             return False
 
     def read(self) -> list[tuple[int, FailureNote]]:
@@ -128,23 +129,27 @@ class FailureNotes:
                 self._under_way.append((self._comm.Isend([text, load_mpi().BYTE], rank, note.tag), text))
                 self.sent[rank] += 1
             except load_mpi().Exception as error:  # a failed process reads no note
-                self._accept(error)
+                self._acknowledge(error)
 
     def _next(self, status: Any) -> Any:
         try:
-            return self._comm.Improbe(*self._anybody, status)
+            return self._comm.Improbe(*self._any_message, status)
         except load_mpi().Exception as error:
-            self._accept(error)
+            self._acknowledge(error)
             return None
 
-    def _accept(self, error: Exception) -> None:
-        """Go on without processes that have failed: until then MPI refuses to look for a message of any rank."""
+    def _acknowledge(self, error: Exception) -> None:
+        """Acknowledge that processes have failed: until then MPI refuses to look for a message from any rank.
+
+        Raises:
+            Exception: `error`, if it says something else.
+        """
         if not is_process_failure(error):
             raise error
         self._comm.Ack_failed()
 
 
 def _keep(under_way: list[tuple[Any, Any]]) -> None:
-    """Keep the notes under way for ever: MPI may still read them."""
+    """Never free the notes that are under way: MPI may still read them."""
     if under_way:
         never_free(tuple(under_way))

@@ -15,7 +15,7 @@ from mpidist.transport.failures.flight_recorder import FlightEntry
 __all__ = ["FILE_VERSION", "GroupFlight", "flight_folder", "write_flight"]
 
 FILE_VERSION: Final = 1
-_MOMENT_SECONDS: Final = 10.0
+_MOMENT_SECONDS: Final = 10.0  # a rank's own file that is not older than this is not replaced
 _FOLDER: Final = "mpidist-flight"
 
 
@@ -65,7 +65,7 @@ def write_flight(folder: Path, world_rank: int, reason: str, groups: Sequence[Gr
     Raises:
         OSError: If the file cannot be written.
     """
-    wall = time.time() - time.monotonic()  # the recorder's clock is that of the node
+    wall = time.time() - time.monotonic()  # recorders have the monotonic clock of the node
     flights = [_group(flight, wall) for flight in groups]
     told: dict[str, Any] = {
         "version": FILE_VERSION,

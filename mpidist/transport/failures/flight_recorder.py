@@ -17,11 +17,11 @@ MAX_CALLS: Final = 2048
 _NUM_TEXTS: Final = 256
 _TEXT_BYTES: Final = 128
 
-# Words of 8 bytes: how many calls there were; the rank's process; at `_STARTED` how many calls there were when the rank
-# went on without waiting for the last one; then a ring of calls; then a ring of texts, each after its number.
+# Words of 8 bytes: the number of calls; the rank's process; at `_STARTED` the number of calls, if the last one is only
+# started; then a ring buffer of calls; then a ring buffer of texts, each after its number.
 _STARTED: Final = 4
 _RING: Final = 16
-_WORDS: Final = 5  # of a call: sequence, text, and when it was begun, agreed on, and ended (< 0: with an error)
+_WORDS: Final = 5  # of a call: sequence, text, and when it began, was agreed on, and ended (< 0: with an error)
 _TEXTS: Final = _RING + MAX_CALLS * _WORDS
 FLIGHT_BYTES: Final = 8 * _TEXTS + _NUM_TEXTS * _TEXT_BYTES
 
@@ -38,9 +38,9 @@ class FlightEntry(NamedTuple):
         call: The name of the call.
         details: Operation, arrays, bytes, algorithm and packs, where there are any.
         begun: When the rank joined the call.
-        agreed: When all ranks had joined, and were found to make the same call.
+        agreed: When all ranks had joined, and had been found to make the same call.
         ended: When the call ended; negative if it ended with an error.
-        is_started: Whether the rank has started the call, and has gone on without waiting for it.
+        is_started: Whether the rank has started the call, and does other work instead of waiting for it.
     """
 
     sequence: int
@@ -70,7 +70,7 @@ class FlightRecorder:
 
     Attributes:
         count: How many calls there were.
-        after_begin: Called when a call has begun, so that calls can be copied before newer ones take their place.
+        after_begin: Called when a call has begun. A trace copies calls then, before newer ones overwrite them.
     """
 
     def __init__(self, memory: Array) -> None:
@@ -95,16 +95,16 @@ class FlightRecorder:
             self.after_begin()
         return at
 
-    def retell(self, details: str) -> None:
-        """Replace the details of the last call, which goes on for long."""
+    def replace_details(self, details: str) -> None:
+        """Replace the details of the last call, which is not over yet."""
         number = self._words[self._at + 1]
         last = self.last()
         if last is not None:
             self._write(number, last.call, details)
 
-    def go_on(self, is_gone: bool = True) -> None:
-        """Record that the rank goes on without waiting for the last call; or, if not `is_gone`, that it waits."""
-        self._words[_STARTED] = self.count if is_gone else 0
+    def mark_started(self, is_started: bool = True) -> None:
+        """Record whether the last call is only started: the rank does other work, and waits for it later."""
+        self._words[_STARTED] = self.count if is_started else 0
 
     def agree(self) -> None:
         """Record that all ranks have joined the call."""
@@ -140,8 +140,8 @@ class FlightRecorder:
         return [[number, *self._words[at : at + _WORDS]] for number, at in zip(numbers, places, strict=True)]
 
     def texts_since(self, number: int) -> dict[int, tuple[str, str]]:
-        """Return the texts after a number: each call's name and details."""
-        return {its: text for text, its in self._texts.items() if its > number}
+        """Return the texts whose numbers are larger: each call's name and details."""
+        return {text_number: text for text, text_number in self._texts.items() if text_number > number}
 
     def _keep(self, call: str, details: str) -> int:
         self._num_texts += 1

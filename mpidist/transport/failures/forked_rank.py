@@ -39,7 +39,7 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 
 @atexit.register  # registered at import, so that it runs after the functions that the program registers
 def _end_without_mpi() -> None:
-    """End a process that was forked from a rank: mpi4py would end MPI in it, which waits for the rank's launcher."""
+    """End a forked process before mpi4py finalizes MPI in it, which would wait for the launcher of the rank."""
     if _Process.is_forked_from_rank:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -36,13 +36,13 @@ __all__ = [
 
 logger = logging.getLogger("mpidist.transport")
 
-EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a call that failed, when others cannot end with it
+EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed call, when other ranks cannot end with it
 _PACKAGE: Final = os.path.dirname(errors.__file__)
 _EXIT_CODE: Final = 1
 _INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
-_FOLLOW_SECONDS: Final = 2.0  # for the rank that failed first to end the job
-_ABORT_SECONDS: Final = 3.0  # for MPI to do so
+_FOLLOW_SECONDS: Final = 2.0  # how long the rank that failed first may take to end the job
+_ABORT_SECONDS: Final = 3.0  # how long MPI_Abort may take
 
 
 @final
@@ -55,9 +55,10 @@ class Job(NamedTuple):
         hostname: The host of this rank.
         tell_end: Tells the other ranks that this rank's program has failed, and why.
         save_flights: Writes flight recorders to files; the argument says why.
-        is_thread_of_a_group: Whether other ranks may wait for what this thread does.
-        has_lower_rank_ended: Whether a lower rank has failed, too, and has told of it.
-        leave: Leaves all groups because of an exception, if all other ranks go on without this one; returns whether.
+        is_thread_of_a_group: Whether other ranks may wait for this thread.
+        has_lower_rank_ended: Whether a lower rank has failed, too, and has told this rank so.
+        leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
+            they do.
     """
 
     abort: Callable[[int], None]
@@ -81,7 +82,7 @@ _undo: list[Callable[[], None]] = []  # undoes `install`
 
 
 def register_job(job: Job) -> None:
-    """Store the job's callbacks, so that `end_job` can abort a job whose other ranks do not finish."""
+    """Store the callbacks, so that `end_job` can abort the job."""
     _jobs[:] = [job]
 
 
@@ -148,14 +149,14 @@ def install_before_start(job: Job, can_end: Callable[[], bool]) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: exceptions end this process alone. For a process that was forked from a rank."""
+    """Undo `install`, in a process that was forked from a rank: its exceptions end that process alone."""
     _jobs.clear()
     while _undo:
         _undo.pop()()
 
 
 def release_signal(number: int) -> None:
-    """Write no flight recorders at a signal any more: the signal is needed for something else."""
+    """Write no flight recorders at a signal any more, as the program needs the signal. Local."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is _save_on_signal:
         signal.signal(number, signal.SIG_DFL)
 
@@ -203,7 +204,7 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException, t
         if not following.may_go_on:
             return
     if not getattr(error, "raised_on_all_ranks", False):
-        with suppress(Exception):  # of MPI, if it is what failed: the error must be reported nevertheless
+        with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
             job.tell_end(text_of(error))
         if issubclass(kind, Exception):
             job.save_flights(text_of(error))
@@ -220,9 +221,9 @@ def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[th
 
 
 def _wait_for_lower_rank(job: Job) -> None:
-    """Give a lower rank that fails as well, by the same mistake or Ctrl-C, time to end this rank."""
+    """Give a lower rank that fails alike, by the same mistake or Ctrl-C, time to print the error and end this rank."""
     if job.rank > 0:
-        time.sleep(_LOWER_RANK_FIRST_SECONDS)  # it prints the same error, and once is enough
+        time.sleep(_LOWER_RANK_FIRST_SECONDS)
         if job.has_lower_rank_ended():
             time.sleep(_FOLLOW_SECONDS)
 
@@ -232,8 +233,8 @@ def _end_with_code(error: SystemExit) -> None:
     job, code = _jobs[0], status_of(error)
     if code == 0:
         return
-    if getattr(error, "raised_on_all_ranks", False):  # then all ranks end by themselves
-        store_code(os.environ, code)  # where the launcher does not end the others at the first of them
+    if getattr(error, "raised_on_all_ranks", False):  # all ranks end by themselves
+        store_code(os.environ, code)  # some launchers end the other ranks when the first one has ended, others do not
         return
     if _has_left(job, error):
         _report_exit(job, error)
@@ -274,8 +275,9 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
 
 def _abort(job: Job, code: int) -> None:
     time.sleep(FORWARD_SECONDS)
-    # MPI's own end may hang, where a launcher is busy with another rank's. This thread needs nothing of Python.
-    with suppress(OSError, RuntimeError):  # out of files, or of memory: then MPI has to do
+    # MPI_Abort may hang while the launcher handles that of another rank. `faulthandler` then ends the process, in a
+    # thread that needs no Python lock.
+    with suppress(OSError, RuntimeError):  # out of files or memory: MPI_Abort has to do
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
     store_code(os.environ, code)
     job.abort(code)

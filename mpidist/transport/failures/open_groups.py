@@ -14,6 +14,7 @@ from mpidist.errors import UnavailableError
 from mpidist.transport.failures import job_abort
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
 from mpidist.transport.failures.forked_rank import leave_mpi_to_parent
+from mpidist.transport.failures.job_abort import release_signal
 from mpidist.transport.mpi import Intracomm, ask_launcher_to_abort, load_mpi, rank_before_start
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import count_text, last_line, text_of
@@ -22,20 +23,20 @@ __all__ = [
     "OpenGroup",
     "add",
     "advance_others",
-    "remove",
     "end_job_before_start",
     "has_lower_rank_ended",
+    "install_job_abort",
     "is_thread_of_a_group",
+    "leave",
+    "no_communicators_left",
+    "num_open",
+    "record_build_failure",
+    "release_signal",
+    "remove",
+    "require_no_build_failure",
     "save_flights",
     "save_with",
-    "record_build_failure",
-    "num_open",
-    "install_job_abort",
-    "leave",
-    "release_signal",
-    "require_no_build_failure",
     "tell_end",
-    "no_communicators_left",
 ]
 
 
@@ -43,7 +44,7 @@ class OpenGroup(ABC):
     """A group of several ranks that this process is in.
 
     Attributes:
-        owner: What a user made that the group belongs to, for errors.
+        owner: The kind of object, made by the user, to which the group belongs; for errors.
     """
 
     owner = "strategy"
@@ -54,15 +55,15 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
-        """Wait a while for all ranks of a group that failed, so that all of them can finalize MPI together.
+        """Wait a while for all ranks of a group that has failed, so that all of them can finalize MPI together.
 
         Returns:
-            Which ranks are missing, for people; `None` if none is.
+            A text that says which ranks are missing; `None` if none is.
         """
 
     @abstractmethod
     def disown(self) -> None:
-        """Leave the group to the process that this process was forked from. Local."""
+        """Leave the group to the parent process, as this process has just been forked. Local."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -74,7 +75,7 @@ class OpenGroup(ABC):
 
     @abstractmethod
     def has_lower_rank_ended(self) -> bool:
-        """Whether a lower rank has told of the end of its program. Local."""
+        """Whether a lower rank has told this rank that its program ends. Local."""
 
     def is_dispensable(self) -> bool:
         """Whether the other ranks go on if this rank's program fails. Local."""
@@ -99,13 +100,13 @@ class OpenGroup(ABC):
 
 
 _open: Final[list[OpenGroup]] = []
-_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some may never end MPI
-_unbuilt: Final[list[str]] = []  # why groups were not built
-_savers: Final[list[Callable[[], None]]] = []  # of what would be lost with this process
+_failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
+_unbuilt: Final[list[str]] = []  # why groups could not be built
+_savers: Final[list[Callable[[], None]]] = []  # write files before this process ends
 
 
 def add(group: OpenGroup) -> None:
-    """Register a group, until `remove`."""
+    """Register a group as open, until `remove`."""
     if group not in _open:
         _open.append(group)
     if group in _failed:
@@ -113,7 +114,7 @@ def add(group: OpenGroup) -> None:
 
 
 def remove(group: OpenGroup, has_failed: bool) -> None:
-    """Unregister a group. A group that has failed is kept apart: its ranks are awaited at the end of the program."""
+    """Unregister an open group. If it has failed, its ranks are awaited at the end of the program."""
     if group in _open:
         _open.remove(group)
     if has_failed and group not in _failed:
@@ -159,10 +160,10 @@ def install_job_abort(world: Intracomm, aborts: bool, flight_signal: str | None)
 
 
 def end_job_before_start(environ: Mapping[str, str]) -> None:
-    """Make a failure of this rank's program end the job, also before MPI is started. Local; starts no MPI.
+    """Make a failure of this rank's program end the job, even before MPI is started. Local; starts no MPI.
 
-    Other ranks may wait in MPI_Init for this one by then, for ever. Does nothing where the launcher ends the job on its
-    own, in a process that no launcher started, and with `MPIDIST_ON_ERROR=raise`.
+    Other ranks may by then wait in MPI_Init for this rank, for ever. Does nothing where the launcher itself ends the
+    job, in a process that no launcher started, and with `MPIDIST_ON_ERROR=raise`.
     """
     rank = rank_before_start(environ)
     if rank is None or environ.get("MPIDIST_ON_ERROR", "").strip() == "raise":
@@ -178,7 +179,7 @@ def end_job_before_start(environ: Mapping[str, str]) -> None:
 
 
 def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
-    """What ends the job with `abort`, and first lets the groups of this process tell and save what they know."""
+    """Return the callbacks of a job that `abort` ends: those of this module, which act for all groups, and `abort`."""
     return job_abort.Job(
         abort,
         rank,
@@ -191,23 +192,18 @@ def _job_of(rank: int, abort: Callable[[int], None]) -> job_abort.Job:
     )
 
 
-def release_signal(number: int) -> None:
-    """Write no flight recorders at a signal any more: the signal is needed for something else. Local."""
-    job_abort.release_signal(number)
-
-
 def num_open() -> int:
     """Count the groups of several ranks that this process has made and not closed."""
     return len(_open)
 
 
 def is_thread_of_a_group() -> bool:
-    """Whether ranks may wait for what this thread does."""
+    """Whether other ranks may wait for this thread."""
     return any(group.is_of_this_thread() for group in _open)
 
 
 def no_communicators_left(error: Exception, ranks: frozenset[int]) -> UnavailableError:
-    """Make the error of ranks for whose next group MPI has no communicators left; to be raised on all of them."""
+    """Make the error that all ranks of a new group raise if MPI has no communicators left for the group."""
     failed = count_text(len(_failed), "strategy", "strategies")
     left = f", and {failed} that a failure ended give theirs back at the end of the program" if _failed else ""
     problem = UnavailableError(
@@ -240,7 +236,7 @@ def leave(error: BaseException) -> bool:
     """Leave all groups because of an exception that ends the program, if all of them go on without this rank. Local.
 
     Returns:
-        Whether they do.
+        Whether all groups go on without this rank.
     """
     groups = (*_open, *_failed)
     if not groups or not all(group.is_dispensable() for group in groups):
@@ -256,7 +252,7 @@ def has_lower_rank_ended() -> bool:
 
 
 def save_with(saver: Callable[[], None]) -> None:
-    """Call a function, too, when flight recorders are written, and before this process ends."""
+    """Register a function that is called when flight recorders are written, and before this process ends."""
     _savers.append(saver)
 
 

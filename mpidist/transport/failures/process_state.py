@@ -18,7 +18,7 @@ _STATES: Final = {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "x": GONE}
 
 @final
 class Process(NamedTuple):
-    """A process, told apart from a later process with the same id.
+    """The identity of a process, which a later process with the same id does not have.
 
     Attributes:
         pid: The process id, in `namespace`.

@@ -1,4 +1,4 @@
-"""What the ranks of a node are doing, in memory that all of them read."""
+"""The status board of a node: what each of its ranks is doing, in memory that all of them read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpidist.transport.node_memory import SharedWindow
 
 __all__ = ["RESET", "StatusBoard", "Status", "name_call"]
 
-RESET: Final = 1 << 40  # the number of a reset: later than all calls before it
-_PROCESS_AT: Final = 8  # after the recorder's count: pid, begin and namespace of the process
+RESET: Final = 1 << 40  # the sequence number of a reset, which is higher than those of all calls
+_PROCESS_AT: Final = 8  # where pid, begin and namespace of the process are in the recorder's memory, in bytes
 
 
 def name_call(call: str, sequence: int) -> str:
@@ -29,7 +29,7 @@ def name_call(call: str, sequence: int) -> str:
 
 @final
 class Status(NamedTuple):
-    """What a rank was doing when its status was read, by itself or by a rank of its node.
+    """What a rank was doing at the moment when its status was read, by itself or by another rank of its node.
 
     Attributes:
         rank: The rank, in its group.
@@ -56,15 +56,15 @@ class Status(NamedTuple):
         return self.last is not None and self.last.sequence >= RESET and self.last.state == "waiting"
 
     def is_waiting_in(self, sequence: int) -> bool:
-        """Whether the rank has joined a call, and has not found yet that all others have."""
+        """Whether the rank has joined a call, and has not noticed yet that all others have."""
         return self.last is not None and self.last.sequence == sequence and self.last.state == "waiting"
 
     def has_started(self, sequence: int) -> bool:
-        """Whether the rank has started a call, and has gone on without waiting for it."""
+        """Whether the rank has only started a call, and does other work instead of waiting for it."""
         return self.last is not None and self.last.sequence == sequence and self.last.state == "started"
 
     def has_joined(self, sequence: int) -> bool:
-        """Whether the rank has joined a call, a later one, or a reset, and its process can still do its part."""
+        """Whether the rank has joined a call, or a later one, and its process can still do its part."""
         at = 0 if self.last is None else self.last.sequence
         return self.is_able and at >= sequence and (at >= RESET) == (sequence >= RESET)
 
@@ -99,7 +99,7 @@ def _past(text: str) -> str:
 class StatusBoard:
     """The flight recorders of a node's ranks, in memory that all of them read. The constructor is collective.
 
-    Where ranks cannot share memory, the board of a rank has that rank alone.
+    If the ranks cannot share memory, each has a board of its own, with that rank alone.
 
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone.
@@ -107,6 +107,7 @@ class StatusBoard:
 
     Attributes:
         recorder: This rank's own flight recorder.
+        rank: This rank, in the group.
         ranks: The ranks on the board.
     """
 

@@ -1,4 +1,4 @@
-"""Which ranks are awaited, which of them are late, and what people are told about the late ones."""
+"""Which ranks a wait is for, which of them are late, and what an error says of the late ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Stragglers(NamedTuple):
     """The ranks that are late.
 
     Attributes:
-        known: What those ranks were doing whose status is known.
+        known: Late ranks whose status is known -> the status.
         unheard: The late ranks whose status is unknown: those of nodes that did not answer.
         hostnames: The host of each rank.
-        lack: What a late rank whose process runs does not do, in words: of one rank, and of several.
+        fault: What a late rank whose process runs does or did not do: the verb for one rank, and for several.
         advice: What a program must do so that no rank is late, as a sentence without its full stop; may be empty.
     """
 
     known: Mapping[int, Status]
     unheard: Sequence[int]
     hostnames: Sequence[str]
-    lack: tuple[str, str] = ("did not join it", "did not join it")
+    fault: tuple[str, str] = ("did not join it", "did not join it")
     advice: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Stragglers(NamedTuple):
         return sorted({*self.ranks} - {*self.stopped, *self.gone})
 
     def sentence(self) -> str:
-        """Say which ranks are late, and what they do not do."""
+        """Say which ranks are late, and how."""
         size = len(self.hostnames)
         if self.gone:
             what, is_ = ("process", "is") if len(self.gone) == 1 else ("processes", "are")
@@ -64,7 +64,7 @@ class Stragglers(NamedTuple):
             return f"all {size} ranks joined it, but its data did not come in time"
         texts = []
         if self.absent:
-            texts.append(f"{name_ranks(self.absent)} of {size} ranks {_verb(self.absent, *self.lack)}")
+            texts.append(f"{name_ranks(self.absent)} of {size} ranks {_verb(self.absent, *self.fault)}")
         if self.stopped:
             texts.append(f"{name_ranks(self.stopped)} of {size} ranks {_verb(self.stopped, 'is', 'are')} stopped")
         return ", and ".join(texts)
@@ -85,15 +85,15 @@ class Stragglers(NamedTuple):
 
 
 class Awaited(ABC):
-    """What a rank waits for. A `Watchdog` asks this object who is awaited, and why they are late.
+    """What a rank waits for: a `Watchdog` asks this object which ranks are awaited, and which of them are late.
 
     Attributes:
-        ranks: The ranks that are awaited: the wait fails when the process of one of them is gone.
+        ranks: The awaited ranks: the wait fails when the process of one of them is gone.
         timeout: How long this rank may wait, in seconds; `None` or 0 for ever.
-        sequence: The number of the call that this rank waits in; 0 where calls have no numbers.
-        lost: The ranks that this rank has found to be lost, by which it can do something no more.
+        sequence: The number of the call in which this rank waits; 0 where calls have no numbers.
+        lost: The lost ranks without which this rank cannot do its part.
         is_last: Whether the group is closed with this wait, so that a failure cannot be reset.
-        given_up: What ranks that gave up waiting had waited for, as it ends the sentence "... had given up waiting".
+        given_up: The end of the sentence "... had given up waiting": what those ranks had waited for.
     """
 
     ranks: Collection[int] = ()
@@ -114,17 +114,17 @@ class Awaited(ABC):
 
     @abstractmethod
     def is_shared_with(self, status: Status) -> bool:
-        """Whether a rank of this node waits for the same, so that one of these ranks speaks for all of them."""
+        """Whether a rank of this node waits for the same thing: then one of these ranks tells other nodes for all."""
 
     @abstractmethod
     def is_ended_by(self, rank: int, note: FailureNote) -> bool:
-        """Whether what another rank has noted ends this wait."""
+        """Whether a failure note of another rank ends this wait."""
 
     def go_on_without(self, gone: Collection[int]) -> list[int]:
-        """Stop to wait for ranks whose processes are gone, where the group goes on without them.
+        """Stop waiting for ranks whose processes are gone, where the group goes on without them.
 
         Returns:
-            Those of these ranks that were not known to be lost.
+            The ranks that were not known to be lost before.
         """
         return []
 
@@ -135,8 +135,8 @@ class Awaited(ABC):
         """Pick the ranks that are late.
 
         Args:
-            statuses: What is known, of any ranks.
-            seen: The ranks of nodes that were heard of.
+            statuses: The known statuses, of any ranks.
+            seen: The ranks of this node, and of nodes that have sent notes.
             hostnames: The host of each rank.
         """
 

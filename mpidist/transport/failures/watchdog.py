@@ -1,10 +1,10 @@
 """What a rank checks while it waits for other ranks: the clock, their failure notes, and their processes.
 
-Whoever waits calls `check_peers` now and then. It raises when waiting further cannot help: the deadline has passed,
+Every wait calls `check_peers` now and then. It raises when waiting further cannot help: the deadline has passed,
 another rank has given up or ended, or its process is gone. MPI itself notices none of these.
 
-A `Watchdog` does not count calls. Which ranks are awaited, and which failures of others end the wait, it asks an
-`Awaited`: `CallWatchdog` is one, for calls in lock step; a rank that waits for any message gives another one.
+A `Watchdog` knows nothing of calls. It asks an `Awaited` which ranks are awaited, and which failures of others end the
+wait: `CallWatchdog` for calls in lock step, `AwaitedPeers` for messages at any time.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["PROBES", "Watchdog"]
 logger = logging.getLogger("mpidist.transport")
 
 _CHECK_SECONDS: Final = 0.1  # between two checks of the clock and of processes
-_ANSWER_SECONDS: Final = 0.3  # for the notes of other nodes
-_FIRST_NOTE_SECONDS: Final = 0.05  # for the note of a rank that others follow
-PROBES: Final = 20
+_ANSWER_SECONDS: Final = 0.3  # how long to wait for the notes of other nodes
+_FIRST_NOTE_SECONDS: Final = 0.05  # how long to wait for the note of the rank that gave up first
+PROBES: Final = 20  # of MPI, which may need several calls to find a message, after work without any
 _QUESTION: Final = "?"
-# What ranks did that take part in no call any more, most telling first.
+# How ranks end their part in all calls; what says most of the cause comes first.
 _ENDS: Final = {
     ENDED: "ended",
     LEFT: "left because of an exception",
@@ -67,7 +67,7 @@ class Watchdog:
 
     Attributes:
         broken: The failure that made the group unusable, or `None`.
-        meanwhile: Called while this rank waits, to advance what this rank started in other groups.
+        advance_others: Called while this rank waits, to advance what this rank started in other groups.
         resets: The note of each rank that has called reset().
     """
 
@@ -81,7 +81,7 @@ class Watchdog:
         remedy: str = "",
         on_failure: Callable[[str], str] = lambda text: "",
     ) -> None:
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.advance_others: Callable[[], None] = lambda: None
         self.broken: Exception | None = None
         self.resets: dict[int, FailureNote] = {}
         self._awaited = awaited
@@ -110,7 +110,7 @@ class Watchdog:
         self.restart(since)
 
     def restart(self, since: float | None = None) -> None:
-        """Count the time of the wait anew: from now, or from `since`. A warning that was given stays the only one."""
+        """Measure the time of the wait from now on, or from `since`. A warning that was given is not repeated."""
         self._since, self._next_check = time.monotonic() if since is None else since, 0.0
 
     def check_peers(self) -> None:
@@ -120,7 +120,7 @@ class Watchdog:
             DeadlineExceededError: If the deadline has passed, here or on another rank.
             PeerFailedError: If a rank broke off, ended, or is gone.
         """
-        self.meanwhile()
+        self.advance_others()
         if self._received or self._notes.has_unread():
             self._check_notes(is_waiting=True)
         now = time.monotonic()
@@ -131,7 +131,7 @@ class Watchdog:
         """Raise if another rank has given up or ended. Local.
 
         Args:
-            probes: How often to ask MPI, which may need several calls to find a message, after work without any.
+            probes: How often to ask MPI for notes: see `PROBES`.
             is_waiting: Whether this rank has waited for others: then the error names the ranks that are late.
         """
         for _ in range(probes):
@@ -151,7 +151,7 @@ class Watchdog:
 
     def has_lower_rank_ended(self) -> bool:
         """Whether a lower rank has told of the end of its program, or of an error that will end its program. Local."""
-        for _ in range(PROBES):  # MPI may need several calls to find a message, after work without any
+        for _ in range(PROBES):
             self._read()
         ends = (ENDED, LEFT, BROKE_OFF, GAVE_UP)  # not `FOLLOWS`: it may be this rank that the other follows
         return any(note.tag in ends and rank < self._rank for rank, note in self._received.items())
@@ -166,7 +166,7 @@ class Watchdog:
 
         Args:
             text: What happened, for people.
-            others_know: Whether a wait of this rank that failed has failed others' as well, as in lock step.
+            others_know: Whether, if a wait of this rank has failed, other ranks know of it, as in lock step.
             done: The number of the last call in which this rank has done its part; `None` for the last that it joined.
         """
         if self.broken is None or not others_know:
@@ -178,7 +178,7 @@ class Watchdog:
             self.tell(RESETS, "")
 
     def stop_answering(self) -> FailureNotes:
-        """Send no more notes; return those of all waits, to be drained before the communicator is freed. Local."""
+        """Send no more notes. Returns the notes, to be drained before the communicator is freed. Local."""
         self._may_answer = False
         return self._notes
 
@@ -201,7 +201,7 @@ class Watchdog:
         """
         statuses = self._board.statuses()
         if any(status.is_resetting for status in statuses.values()):
-            for _ in range(PROBES):  # by its note, which it sent before the reset, the rank had joined the call
+            for _ in range(PROBES):  # the rank's note, sent before the reset, says in which call it was
                 self._read()
         statuses |= {rank: note.statuses[0] for rank, note in self._received.items() if rank in statuses}
         own = self._board.status(self._rank)
@@ -210,7 +210,7 @@ class Watchdog:
         number = self._awaited.sequence if sequence is None else sequence
         note = FailureNote(tag, number, text, is_lost, lost, seen, (own, *others))
         if to is None:
-            # What all ranks of a node find out, one of them tells other nodes: not every pair of ranks needs a note.
+            # All ranks of a node find out the same, so one of them tells other nodes: not every pair needs a note.
             is_for_all = tag not in (GAVE_UP, FOLLOWS) or self._is_speaker()
             to = range(self._size) if is_for_all else self._board.ranks
         self._notes.send(note, to)
@@ -230,10 +230,10 @@ class Watchdog:
         if lost:
             self._tell_lost(lost)
         gone = self._gone_and_awaited()
-        is_gone = bool(gone) and gone == self._gone  # seen twice, and what this rank waits for was tested between
+        is_gone = bool(gone) and gone == self._gone  # twice in a row: a last message may have arrived in between
         self._gone = gone
         if is_gone or (timeout and waited >= timeout):
-            self.require_no_notes(PROBES, is_waiting=True)  # before this rank tells what another rank has told
+            self.require_no_notes(PROBES, is_waiting=True)  # if another rank has told it already, follow that rank
             self._fail_by_own_finding()
         if self._stall_seconds and not timeout:
             self._warn_of_stall(now, waited)
@@ -242,7 +242,7 @@ class Watchdog:
             self._next_check = min(self._next_check, self._since + timeout)
 
     def _tell_lost(self, ranks: Collection[int]) -> None:
-        """Tell the other nodes of processes that are gone, and without which the group goes on. Local."""
+        """Tell the other nodes which processes are gone, if the group goes on without them. Local."""
         own = self._board.status(self._rank)
         note = FailureNote(LOST, self._awaited.sequence, "", False, tuple(ranks), self._board.ranks, (own,))
         self._notes.send(note, range(self._size))
@@ -254,7 +254,7 @@ class Watchdog:
         """Read the notes, and raise if one of them ends the wait."""
         self._read()
         ending, until = self._ending_notes(), time.monotonic() + _FIRST_NOTE_SECONDS
-        # A rank that gives up because another rank does, does not say why: the note of the first rank is under way.
+        # The note of a rank that only follows another one does not say why; the note of the first rank is under way.
         while ending and all(note.tag == FOLLOWS for note in ending.values()) and time.monotonic() < until:
             time.sleep(_FIRST_NOTE_SECONDS / 50)
             self._read()
@@ -285,14 +285,14 @@ class Watchdog:
                 self._answers[rank] = note
 
     def _why_given_up(self) -> str:
-        """Say what the others wrote of the rank that they waited for, if it is more than that the rank is late."""
+        """Repeat what notes say of the cause, if they say more than that a rank is late."""
         texts = dict.fromkeys(note.text for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS))
         return "".join(f": {text}" for text in texts if text)
 
     def _fail_after_others(self, reason: str, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
         """Fail because other ranks have. `may_go_on`: whether the first of them may catch its exception."""
         is_lost = any(note.is_lost for note in self._received.values())
-        # What this rank was told, ranks of other nodes may be told by this rank alone.
+        # Ranks of other nodes may have received no note but this one.
         self.tell(FOLLOWS, self._why_given_up().removeprefix(": "), is_lost)
         late = self._stragglers() if is_waiting else Stragglers({}, (), self._hostnames)
         if late.ranks:
@@ -304,7 +304,7 @@ class Watchdog:
         """Fail because the deadline has passed, or a process is gone."""
         self.tell(GAVE_UP, "", bool(self._gone_and_awaited()))
         late = self._stragglers()
-        # A lower rank that has given up, too, prints the whole text.
+        # If a lower rank has given up, too, that rank prints the whole text.
         follows = any(note.tag == GAVE_UP and rank < self._rank for rank, note in self._received.items())
         if late.gone:
             self._fail(PeerFailedError, f"cannot complete: {late.sentence()}", late, follows)
@@ -334,7 +334,7 @@ class Watchdog:
         while True:
             self._read()
             known, seen = self._known(self._received), self._seen(self._received)
-            # A rank that is in a reset already has left a note of where it was before.
+            # A rank that waits in a reset has sent a note before, which says in which call it was.
             is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
             if is_all or time.monotonic() > until:
                 return self._awaited.stragglers(known, seen, self._hostnames)
@@ -347,19 +347,19 @@ class Watchdog:
     def _known(self, notes: dict[int, FailureNote]) -> dict[int, Status]:
         """Merge what this node's board and notes say of the ranks."""
         known = {status.rank: status for note in notes.values() for status in note.statuses}
-        # What a rank wrote itself says where it waited; since then the rank may have gone on, to a reset.
+        # A rank's own note says where it waited, and comes last: by the board, it may be in a reset since then.
         return known | self._board.statuses() | {rank: note.statuses[0] for rank, note in notes.items()}
 
     def _warn_of_stall(self, now: float, waited: float) -> None:
-        """Warn, once in a wait and on one rank of a node, that the wait is long. First, ask the other nodes."""
-        if self._warn_at == math.inf:
+        """Warn, once in a wait and on one rank of a node, that the wait is long. Asks the other nodes before."""
+        if self._warn_at == math.inf:  # not asked yet
             if waited >= self._stall_seconds and self._is_speaker():
                 self._answers.clear()
                 if self._may_answer:
                     self.tell(STALLED, _QUESTION)
                 self._warn_at = now + _ANSWER_SECONDS
         elif now >= self._warn_at > 0:
-            self._warn_at = -math.inf  # said once
+            self._warn_at = -math.inf  # never again in this wait
             self._read()
             known, seen = self._known(self._answers), self._seen(self._answers)
             late = self._awaited.stragglers(known, seen, self._hostnames)
@@ -367,13 +367,13 @@ class Watchdog:
             logger.warning("mpidist: %s on rank %d has waited for %.0f s, and %s", name, self._rank, waited, reason)
 
     def _is_speaker(self) -> bool:
-        """Whether this rank is the first of those of its node that wait for the same."""
+        """Whether this rank is the first of its node's ranks that wait for the same: it speaks for all of them."""
         waiting = [rank for rank, status in self._board.statuses().items() if self._awaited.is_shared_with(status)]
         return not waiting or self._rank == min(waiting)
 
 
 def _ends_of(received: Mapping[int, FailureNote]) -> Iterator[tuple[int, str]]:
-    """List how ranks ended their part in all calls: the kind of note, and a sentence; most telling first."""
+    """List how ranks ended their part in all calls: the tag of the note, and a sentence, in the order of `_ENDS`."""
     for tag, what in _ENDS.items():
         ranks = [rank for rank, note in received.items() if note.tag == tag]
         if ranks:

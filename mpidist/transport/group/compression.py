@@ -1,4 +1,4 @@
-"""Float32 numbers that are sent in half precision: a communicator around another one."""
+"""A communicator that sends float32 numbers in half precision, around another communicator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @final
 class CompressingCommunicator(Communicator):
-    """Ranks that send each other float32 numbers in half precision. Buffers are float32, and no other dtype.
+    """Ranks that send each other float32 numbers in half precision. All buffers are float32.
 
     What a rank contributes is rounded, the rounded numbers are reduced in float32, and the result is rounded once more:
     the same bits on all ranks, and half the bytes that the methods of `Communicator` state.

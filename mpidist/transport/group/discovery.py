@@ -38,7 +38,7 @@ _warned: Final[set[str]] = set()
 
 
 def communicators(comm: Intracomm | None) -> tuple[Intracomm, Intracomm]:
-    """Initialize MPI, unless the program has, and check that the ranks know of each other.
+    """Initialize MPI, unless the program has, and check that the launcher started one world of ranks.
 
     Args:
         comm: The ranks of a group; `None` for all ranks of the job.
@@ -71,7 +71,7 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
 
     Raises:
         UnavailableError: If an earlier group could not be built.
-        DeadlineExceededError: If some ranks do not within `MPIDIST_TIMEOUT_SECONDS`.
+        DeadlineExceededError: If some ranks do not come within `MPIDIST_TIMEOUT_SECONDS`.
     """
     open_groups.require_no_build_failure()
     timeout, stall = settings.timeout_seconds, settings.stall_seconds
@@ -99,9 +99,9 @@ def wait_for_all_ranks(comm: Intracomm, settings: Settings) -> None:
 
 
 def own_settings() -> Settings:
-    """Read this rank's settings; defaults if they are invalid, which `discover` raises later, on all ranks. Local.
+    """Read this rank's settings, and set the log level. Local.
 
-    The loggers follow them from now on.
+    Returns defaults if a setting is invalid: `discover` raises the error later, on all ranks.
     """
     try:
         settings = Settings.from_environment(os.environ)
@@ -143,7 +143,7 @@ def _agreed_settings(comm: Intracomm) -> Settings:
 
 
 def _warn_of_unknown(variables: Mapping[str, str]) -> None:
-    """Warn once in a process of settings that mean nothing."""
+    """Warn of `MPIDIST_` variables that mean nothing, of each once in a process."""
     for text in unknown_settings(variables):
         if text not in _warned:
             _warned.add(text)
@@ -151,7 +151,7 @@ def _warn_of_unknown(variables: Mapping[str, str]) -> None:
 
 
 def agreed_cost_model(comm: Intracomm, topology: Topology) -> CostModel | None:
-    """Read what `python -m mpidist tune` measured, on one rank, so that all choose alike. Collective."""
+    """Read what `python -m mpidist tune` has measured: on one rank, so that all ranks choose alike. Collective."""
     tuned = load_tuned(TuningKey.here(topology.node_sizes)) if topology.rank == 0 else None
     agreed: CostModel | None = comm.bcast(tuned and tuned.model, 0)
     return agreed

@@ -18,7 +18,7 @@ from mpidist.transport.costs import CostModel
 from mpidist.transport.gpu import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
 from mpidist.transport.host_memory import most_result_bytes
-from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, unasked_bytes
+from mpidist.transport.mpi import MAX_CHUNK_BYTES, Intracomm, MpiCommunicator, eager_limit_bytes
 from mpidist.transport.native import native
 from mpidist.transport.nccl import DeviceQueue, NcclCommunicator
 from mpidist.transport.node_memory import SharedArena, Slots, file_system_bytes
@@ -31,7 +31,7 @@ from mpidist.transport.shared_memory import (
 )
 from mpidist.transport.topology import Topology
 
-__all__ = ["Levels", "NcclReach"]
+__all__ = ["Levels", "NcclReach", "report_no_shared_memory"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -41,11 +41,11 @@ logger = logging.getLogger("mpidist.transport")
 _DIRECT_BYTES: Final = (32 << 10, 1 << 20)
 _PACK_BYTES: Final = (256 << 10, 4 << 20)
 
-# Of device memory: a launch takes as long as reducing some MB, and a pack costs two passes at the memory's speed.
+# The same for device memory: a launch takes as long as reducing some MB, and packing costs two passes through memory.
 _DIRECT_BYTES_OF_DEVICE: Final = 4 << 20
 _PACK_BYTES_OF_DEVICE: Final = 32 << 20
 _RESULTS_OF_SHARED_MEMORY: Final = 1 / 4  # the most that results take of the node's memory file system
-_LEFT_BY_RESULTS: Final = 1 / 2  # what of it is free afterwards: results can do without, other arrays there cannot
+_LEFT_BY_RESULTS: Final = 1 / 2  # how much of it results leave free, as they can lie elsewhere and other arrays cannot
 _SAME_STREAM: Final = nullcontext()
 
 
@@ -61,7 +61,7 @@ class NcclReach(Enum):
 @final
 @dataclass(frozen=True)
 class Levels:
-    """The communicators of the machine's levels, for one kind of memory, as an all-reduce algorithm uses them.
+    """The communicators of an all-reduce algorithm, one for each level of the machine, for one kind of memory.
 
     Attributes:
         world: All ranks of the group.
@@ -123,12 +123,12 @@ class Levels:
         Raises:
             UnavailableError: If shared memory is required and not available. On every rank.
         """
-        short = MAX_CHUNK_BYTES
+        eager = MAX_CHUNK_BYTES
         if topology.num_nodes > 1:
-            short = min(comm.allgather(unasked_bytes() or short))  # settings may differ from node to node
-        world = _make_level(comm.Dup(), "world", max_chunk_bytes, short)
+            eager = min(comm.allgather(eager_limit_bytes() or eager))  # limits may differ from node to node
+        world = _make_level(comm.Dup(), "world", max_chunk_bytes, eager)
         within = _make_level(_split(comm, topology.node, topology.rank), "within_node", max_chunk_bytes)
-        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, short)
+        across = _make_level(_split(comm, topology.local_rank, topology.node), "across_nodes", max_chunk_bytes, eager)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
@@ -136,24 +136,24 @@ class Levels:
         if slots is None:
             levels = cls(world, within, across, topology.is_even)
             if reason is not None:
-                levels._report_no_shared_memory(reason, transport)
+                report_no_shared_memory(reason, transport, world.rank, levels.free)
             return levels
-        small = model.one_shot_bytes((within.size,))
-        on_node = FusedReducer(slots, within.size, small, within.traffic)
+        one_shot_bytes = model.one_shot_bytes((within.size,))
         if isinstance(within, MpiCommunicator):
-            within = SharedMemoryCommunicator(within, on_node)
+            within = SharedMemoryCommunicator(within, FusedReducer(slots, within.size, one_shot_bytes, within.traffic))
         if topology.num_nodes > 1:
             fused = _inter_node_reducer(slots, across, topology, model, within.traffic)
         else:
-            fused = FusedReducer(slots, world.size, small, world.traffic, result_arena=_make_result_arena(world))
+            arena = _make_result_arena(world)
+            fused = FusedReducer(slots, world.size, one_shot_bytes, world.traffic, result_arena=arena)
             world = SharedMemoryCommunicator(world, fused) if isinstance(world, MpiCommunicator) else world
         return cls(world, within, across, topology.is_even, fused)
 
     def compressed(self, half: np.dtype[Any] | None) -> Levels:
-        """Return levels whose `world` and `across_nodes` round to half precision, for float32 buffers alone. Local.
+        """Return levels whose `world` and `across_nodes` send float32 numbers in half precision. Local.
 
         Args:
-            half: float16 or bfloat16; `None` for these levels themselves.
+            half: float16 or bfloat16; `None` for no compression, which returns these levels themselves.
         """
         if half is None:
             return self
@@ -167,7 +167,7 @@ class Levels:
         return self._compressed[half]
 
     def message_bytes(self, device: bool) -> tuple[int, int]:
-        """Return the best sizes of messages in bytes: the least of an array without packing, and that of a pack.
+        """Return the fastest sizes of messages, in bytes: from which size on arrays are not packed, and that of a pack.
 
         Args:
             device: Whether the arrays lie in device memory.
@@ -198,19 +198,19 @@ class Levels:
             wire: The dtype of the buffer.
             half: As in `compressed`.
             reduction: The elementwise operation.
-            copies: To the buffer and back.
+            copies: The copies to the buffer and back.
             num: Number of arrays that are copied together.
         """
-        joined = {wire} if half is None else {wire, half}
+        added = {wire} if half is None else {wire, half}  # the dtypes that kernels add
         if isinstance(self.world, NcclCommunicator):
-            joined = {dtype for dtype in joined if not self.world.is_native(dtype, reduction)}
+            added = {dtype for dtype in added if not self.world.is_native(dtype, reduction)}
         elif self.world.size == 1:
-            joined = set()
+            added = set()
         casts = () if half is None else ((wire, half, False), (half, wire, False))
-        return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in joined], num)
+        return kernels_needed({*copies, *casts}, [(dtype, reduction.op) for dtype in added], num)
 
     def pack_buffer(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return memory to pack into: of the queue, which several streams use, or `Communicator.pack_buffer`."""
+        """Return memory to pack into: the queue's, which is safe on several streams, or `Communicator.pack_buffer`."""
         if self.queue is None:
             return self.within_node.pack_buffer(count, dtype)
         return self.queue.buffer("pack", count * dtype.itemsize).view(dtype)
@@ -243,13 +243,24 @@ class Levels:
             self.fused.free()
             self.fused.slots.free()
 
-    def _report_no_shared_memory(self, reason: str, transport: str) -> None:
-        """Log that shared memory is not available; raise `UnavailableError` if it is required."""
-        if transport == "shared_memory":
-            self.free()
-            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
-        if self.world.rank == 0:
-            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
+
+def report_no_shared_memory(reason: str, transport: str, rank: int, free: Callable[[], None]) -> None:
+    """Warn on rank 0 that there is no shared memory; if the settings require it, free the group and raise. Collective.
+
+    Args:
+        reason: Why there is none, the same on all ranks.
+        transport: `Settings.transport`.
+        rank: This rank.
+        free: Frees what was made of the group.
+
+    Raises:
+        UnavailableError: If the settings require shared memory. On every rank.
+    """
+    if transport == "shared_memory":
+        free()
+        raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reason}")
+    if rank == 0:
+        logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reason)
 
 
 def _inter_node_reducer(
@@ -260,14 +271,14 @@ def _inter_node_reducer(
     if topology.local_rank < lanes:
         exchange = ShardExchange(cast("MpiCommunicator", across))
     is_in_blocks = list(topology.node_of_rank) == sorted(topology.node_of_rank)
-    least = model.least_bytes(topology.node_sizes)
-    return FusedReducer(slots, lanes, 0, traffic, InterNode(exchange, least, is_in_blocks))
+    inter_node = InterNode(exchange, model.least_bytes(topology.node_sizes), is_in_blocks)
+    return FusedReducer(slots, lanes, one_shot_bytes=0, traffic=traffic, across=inter_node)
 
 
 def _make_slots(
     comm: Intracomm, within: Communicator, topology: Topology, model: CostModel
 ) -> tuple[Slots | None, str | None]:
-    """Make the staging memory of every node; on all nodes or none, with the reason. Collective over all ranks."""
+    """Make the staging memory of each node: on all nodes, or on none, with the reason. Collective over all ranks."""
     node = within.comm if isinstance(within, MpiCommunicator) else None
     slots, reason = None, None
     try:
@@ -283,7 +294,7 @@ def _make_slots(
 
 
 def _make_result_arena(world: Communicator) -> SharedArena | None:
-    """Make the memory of results of one node, if all ranks can write there. Collective."""
+    """Make the shared memory of results, if the compiled code of all ranks can write there. Collective."""
     if not isinstance(world, MpiCommunicator) or not all(world.comm.allgather(native is not None)):
         return None
     most = most_result_bytes(world.size)

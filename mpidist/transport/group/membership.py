@@ -1,4 +1,4 @@
-"""What a rank keeps of its group through every reset: the ranks, the status board, and the exit barrier."""
+"""The part of a rank's group that stays the same through every reset: the ranks, the status board, the exit barrier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpidist.transport.failures import (
     job_abort,
     open_groups,
 )
-from mpidist.transport.group.last_round import LastRound
+from mpidist.transport.group.exit_barrier import ExitBarrier
 from mpidist.transport.mpi import Intracomm
 from mpidist.transport.settings import Settings
 from mpidist.transport.topology import Topology
@@ -51,7 +51,7 @@ class Membership:
 
     Attributes:
         comm: The ranks.
-        trace: What is recorded of this rank's calls; `None` if nothing is.
+        trace: The trace of this rank's calls; `None` if they are not traced.
         folder: The folder of the flight recorders; `None` if none are kept.
     """
 
@@ -66,7 +66,7 @@ class Membership:
         self._board = StatusBoard(node if node.size > 1 else None, topology.nodes[topology.node])
         node.Free()
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
-        self._reset_watch = self._make_watch(comm, "End the job, and start it again")
+        self._reset_watchdog = self._make_call_watchdog(comm, "End the job, and start it again")
         self.trace: Trace | None = None
         if settings.trace:
             try:
@@ -85,12 +85,12 @@ class Membership:
         return self._board.gone()
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
-        """Say of ranks of this node what each of them does. Local."""
+        """Say what each of some ranks does, if it is on this node. Local."""
         return [f"rank {rank}: {self._board.status(rank)}" for rank in ranks if rank in self._board.ranks]
 
-    def make_watch(self, comm: Intracomm) -> CallWatchdog:
-        """Make the watch over calls in a communicator of the same ranks. Local."""
-        return self._make_watch(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
+    def make_call_watchdog(self, comm: Intracomm) -> CallWatchdog:
+        """Make the watchdog of calls in a communicator of the same ranks. Local."""
+        return self._make_call_watchdog(comm, "The strategy is unusable until strategy.reset() is called on all ranks")
 
     def make_watchdog(self, awaited: Awaited, comm: Intracomm, remedy: str) -> Watchdog:
         """Make the watchdog of a rank whose calls are not in lock step, in a communicator of the same ranks. Local."""
@@ -100,12 +100,12 @@ class Membership:
     def all_gather_at_reset(
         self, flags: tuple[int, int], timeout: float | None, calls: Watchdog | None
     ) -> list[tuple[int, int]]:
-        """Wait until all ranks call `reset`, and all-gather two numbers of each rank. Collective.
+        """Wait until all ranks call `reset`, and all-gather two numbers. Collective.
 
         Args:
             flags: The numbers of this rank.
             timeout: How long to wait, in seconds; `None` or 0 for ever.
-            calls: The watchdog of the calls until now, which receives the notes of ranks that have left.
+            calls: The watchdog of the calls before the reset, which receives the notes of ranks that have left.
 
         Returns:
             The numbers of each rank, in rank order.
@@ -114,18 +114,18 @@ class Membership:
             DeadlineExceededError: If not all ranks call `reset` in time.
             PeerFailedError: If a rank's process has ended, or a rank has left because of an exception.
         """
-        watch, watchdog = self._reset_watch, self._reset_watch.watchdog
+        call_watchdog, watchdog = self._reset_watchdog, self._reset_watchdog.watchdog
 
         def check_peers() -> None:
             if calls is not None:
                 calls.require_nobody_left("reset()")
-            watch.check_peers()
+            call_watchdog.check_peers()
 
         if calls is not None:
             calls.require_nobody_left("reset()", PROBES)
         if watchdog.broken is not None:
             raise type(watchdog.broken)(f"an earlier reset() failed: {watchdog.broken}")
-        watch.begin(RESET, "reset()", "", timeout)
+        call_watchdog.begin(RESET, "reset()", "", timeout)
         watchdog.require_no_notes(PROBES)
         own, gathered = np.array(flags, np.int64), np.empty((self.comm.size, 2), np.int64)
         for _ in range(2):  # a rank that arrives after others gave up completes the first round, not the second
@@ -162,8 +162,8 @@ class Membership:
         return None
 
     def wait_for_live_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`: wait for ever, but for no rank that is lost."""
-        return LastRound(self._exit_comm, self.gone, self._stall_seconds, job_abort.write_line).wait()
+        """See `OpenGroup.wait_for_peers_at_exit`. Waits for ever, but not for ranks that are lost."""
+        return ExitBarrier(self._exit_comm, self.gone, self._stall_seconds, job_abort.write_line).wait()
 
     def flights(self) -> dict[int, GroupFlight]:
         """See `OpenGroup.flights`."""
@@ -199,7 +199,7 @@ class Membership:
         self.comm.Free()
         self._board.free()
 
-    def _make_watch(self, comm: Intracomm, remedy: str) -> CallWatchdog:
+    def _make_call_watchdog(self, comm: Intracomm, remedy: str) -> CallWatchdog:
         hostnames = self._topology.hostnames
         return CallWatchdog(comm, self._board, hostnames, self._stall_seconds, remedy, open_groups.save_flights)
 

@@ -1,4 +1,4 @@
-"""An exception of one rank's local work, between two calls, becomes an exception of all ranks."""
+"""Makes all ranks raise an exception that one rank raised in its local work, between two calls."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["all_reduce_rows"]
 def all_reduce_rows(levels: Levels, tree: ReplicaTree, ufunc: np.ufunc, rows: Sequence[Array], out: Array) -> None:
     """Add the rows of all ranks, in the order of the tree, on every rank. Collective.
 
-    It works for every tree. Of a flat tree, a `Reduction` with folds moves as little, and is faster.
+    For any tree. For a flat tree, a `Reduction` with folds moves as few bytes and is faster.
 
     Args:
         levels: The levels for host memory, without compression.
@@ -29,14 +29,14 @@ def all_reduce_rows(levels: Levels, tree: ReplicaTree, ufunc: np.ufunc, rows: Se
         rows: This rank's rows, `tree.num_rows[rank]` arrays [n] of host memory: flat, contiguous and of one dtype.
         out: [n], takes the sum. May be one of `rows`.
     """
-    topology, fused, across = tree.topology, levels.fused, levels.across_nodes
+    topology, fused = tree.topology, levels.fused
     world = levels.world.mpi if isinstance(levels.world, SharedMemoryCommunicator) else levels.world
     if topology.size == 1:
         tree.world.combine(ufunc, rows, (out,))
     elif not isinstance(world, MpiCommunicator):
         raise TypeError(f"rows cannot go through a {type(world).__name__}; pass the levels for host memory")
     elif fused is not None and topology.num_nodes < topology.size and fits_into_slots(fused, tree, out.dtype):
-        lane = across if isinstance(across, MpiCommunicator) else None
-        all_reduce_in_slots(fused, lane, tree, ufunc, rows, out)
+        across_nodes = levels.across_nodes if isinstance(levels.across_nodes, MpiCommunicator) else None
+        all_reduce_in_slots(fused, across_nodes, tree, ufunc, rows, out)
     else:
         all_reduce_by_messages(world, tree.world, tree.num_rows, ufunc, rows, out)

@@ -1,12 +1,11 @@
 """A group of ranks that ask each other for services: requests at any time, no calls in lock step, and one common end.
 
-Where a `SyncGroup` numbers calls that all ranks make, the ranks of this group send messages whenever they like. What a
-rank waits for, and when it may stop to wait, its `Watchdog` asks an `Awaited` of the caller's.
+The ranks of a `SyncGroup` make the same calls, which are numbered. The ranks of a `ServiceGroup` send messages at any
+time. An `AwaitedPeers`, which the caller provides, says which ranks a rank waits for, and what ends its wait.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from mpidist.transport.group.discovery import (
     own_settings,
     wait_for_all_ranks,
 )
+from mpidist.transport.group.levels import report_no_shared_memory
 from mpidist.transport.group.membership import Membership
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
@@ -36,8 +36,6 @@ from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Service", "ServiceGroup", "meet_ranks"]
-
-logger = logging.getLogger("mpidist.transport")
 
 _REMEDY: Final = "Close the strategy, end the job, and start it again"
 
@@ -55,7 +53,7 @@ class Service(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Make this rank's part usable again, or say why it cannot be. Local."""
+        """Make this rank's part usable again, or raise an error that says why it cannot be. Local."""
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
@@ -63,11 +61,11 @@ class Service(ABC):
 
     @abstractmethod
     def meet_peers(self, call: str, error: Exception | None = None) -> None:
-        """Wait until all ranks that do the same as this one make a call, and all that they have changed is changed.
+        """Wait until all ranks that do the same as this one make a call, and all their changes are carried out.
 
         Args:
-            call: What the ranks do, for people.
-            error: What went wrong on this rank; raised here, and told to the others.
+            call: The name of the call, for people.
+            error: An error of this rank, which is raised here, and told to the others.
 
         Raises:
             InvalidArgumentError: If ranks differ, or another one has an error.
@@ -79,7 +77,7 @@ def meet_ranks(comm: Intracomm | None, item: Any) -> tuple[Intracomm, list[Any]]
 
     Args:
         comm: An intra-communicator of mpi4py; `None` is `MPI.COMM_WORLD`.
-        item: What the other ranks shall know of this one.
+        item: This rank's item.
 
     Returns:
         The communicator, and the items in rank order.
@@ -102,7 +100,7 @@ class ServiceGroup(OpenGroup):
     """Ranks that send each other requests. `from_mpi` makes one, on all its ranks.
 
     Args:
-        membership: The ranks, and what they know of each other.
+        membership: The ranks, and their status boards.
         topology: The nodes of the ranks.
         settings: The settings that were read from the environment.
         awaited: What this rank waits for, whenever it waits.
@@ -113,12 +111,13 @@ class ServiceGroup(OpenGroup):
         comm: The communicator of the requests.
         ranks: The ranks, as they are numbered in the whole job.
         watchdog: What a rank checks while it waits.
-        arena: Memory that the ranks of this node share; `None` before `share_memory`, or where they share none.
+        arena: Memory that the ranks of this node share; `None` before `share_memory`, or if they share none.
         recorder: This rank's flight recorder.
-        timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default as the settings say.
-        end: Ends this rank's part, because of an exception if one is given; called if the program ends before that.
-        may_miss_ranks: Whether the group goes on without ranks that are lost: then its ranks wait for each other at the
-            very end of their programs alone.
+        timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default that of the settings.
+        end: Ends this rank's part; its argument is the exception that is the cause, or `None`. Called when the program
+            ends, if the part has not ended before.
+        may_miss_ranks: Whether the group goes on without ranks that are lost. Then its ranks wait for each other only
+            at the very end of their programs.
         is_needed: Whether the group cannot go on without this rank.
     """
 
@@ -192,11 +191,7 @@ class ServiceGroup(OpenGroup):
         if self.arena is not None:
             self.arena.free()
             self.arena = None
-        if transport == "shared_memory":
-            self.free()
-            raise UnavailableError(f"MPIDIST_TRANSPORT=shared_memory cannot be followed: {reasons[0]}")
-        if topology.rank == 0:
-            logger.warning("ranks of a node send messages instead of sharing memory, which is slower: %s", reasons[0])
+        report_no_shared_memory(reasons[0], transport, topology.rank, self.free)
 
     @property
     def is_open(self) -> bool:
@@ -214,7 +209,7 @@ class ServiceGroup(OpenGroup):
 
     def free(self) -> None:
         """Free the communicators, with all ranks. Collective; every rank has ended its part before."""
-        if not self.is_open or self.may_miss_ranks:  # which a rank that is lost since would hold up
+        if not self.is_open or self.may_miss_ranks:  # a lost rank would block what all ranks do together
             self.abandon(has_ended=True)
             return
         notes = self.watchdog.stop_answering()
@@ -222,7 +217,7 @@ class ServiceGroup(OpenGroup):
         request = self.comm.Iallreduce(own, united, load_mpi().BOR)
         awaited, rank = self._awaited, self.topology.rank
         awaited.ranks = [other for other in range(self.topology.size) if other != rank]
-        awaited.what, awaited.timeout = "close()", None  # a server may do something else after serve()
+        awaited.what, awaited.timeout = "close()", None  # for ever: a server may do other work after serve()
         self.watchdog.begin()
         try:
             poll_or_keep(request.Test, self.watchdog.check_peers, (request, own, united))
@@ -241,10 +236,10 @@ class ServiceGroup(OpenGroup):
         self._membership.free()
 
     def abandon(self, has_ended: bool = False) -> None:
-        """Leave to the end of the program what only all ranks together could free. Local.
+        """Leave the group without freeing what only all ranks together can free. Local.
 
         Args:
-            has_ended: Whether this rank's part has ended in order: then no rank reads the memory that this rank took.
+            has_ended: Whether this rank's part has ended in order, so that no rank reads its memory any more.
         """
         if self._is_gone:
             return
@@ -269,18 +264,18 @@ class ServiceGroup(OpenGroup):
 
     def is_dispensable(self) -> bool:
         """See `OpenGroup.is_dispensable`. Without its servers the group does not go on either."""
-        broken = self.watchdog.broken  # a deadline of this rank ends nothing for the others
+        broken = self.watchdog.broken  # a deadline of this rank's own does not break the group of the others
         return self.may_miss_ranks and not self.is_needed and isinstance(broken, (NoneType, DeadlineExceededError))
 
     def is_own(self, error: BaseException | None) -> TypeGuard[BaseException]:
-        """Whether an exception that leaves the strategy is of this rank alone, and the others do not have it."""
+        """Whether an exception that leaves the strategy is a failure of this rank, and other ranks do not raise it."""
         return error is not None and not ends_normally(error) and not is_shared_by(error, self.ranks)
 
     def tell_leaving(self, text: str) -> None:
         """Tell the other ranks that this rank leaves because of an exception, if they do not know. Local.
 
-        Those know of it whose failure this rank's follows. Of what this rank has found out itself, a deadline or a
-        process that is gone, only those have learnt that waited for the same.
+        The others know if this rank's failure follows that of another rank. If this rank has found out itself, that a
+        deadline has passed or a process is gone, only ranks that waited for the same know.
         """
         broken = self.watchdog.broken
         self.watchdog.tell_leaving(text, others_know=broken is not None and following_of(broken) is not None)
@@ -291,9 +286,9 @@ class ServiceGroup(OpenGroup):
             self.end(error)
 
     def wait_for_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`. Where ranks may be missed, the others may have hours of work left."""
+        """See `OpenGroup.wait_for_peers_at_exit`."""
         if self.may_miss_ranks:
-            return self._membership.wait_for_live_peers_at_exit()
+            return self._membership.wait_for_live_peers_at_exit()  # for ever, as they may have hours of work left
         return self._membership.wait_for_peers_at_exit()
 
     def disown(self) -> None:
@@ -301,7 +296,7 @@ class ServiceGroup(OpenGroup):
         self._is_gone = True
 
     def advance(self) -> None:
-        """See `OpenGroup.advance`: nothing is started that others wait for."""
+        """See `OpenGroup.advance`. Does nothing: there are no started calls in this group."""
 
     def tell_end(self, text: str) -> None:
         """See `OpenGroup.tell_end`."""
@@ -317,7 +312,7 @@ class ServiceGroup(OpenGroup):
         return rank in self._membership.gone()
 
     def status_lines(self, ranks: Iterable[int]) -> list[str]:
-        """Say of ranks of this node what each of them does. Local."""
+        """Say what each of some ranks does, if it is on this node. Local."""
         return self._membership.status_lines(ranks)
 
     def flights(self) -> Mapping[int, GroupFlight]:

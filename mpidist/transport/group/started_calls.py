@@ -1,4 +1,4 @@
-"""Started calls: they progress in the order of their start, when their ranks advance them."""
+"""Calls that are started and waited for later. They progress in the order of their start, when a rank advances them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["Pending", "PendingCalls", "Workplace", "Steps"]
 
 Steps = Generator[int, None, Any]
 
-_PAUSE_SECONDS: Final = 0.0001  # of the thread, between two polls
-_IDLE_STEPS: Final = 4  # polls without progress, before control returns to the caller
+_PAUSE_SECONDS: Final = 0.0001  # between two polls of the background thread
+_IDLE_STEPS: Final = 4  # after so many steps without progress, `advance` returns
 
 
 @final
 class Workplace(Enum):
-    """Where a call works, which says what may advance the call."""
+    """Where a call does its work, which says which thread may advance the call."""
 
     HOST = "host"
-    GPU = "GPU"  # after an event, on streams of its own: in any thread, one at a time
-    GPU_OF_CALLER = "GPU of the caller"  # on the caller's current stream, which belongs to the caller's thread
+    GPU = "GPU"  # after an event, on other streams than the caller's: any thread, but one at a time
+    GPU_OF_CALLER = "GPU of the caller"  # on the caller's current stream: the caller's thread alone
 
     @classmethod
     def of_thread(cls, is_one_node: bool) -> Collection[Workplace]:
-        """Say whose calls a background thread advances. `is_one_node`: whether all ranks are on one."""
+        """List the workplaces whose calls a background thread advances. `is_one_node`: whether there is one node."""
         if load_mpi().Query_thread() != load_mpi().THREAD_MULTIPLE:
             return ()
         return (cls.GPU,) if is_one_node else (cls.GPU, cls.HOST)
@@ -49,7 +49,7 @@ class Pending:
         is_waited_for: Whether the caller is blocked in `wait()`: then the steps may block.
         may_block: Whether the steps may block until other ranks arrive: in `wait()`, or in the background thread.
             `is_done()` of a call that works on a GPU never blocks.
-        is_launched: Whether all work of the call was launched on this rank's GPU: then the next call may progress.
+        is_launched: Whether all work of the call was launched on this rank's GPU, so that the next call may progress.
         is_done: Whether the result, or an error, is there.
         place: Where the call works.
         sequence: The number of the call; 0 before this rank has joined the call.
@@ -83,7 +83,7 @@ class Pending:
         at, idle = -1, 0
         try:
             while idle < _IDLE_STEPS:
-                with np.errstate(all="ignore"):  # around each step, so that it does not leak into the caller's work
+                with np.errstate(all="ignore"):  # around each step: between steps the caller's error state holds
                     now = next(self._steps)
                 at, idle = (at, idle + 1) if now == at else (now, 0)
         except StopIteration as end:
@@ -103,7 +103,7 @@ class Pending:
                 complete(self._until_launched() if to_launch else self._until_done(), check_peers)
         except BaseException as error:
             with suppress(BaseException):
-                self._steps.throw(error)  # breaks the call off, which tells other ranks of an interrupt
+                self._steps.throw(error)  # breaks the call off, and so tells the other ranks
             self._end(None, error)
             if not isinstance(error, Exception):  # Ctrl-C is raised here, other errors by `result`
                 raise
@@ -136,15 +136,15 @@ class PendingCalls:
 
     Once a call is launched on a GPU, the next call progresses, and is launched after it.
 
-    Within a node, moving data is work of this rank's core, so calls in host memory progress when the rank advances
-    them. Between nodes, calls mostly wait for the network, so a background thread can advance them while the rank
-    computes. Calls on a GPU have the thread everywhere: other ranks' GPUs wait for what this rank is to launch, and
-    this rank may be waiting for those ranks, in a barrier of the user's own.
+    Within a node, moving data is work of this rank's core, so calls in host memory progress only when the rank advances
+    them. Between nodes, calls mostly wait for the network, so a background thread advances them while the rank
+    computes. Calls on a GPU are always advanced by the thread as well: the GPUs of other ranks wait for the launch on
+    this rank, which may itself wait for those ranks, in a barrier of the user's program.
 
     Args:
         agreement: The agreement of the group, whose clock and peer checks apply while a call waits.
-        in_thread: The workplaces whose calls a background thread advances.
-        use_gpu: Makes the GPU of the calls the current device of the thread.
+        in_thread: The workplaces whose calls a background thread advances, too.
+        use_gpu: Makes the GPU of the calls the current device of the thread that calls it.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PendingCalls:
         if self._lock.acquire(blocking=False):  # else the background thread is advancing them
             try:
                 self._advance(may_block and Workplace.HOST not in self._in_thread, is_caller=True)
-                self._note_absence()
+                self._mark_started()
             finally:
                 self._lock.release()
         self._wake()
@@ -187,7 +187,7 @@ class PendingCalls:
     def finish(self, last: Pending | None = None) -> None:
         """Finish the call `last` and all calls before it; all calls if `last` is `None`. Waits for other ranks."""
         with self._lock:
-            self._agreement.go_on(is_gone=False)
+            self._agreement.mark_started(False)
             while last is None or not last.is_done:
                 if self._calls and self._calls[0].place is not Workplace.HOST and (last is None or last in self._calls):
                     self._launch_first()
@@ -197,16 +197,16 @@ class PendingCalls:
                     self._finish_first(self._calls)
                 else:
                     break
-            self._note_absence()
+            self._mark_started()
         self._wake()
 
     def last_done(self) -> int:
         """Return the number of the last call in which this rank has done its part, as in all calls before it. Local.
 
-        Never waits for the thread: it may itself wait for ranks that this rank is about to tell something.
+        Does not wait for the background thread: it may wait for ranks that do not know yet that this rank leaves.
         """
         self.advance()
-        joined = self._agreement.sequence  # first: the thread may join another call at any time
+        joined = self._agreement.sequence  # read first, as the thread may join another call at any time
         return min([joined, *(call.sequence - 1 for call in (*self._launched, *self._calls) if call.sequence)])
 
     def abandon(self, why: str) -> None:
@@ -221,10 +221,10 @@ class PendingCalls:
         if self._thread is not None:
             self._thread.join()
 
-    def _note_absence(self) -> None:
-        """Note that the caller goes on without waiting for the first call, which nobody else on this rank advances."""
+    def _mark_started(self) -> None:
+        """Record that the caller does other work, if no background thread advances the first call meanwhile."""
         if self._calls and self._calls[0].place not in self._in_thread:
-            self._agreement.go_on()
+            self._agreement.mark_started()
 
     def _launch_first(self) -> None:
         """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
@@ -242,6 +242,7 @@ class PendingCalls:
         call.finish(self._agreement.check_peers)
 
     def _advance(self, may_block: bool, is_caller: bool) -> None:
+        """Advance launched calls, which only the caller does, then the first calls up to one that cannot progress."""
         while is_caller and self._launched:
             self._launched[0].advance()
             if not self._launched[0].is_done:

@@ -54,8 +54,8 @@ class SyncGroup(OpenGroup):
         settings: The settings that were read from the environment.
         cost_model: The speeds of the machine.
         calls: The started calls that are not done.
-        membership: What this rank keeps through every reset; `None` for a group of one without MPI.
-        trace: What is recorded of this rank's calls; `None` if nothing is.
+        membership: What stays the same through every reset; `None` for a group of one without MPI.
+        trace: The trace of this rank's calls; `None` if they are not traced.
         agreement: Checks that all ranks make the same calls.
     """
 
@@ -72,9 +72,9 @@ class SyncGroup(OpenGroup):
         self.membership, self._max_chunk_bytes = membership, max_chunk_bytes
         self.trace = None if membership is None else membership.trace
         self._threads = None if membership is None else ThreadGuard.of_group()
-        self._handled_exception = sys.exc_info()[1]  # the exception that the program handles during the last call
+        self._handled_exception = sys.exc_info()[1]  # the exception that the program was handling in the last call
         self._is_finalized: Callable[[], bool] = bool if membership is None else load_mpi().Is_finalized
-        self._is_closed = self._is_forked = False  # forked: this process is a child of the group's process
+        self._is_closed = self._is_forked = False  # forked: this process is a child of the one that made the group
         self._sequence = 0  # the number of the last call before a reset
         self._watchdog: Watchdog | None = None  # `None` for a group of one
         self.calls: PendingCalls
@@ -179,7 +179,7 @@ class SyncGroup(OpenGroup):
         """Check that this rank can make a call: the group is open, and this thread makes its calls. Local.
 
         Raises:
-            RuntimeError: If it cannot. Other ranks are not told: `enter` comes before `agree`.
+            RuntimeError: If the rank cannot. The other ranks do not learn of it.
         """
         if self._is_closed or self._is_finalized():
             self.require_open(call)
@@ -215,9 +215,9 @@ class SyncGroup(OpenGroup):
         number = self.agreement.sequence + 1
         try:
             yield
-            if self.agreement.sequence == number:  # else the body has joined another call, after a launch on a GPU
+            if self.agreement.sequence == number:  # else another call was joined since the launch on a GPU
                 self.agreement.end()
-        except GeneratorExit:  # `reset` or `close` abandoned the call, and do the rest
+        except GeneratorExit:  # `reset` or `close` has abandoned the call
             raise
         except BaseException as error:
             self.break_off(error)
@@ -292,7 +292,7 @@ class SyncGroup(OpenGroup):
             self._close(Call(END, timeout_seconds=0.0, is_last=True))
 
     def _is_own(self, error: BaseException) -> bool:
-        """Whether an exception is this rank's alone, and ends its part in the group: other ranks must be told."""
+        """Whether an exception is a failure of this rank alone, of which the other ranks must be told."""
         if error is self._handled_exception or ends_normally(error):
             return False
         return not (self.agreement.has_raised(error) or is_shared_by(error, self.agreement.ranks))
@@ -333,7 +333,7 @@ class SyncGroup(OpenGroup):
         self.result_memory.clear()
         self.devices.abandon()
         self.levels.abandon()
-        self._connect_alone()  # frees shared memory; the membership stays until the program ends
+        self._connect_alone()  # drops the old levels, and so their memory; the membership stays until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
     def wait_for_peers_at_exit(self) -> str | None:
@@ -370,7 +370,7 @@ class SyncGroup(OpenGroup):
     def _free_levels(self) -> None:
         self.result_memory.clear()
         self.devices.free()
-        self.agreement.restart_clock()  # the last call may be long over
+        self.agreement.restart_clock()  # the wait begins now, and not with the last call
         self.agreement.free()
         self.levels.free()
 
@@ -379,15 +379,15 @@ class SyncGroup(OpenGroup):
         if membership is None or self.topology.size == 1:
             self._connect_alone()
             return
-        comm = membership.comm
+        comm, check, timeout = membership.comm, settings.check, settings.timeout_seconds
         self.levels = Levels.from_mpi(comm, self.topology, self._max_chunk_bytes, settings.transport, self.cost_model)
         comm, fused = comm.Dup(), self.levels.fused
         rounds = None if fused is None or fused.spans_nodes else NodeRounds(fused.slots.barrier)
-        watch = membership.make_watch(comm)
-        self._watchdog = watchdog = watch.watchdog
-        watchdog.meanwhile = partial(open_groups.advance_others, self)
-        self.agreement = MpiAgreement(comm, watch, settings.check, settings.timeout_seconds, rounds, self._sequence)
-        self.levels.set_wait_hook(watch.check_peers)
+        call_watchdog = membership.make_call_watchdog(comm)
+        self._watchdog = watchdog = call_watchdog.watchdog
+        watchdog.advance_others = partial(open_groups.advance_others, self)
+        self.agreement = MpiAgreement(comm, call_watchdog, check, timeout, rounds, self._sequence)
+        self.levels.set_wait_hook(call_watchdog.check_peers)
         self.devices = self._device_levels()
         self.calls = PendingCalls(self.agreement, Workplace.of_thread(rounds is not None), self.devices.use)
         open_groups.add(self)

@@ -1,4 +1,4 @@
-"""Which thread may make the calls of a group: only one, since two would order the calls differently on each rank."""
+"""Which thread may make the calls of a group: one, since the calls of two would be in another order on each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 def forbid_calls_here(why: str) -> None:
-    """Refuse the calls that this thread makes of any strategy, from now on. Local.
+    """Refuse all calls of any strategy in this thread, from now on. Local.
 
     Args:
         why: What the error says after the call's name.
@@ -27,8 +27,8 @@ def forbid_calls_here(why: str) -> None:
 class ThreadGuard:
     """Refuses calls of a second thread while the first thread is alive.
 
-    The thread that builds a strategy may leave its calls to a second thread, and take them back when that thread has
-    ended. Where MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
+    The thread that builds a strategy may hand its calls over to a second thread, and take them back when that one has
+    ended. If MPI does not allow calls from several threads at a time, one thread makes the calls of all groups.
 
     Attributes:
         ident: The number of the thread that makes the calls.

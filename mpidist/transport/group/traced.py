@@ -1,4 +1,4 @@
-"""A part of a program whose calls are recorded: `Strategy.trace`."""
+"""Traces the calls of a part of a program: `Strategy.trace`."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 from mpidist.transport.mpi.child_process import is_forked_from_rank, launcher_here, mark_rank, require_no_child
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
-from mpidist.transport.mpi.last_words import FORWARD_SECONDS, rank_prefix, write_lines
+from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launch import check_launch
 from mpidist.transport.mpi.launched_rank import let_first_rank_end
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, rank_before_start, store_code
-from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_said
+from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, launcher_text, rank_from_environment
 from mpidist.transport.mpi.library import Intracomm, command_line, is_process_failure, load_mpi, ranks_in_world
-from mpidist.transport.mpi.open_mpi import unasked_bytes
+from mpidist.transport.mpi.open_mpi import eager_limit_bytes
 from mpidist.transport.mpi.ring import ring_all_reduce
 from mpidist.transport.mpi.rows import all_reduce_rows, row_traffic
 
@@ -31,12 +31,12 @@ __all__ = [
     "mark_rank",
     "rank_before_start",
     "rank_prefix",
-    "rank_said",
+    "rank_from_environment",
     "ranks_in_world",
     "require_no_child",
     "ring_all_reduce",
     "row_traffic",
     "store_code",
-    "unasked_bytes",
+    "eager_limit_bytes",
     "write_lines",
 ]

@@ -29,7 +29,7 @@ _LAUNCHERS: Final = (
 
 @final
 class _Process:
-    is_forked = False  # from a process that had imported this module
+    is_forked = False  # whether this process was forked from one that had imported this module
 
     @classmethod
     def note_fork(cls) -> None:
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_Process.note_fork)
 
 
 def mark_rank(environ: MutableMapping[str, str]) -> None:
-    """Mark this process as a rank, for its child processes."""
+    """Mark this process as a rank, in the environment that its child processes inherit."""
     environ[_MARK] = str(os.getpid())
 
 
@@ -86,14 +86,14 @@ def _is_worker() -> bool:
 
 def _imports_script(worker: Any) -> bool:
     """Whether a worker has just been started, and imports the script of its parent."""
-    return getattr(worker, "_inheriting", False)  # as multiprocessing itself looks for a missing guard
+    return getattr(worker, "_inheriting", False)  # multiprocessing itself finds a missing guard by this attribute
 
 
 def _end_endless_pool(text: str, rank_pid: int) -> None:
-    """End a rank whose pool would start one worker after the other, each of which must end, and say why.
+    """If this process is a worker of a `multiprocessing.Pool`, end the rank that has the pool, and say why.
 
-    A `multiprocessing.Pool` replaces workers that die while they import the script, for ever. The rank need not be the
-    parent of its workers: a fork server may be.
+    A pool replaces workers that die while they import the script, for ever. The rank need not be the parent of the
+    workers, which may be a fork server.
     """
     process = sys.modules.get("multiprocessing.process")
     worker = None if process is None else process.current_process()
@@ -127,7 +127,7 @@ def _is_below(pid: int) -> bool:
 
 
 def _name_and_parent(pid: int) -> tuple[str, int] | None:
-    """Read the name of a process and the id of its parent; `None` if it is gone, or not for this user to see."""
+    """Read the name of a process and the id of its parent; `None` if it is gone, or if this user may not see it."""
     try:
         # 1234 (python) S 1230 ...; the name may hold spaces and brackets
         head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")

@@ -24,11 +24,11 @@ __all__ = ["MAX_CHUNK_BYTES", "MpiCommunicator"]
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
 
-_DIRECT_BYTES: Final = 256 << 10
-_DIRECT_RANKS: Final = 16  # with more, each gets many small parts
-_MOST_CUT_BYTES: Final = 4 << 20  # the wait for a longer one is a small part of its time
+_DIRECT_BYTES: Final = 256 << 10  # all-reduces from this size on go directly: see `_goes_directly`
+_DIRECT_RANKS: Final = 16  # with more ranks, each would get many small parts
+_MOST_CUT_BYTES: Final = 4 << 20  # longer arrays are not cut: the rendezvous is a small part of their time
 _SHORT_SECONDS: Final = 0.002
-_SLOW_BYTES_PER_SECOND: Final = 50e6
+_SLOW_BYTES_PER_SECOND: Final = 50e6  # the slowest network whose messages are polled without naps
 
 _OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 
@@ -51,8 +51,8 @@ class MpiCommunicator(Communicator):
         comm: An intra-communicator of mpi4py. This object owns it and frees it.
         name: For logs, errors and debuggers.
         max_chunk_bytes: Larger arrays go in several calls.
-        message_bytes: Arrays that ranks send each other directly, up to a few MiB, go in messages of at most this
-            length. The same on all ranks.
+        message_bytes: Arrays of up to a few MiB that ranks send each other directly are cut into messages of at most
+            this size: the eager limit, for example. The same on all ranks.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class MpiCommunicator(Communicator):
         self._wait_all(self.start_shards(buffer, bounds, 1), buffer)
 
     def _messages(self, buffer: Array) -> list[Array]:
-        """Cut an array of bytes that is not very long into as few messages as can be, of about equal length."""
+        """Cut an array that is not very long into as few messages as the limit allows, of about equal length."""
         sent, most = _bytes(buffer), self._message_bytes
         if sent.nbytes <= most or sent.nbytes > _MOST_CUT_BYTES:
             return [sent]

@@ -32,7 +32,7 @@ __all__ = ["check_before_init", "check_launch", "choose_netmod"]
 
 logger = logging.getLogger("mpidist.transport")
 
-_NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # which of its ways to other nodes MPICH takes: "ucx" or "ofi"
+_NETMOD: Final = "MPIR_CVAR_CH4_NETMOD"  # the network library that MPICH uses between nodes: "ucx" or "ofi"
 
 # Slurm numbers the steps that it makes for itself, such as the shell of a batch script, from here on.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
@@ -89,10 +89,10 @@ class _Launch:
 def check_launch(environ: Mapping[str, str], world_size: int, library_version: str, command: Sequence[str]) -> None:
     """Refuse a world of one rank where the launcher started several.
 
-    A world of more than one rank is taken as it is, whatever the environment says: a step may hold several
-    programs. So is one rank that was asked for. Plain `python` in a batch job of several tasks is legal, and
-    logs a warning. A program that a rank starts with another MPI library looks just like the wrong launcher;
-    the error says which variables to unset for it.
+    A world of more than one rank is accepted, whatever the environment says: a step may hold several programs. One rank
+    is accepted if the launcher says one. Plain `python` in a batch job of several tasks is legal, and logs a warning. A
+    program that a rank starts with another MPI library looks just like the wrong launcher; the error says which
+    variables to unset for it.
 
     Args:
         environ: The environment.
@@ -139,10 +139,10 @@ def check_before_init(environ: Mapping[str, str], library_version: str, command:
 
 
 def choose_netmod(environ: MutableMapping[str, str], library_version: str) -> None:
-    """Set libfabric as MPICH's way to other nodes, before MPI_Init, where Slurm's PMI-2 would garble the other way's.
+    """Make MPICH use libfabric between nodes, before MPI_Init, where Slurm's PMI-2 cannot carry addresses of UCX.
 
-    MPICH prefers UCX. But UCX's addresses are too long for the lines of Slurm's PMI-2: by what the memory happens to
-    hold, MPI_Init fails, or waits for ever. A netmod that the user has set stays.
+    MPICH prefers UCX. But UCX's addresses are too long for the lines of Slurm's PMI-2, which garbles them: MPI_Init
+    fails, or waits for ever. A netmod that the user has set stays.
 
     Args:
         environ: The environment, which is changed.
@@ -181,7 +181,7 @@ def _find_launch(environ: Mapping[str, str], library: _Library) -> _Launch | Non
     num_tasks = _number(environ, STEP_SIZE)
     if not sizes and in_step and num_tasks > 1:
         return _Launch(num_tasks, f"{STEP_SIZE}={num_tasks}", by_srun=True)
-    # PMIx keeps the size to itself; rank 0 does not know better, the others do.
+    # PMIx has no variable for the size. A rank above 0 shows that there are several; rank 0 cannot tell.
     last_rank = _number(environ, PMIX_RANK)
     if not sizes and last_rank > 0:
         return _Launch(last_rank + 1, f"at least, as {PMIX_RANK}={last_rank}", by_srun=False)
@@ -195,7 +195,7 @@ def _is_in_step(environ: Mapping[str, str]) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    # Others own these variables: what is no number says nothing.
+    # Other programs may use these variables: what is no number is ignored.
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else 0
 

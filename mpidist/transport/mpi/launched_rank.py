@@ -1,4 +1,4 @@
-"""What is known of a job's ranks before MPI is started: by the launcher's variables, and the node's processes."""
+"""What is known of the ranks before MPI is started: from the launcher's variables and the processes of the node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpidist.transport.text import name_ranks
 
 __all__ = ["LaunchedRank", "let_first_rank_end"]
 
-_FIRST_SECONDS: Final = 10.0  # for rank 0 of this node to say what is wrong, on a busy machine
-_ELSEWHERE_SECONDS: Final = 2.0  # for rank 0 of another node
+_FIRST_SECONDS: Final = 10.0  # how long rank 0, on this node, may take to say what is wrong on a busy machine
+_ELSEWHERE_SECONDS: Final = 2.0  # the same, if rank 0 is on another node
 
 
 @final
@@ -49,9 +49,9 @@ class LaunchedRank:
         return None if launcher is None else cls(*found, launcher)
 
     def arrive(self) -> socket.socket:
-        """Show other ranks of this node that this rank has come to start MPI, until the returned socket is closed.
+        """Show other ranks of this node that this rank starts MPI, until the returned socket is closed.
 
-        The name of the socket is no file: the system forgets it with the process.
+        The socket has a name in Linux's abstract namespace: it is no file, and is gone when the process ends.
         """
         sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with suppress(OSError):  # it only helps to name ranks in a warning
@@ -59,16 +59,16 @@ class LaunchedRank:
         return sign
 
     def arrived(self) -> list[int]:
-        """List the ranks of this node that have come to start MPI, this rank among them."""
+        """List the ranks of this node that have called `arrive`, this rank among them."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             return [rank for rank in range(self.size) if rank == self.rank or self._has_arrived(asking, rank)]
 
     def have_all_come(self) -> bool:
-        """Whether all ranks of the job are known to have come to start MPI, which then takes its time."""
+        """Whether all ranks of the job are known to have called `arrive`: then MPI itself takes long."""
         return self.local_size == self.size and len(self.arrived()) == self.size
 
     def missing(self) -> str:
-        """Say which ranks have not come to start MPI, as far as this node knows."""
+        """Say which ranks have not called `arrive`, as far as this node knows."""
         arrived, alive = self.arrived(), self._alive()
         working = [rank for rank in alive if rank not in arrived]
         here = {*arrived, *alive}
@@ -104,7 +104,7 @@ class LaunchedRank:
         """Find the processes that the launcher started on this node, and that have not ended, by rank."""
         alive = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, ValueError):  # it has ended meanwhile, or is another user's
+            with suppress(OSError, ValueError):  # the process has ended meanwhile, or is another user's
                 state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) == self.launcher and state not in "ZXx":
                     pairs = (path / "environ").read_text(errors="replace").split("\0")
@@ -115,10 +115,10 @@ class LaunchedRank:
 
 
 def let_first_rank_end(environ: Mapping[str, str]) -> None:
-    """Wait a while for the end of rank 0, if this process ends alike, and leaves it to rank 0 to say why. Local.
+    """Wait a while until rank 0 has ended, before this process ends for the same reason. Local.
 
-    A launcher may end all ranks when one has failed, also before rank 0 has said anything. Nothing is waited for where
-    MPI has been started, as rank 0 cannot end without this rank there.
+    Rank 0 says why, and a launcher may end all ranks when one has ended, even before rank 0 has said anything. Does not
+    wait if MPI has been started, as rank 0 cannot end MPI without this rank.
     """
     rank, mpi = LaunchedRank.of(environ), sys.modules.get("mpi4py.MPI")
     if rank is None or rank.rank == 0 or (mpi is not None and mpi.Is_initialized()):

@@ -1,4 +1,4 @@
-"""The end of a job that the launcher brings about, where MPI is not started; and the exit code for who asks for it."""
+"""How a job ends without MPI: the launcher is asked to end it, and its exit code is stored in a file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ANSWER_SECONDS: Final = 1.0
 
 
 def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Describe this process as a rank whose launcher waits for ever if the process ends before it starts MPI.
+    """Describe this process, if its launcher waits for ever when a process ends before it has started MPI.
 
-    MPICH's launcher, Hydra, and those built on it do. Those of Open MPI and Slurm end the job on their own, or are told
-    to by an option.
+    MPICH's launcher, Hydra, and launchers built on Hydra wait. Those of Open MPI and Slurm end the job themselves, or
+    have an option for it.
 
     Returns:
-        `None` if this process is no such rank, has started MPI, or is a child of a rank, with a rank's environment.
+        `None` if the launcher is another one, or if this process has started MPI or is a child of a rank.
     """
     if not environ.get(PMI_FD, "").isdecimal() or HYDRA_LOCAL_SIZE not in environ:
         return None
@@ -37,10 +37,10 @@ def rank_before_start(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: bool = False) -> None:
-    """Ask Hydra to end all ranks of the job with an exit code, as MPI_Abort does, in the words of PMI-1. Local.
+    """Ask Hydra to end all ranks of the job with an exit code, as MPI_Abort does, by the protocol PMI-1. Local.
 
     Args:
-        environ: The environment. Without Hydra's variables, nothing is asked.
+        environ: The environment. Without Hydra's variables, this function does nothing.
         code: The exit code.
         is_connected: Whether MPI has begun to start, and has greeted the launcher.
     """
@@ -55,13 +55,13 @@ def ask_launcher_to_abort(environ: Mapping[str, str], code: int, is_connected: b
 
 
 def store_code(environ: Mapping[str, str], code: int) -> None:
-    """Write the code with which the job ends into the file `MPIDIST_EXIT_CODE_FILE`, if no rank has written one. Local.
+    """Write the exit code of the job into the file `MPIDIST_EXIT_CODE_FILE`, unless a rank has written one. Local.
 
-    For the script that started the ranks: srun has a code of its own where Slurm kills the tasks of a job that ends.
+    The script that started the ranks reads the file, as srun returns a code of its own when Slurm kills the tasks.
     """
     path = environ.get("MPIDIST_EXIT_CODE_FILE", "").strip()
     if path:
-        with suppress(OSError):  # there is a code, or the file cannot be written: the job must end nevertheless
+        with suppress(OSError):  # a code is there, or the file cannot be written: the job must end nevertheless
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             os.write(file, f"{code}\n".encode())
             os.close(file)

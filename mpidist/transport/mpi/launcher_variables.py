@@ -1,4 +1,4 @@
-"""The variables in which launchers tell a process that it is a rank: named here alone, for all that read them."""
+"""The environment variables in which launchers tell a process that it is a rank. No other module names them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
     "LaunchedNumbers",
     "launcher_text",
     "numbers_of",
-    "rank_said",
+    "rank_from_environment",
     "speaks_pmi",
 ]
 
-PMI_FD: Final = "PMI_FD"  # the connection of MPICH's mpiexec, Hydra, and of srun's pmi2 plugin: a file number
-_PMI_PORT: Final = "PMI_PORT"  # the same as an address: of Hydra
-PMIX_NAMESPACE: Final = "PMIX_NAMESPACE"  # of srun's pmix plugin, and of Open MPI's mpiexec: PMIx has no size
+PMI_FD: Final = "PMI_FD"  # set by MPICH's mpiexec (Hydra) and srun's pmi2 plugin: the connection, a file descriptor
+_PMI_PORT: Final = "PMI_PORT"  # set by Hydra: the connection as an address
+PMIX_NAMESPACE: Final = "PMIX_NAMESPACE"  # set by srun's pmix plugin and Open MPI's mpiexec; PMIx has no size
 PMIX_RANK: Final = "PMIX_RANK"
-_PRTE: Final = "PRTE_LAUNCHED"  # of Open MPI's mpiexec, unlike srun's pmix plugin
+_PRTE: Final = "PRTE_LAUNCHED"  # set by Open MPI's mpiexec, and not by srun's pmix plugin
 _STEP: Final = "SLURM_STEP_ID"
 
 MPICH_SIZE: Final = "PMI_SIZE"
@@ -67,7 +67,7 @@ SIZE_VARIABLES: Final = (_OPEN_MPI.size, _MVAPICH.size, _PMI.size, _PMI.local_si
 OF_LAUNCHED_PROCESSES: Final = (PMI_FD, _PMI_PORT, _PMI.rank, PMIX_NAMESPACE, PMIX_RANK)
 # What a program that starts alone must not see; MPICH 5 looks for a launcher if any of the last five is there.
 UNSET_TO_BE_ALONE: Final = (STEP_SIZE, *SIZE_VARIABLES, PMI_FD, PMIX_RANK, PMIX_NAMESPACE, "PMIX_VERSION", _PRTE)
-# Of these alone a child process that starts MPI by itself is freed: the settings of MPI libraries stay.
+# What is removed from the environment of a child process that starts MPI by itself: settings of MPI libraries stay.
 LAUNCHER_PREFIXES: Final = (
     "PMI", "PALS_", "PRTE_", "HYDI_", "HYDRA_", "SLURM_", "FLUX_", "MPI_LOCAL", "MPIEXEC_", "MV2_COMM_WORLD",
     "OMPI_COMM_WORLD", "OMPI_APP", "OMPI_FILE_LOCATION", "OMPI_FIRST_RANKS", "OMPI_NUM_APP", "OMPI_UNIVERSE",
@@ -99,10 +99,10 @@ def numbers_of(environ: Mapping[str, str]) -> LaunchedNumbers | None:
     return None
 
 
-def rank_said(environ: Mapping[str, str]) -> int | None:
-    """Read the rank, also where a launcher does not say how many ranks there are; `None` where none says a rank."""
-    said = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
-    return next((int(rank) for rank in said if rank.isdecimal()), None)
+def rank_from_environment(environ: Mapping[str, str]) -> int | None:
+    """Read the rank, even if no launcher says how many ranks there are; `None` if none says a rank."""
+    ranks = (environ.get(variables.rank, "") for variables in _LAUNCHERS)
+    return next((int(rank) for rank in ranks if rank.isdecimal()), None)
 
 
 def speaks_pmi(environ: Mapping[str, str]) -> bool:

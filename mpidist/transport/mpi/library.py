@@ -14,7 +14,7 @@ from mpidist.transport.mpi.start import start_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
-else:  # for type checkers alone: the classes exist once MPI was started
+else:  # at run time there is no such class before MPI was started
     Intracomm = Request = object
 
 __all__ = ["Intracomm", "Request", "command_line", "is_process_failure", "load_mpi", "ranks_in_world"]
@@ -32,7 +32,7 @@ def load_mpi() -> ModuleType:
         import mpi4py  # guarded: `import mpidist` must start no MPI
 
         starts_mpi = mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules
-        if starts_mpi:  # later than at import, because a library under the wrong launcher may end the process
+        if starts_mpi:  # below, after checks: under the wrong launcher, MPI_Init may end the process
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = True
         from mpi4py import MPI

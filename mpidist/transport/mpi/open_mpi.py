@@ -1,9 +1,8 @@
-"""How long a message of Open MPI's over TCP may be that its receiver need not ask for, by what the library says.
+"""The eager limit of Open MPI over TCP: the size up to which messages are sent at once, as the library tells it.
 
-Longer messages cross TCP by Open MPI's PUT protocol: the sender announces a message, and sends none of it until the
-receiver has asked for it. Both the announcement and the question wait behind all data that is on its way already,
-and where data flow both ways, a link stands still for a part of the time. Messages up to the *eager limit* are sent
-at once.
+Longer messages cross TCP by a rendezvous, Open MPI's PUT protocol: the sender announces a message, and sends none of it
+until the receiver has asked for it. Both the announcement and the question wait behind all data that is on its way
+already, and where data flow both ways, a link stands still for a part of the time.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Final
 
 from mpidist.transport.mpi.library import load_mpi
 
-__all__ = ["unasked_bytes"]
+__all__ = ["eager_limit_bytes"]
 
 _LIBRARY: Final = "Open MPI"
-_OB1: Final = "pml_ob1_priority"  # it is there only where ob1 carries the messages, and no UCX or libfabric
+_OB1: Final = "pml_ob1_priority"  # exists only where ob1 carries the messages, and not UCX or libfabric
 _EAGER_LIMIT: Final = "btl_tcp_eager_limit"
 _HEADER_BYTES: Final = 256  # the limit counts the header, which is shorter
-_LEAST_BYTES: Final = 16 << 10  # shorter messages cost more than a wait
+_LEAST_BYTES: Final = 16 << 10  # many shorter messages cost more than a rendezvous
 
 
-def unasked_bytes() -> int | None:
-    """Return the length of the longest message that Open MPI sends over TCP without being asked. Local.
+def eager_limit_bytes() -> int | None:
+    """Return the size of the longest message that Open MPI sends over TCP at once. Local.
 
     Returns:
         `None` if messages between nodes do not go over Open MPI's TCP, or the library does not say.
@@ -44,9 +43,9 @@ def unasked_bytes() -> int | None:
 
 @contextmanager
 def _variables(library: ctypes.CDLL) -> Iterator[None]:
-    """Start MPI's interface for tools, which tells control variables, and end it.
+    """Start MPI's tool interface (MPI_T), which has the control variables, and end it.
 
-    Open MPI takes the level of threads that is asked for here as that of the whole process.
+    Asks for the thread level that MPI has: Open MPI takes the level asked for here as that of the whole process.
     """
     library.MPI_T_init_thread(load_mpi().Query_thread(), ctypes.byref(ctypes.c_int()))
     try:

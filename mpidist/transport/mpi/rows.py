@@ -1,4 +1,4 @@
-"""All-reduce of rows of a replica tree by messages: whoever adds a shard receives the rows of all ranks."""
+"""All-reduce of rows of a replica tree by messages: the rank that adds a shard receives the rows of all ranks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any, Final, final
 
 from mpidist import errors
-from mpidist.transport.mpi.last_words import FORWARD_SECONDS, rank_prefix, write_lines
+from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, store_code
 from mpidist.transport.settings import Settings
@@ -26,7 +26,7 @@ logger = logging.getLogger("mpidist.transport")
 
 _EXIT_CODE: Final = 1
 _PACKAGE: Final = os.path.dirname(errors.__file__)
-# Processes of a job begin and import at unlike times: no earlier is a rank late, and no shorter deadline ends the job.
+# Processes of a job start at different times: until then no rank is called late, and no deadline ends the job.
 _LEAST_STALL_SECONDS: Final = 5.0
 _LEAST_TIMEOUT_SECONDS: Final = 10.0
 # The ranks of a node reach the deadline together. One says why, and the launcher has this time to end the others.
@@ -36,8 +36,8 @@ _FOLLOW_SECONDS: Final = 2.0
 def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[str, str]) -> None:
     """Start MPI, and watch the wait for the other ranks. Collective.
 
-    mpi4py holds Python's lock while MPI starts, so no other thread could watch. A call through ctypes lets go of the
-    lock. Where the library's function cannot be reached so, or nobody is waited for, mpi4py starts MPI.
+    mpi4py holds Python's lock while MPI starts, so no other thread could watch; a call through ctypes releases it. If
+    ctypes does not find the library's function, or no other rank is awaited, mpi4py starts MPI.
 
     Args:
         mpi: `mpi4py.MPI`, which has not started MPI.
@@ -56,7 +56,7 @@ def start_mpi(mpi: ModuleType, thread_level: int, errors: str, environ: Mapping[
         code = init(None, None, thread_level, ctypes.byref(ctypes.c_int()))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed on rank {rank.rank} with error code {code}")
-    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does: an error of MPI becomes an exception
+    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):  # as mpi4py does, so that errors of MPI become exceptions
         comm.Set_errhandler(mpi.ERRORS_RETURN)
 
 

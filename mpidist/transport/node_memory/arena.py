@@ -1,4 +1,4 @@
-"""Memory that every rank of a node takes bit by bit, and that all ranks of the node have mapped from the beginning."""
+"""An arena: shared memory of a node that ranks allocate piece by piece, and that all have mapped from the beginning."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from mpidist.transport.node_memory.window import LINE_BYTES, discard, file_syste
 
 __all__ = ["SharedArena"]
 
-_STEP_BYTES: Final = 1 << 20  # that are asked of the system at once, if it has as many
+_STEP_BYTES: Final = 1 << 20  # how much more than is needed is reserved at once, if the system has as much
 _LEFT_TO_OTHERS: Final = 1 / 8
 
 
 @final
 class SharedArena:
-    """Shared memory of a node, of which each rank takes some when it likes. Making it is collective over the node.
+    """Shared memory of a node, in which each rank allocates by itself. Making the arena is collective over the node.
 
-    Each rank has a part as large as the whole memory file system, of addresses alone: memory is there for what was
-    taken. So what a rank takes later, the others need not map: they are told where it begins.
+    Each rank has a part of the arena, with addresses for as many bytes as the whole memory file system has; the system
+    provides memory only for bytes that were taken. All ranks have mapped all parts. So if a rank takes memory later, it
+    need only tell the other ranks where that memory begins.
 
     Args:
         comm: The ranks of the node.
         nbytes: How much this rank takes at once, from the start of its part.
         most_bytes: How much a rank may take; `None` for as much as there is.
-        left_to_others: The share of the memory file system that is left to all others who need some.
+        left_to_others: The share of the memory file system that the arena leaves free, for other uses.
 
     Attributes:
         own: This rank's part.
-        parts: [ranks], each rank's part as bytes. What nobody has taken must not be touched.
+        parts: [ranks], each rank's part as bytes. Bytes that were not taken must not be touched.
 
     Raises:
         UnavailableError: If there is too little shared memory, on every rank of the node.
@@ -55,7 +56,7 @@ class SharedArena:
         self.own = self.parts[rank]
         self._fence: Fence | None = None
         self._gaps: list[tuple[int, int]] = []  # what was given back, as bounds in this rank's part, in rising order
-        self._returned: deque[tuple[int, int]] = deque()  # and not yet joined to the gaps: that comes at any moment
+        self._returned: deque[tuple[int, int]] = deque()  # from `give_back`, not joined to the gaps yet
         self._process = os.getpid()
 
     @property
@@ -73,7 +74,7 @@ class SharedArena:
         """
         start = -(-self._next // LINE_BYTES) * LINE_BYTES
         end = start + nbytes
-        if end > self._taken and not (self._ask(end + _STEP_BYTES) or self._ask(end)):
+        if end > self._taken and not (self._extend(end + _STEP_BYTES) or self._extend(end)):
             return None
         self._next = end
         return start - self._start
@@ -97,15 +98,15 @@ class SharedArena:
         return self.take(size)
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Give back what `take_pages` took. Local; of a forked process, it was only a copy."""
-        if os.getpid() != self._process:
+        """Give back what `take_pages` took. Local; garbage collection may call it at any moment."""
+        if os.getpid() != self._process:  # forked: the memory is the parent's
             return
         end = start + _whole_pages(nbytes)
         discard(self.own[start:end])
         self._returned.append((start, end))
 
     def close(self) -> None:
-        """Take no more memory, and leave what was taken to those that use it. Local."""
+        """Take no more memory; what was taken stays usable. Local."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -118,8 +119,8 @@ class SharedArena:
         if self._fence is not None:
             self._fence.free()
 
-    def _ask(self, end: int) -> bool:
-        """Take pages up to the one of an end. Returns whether there are as many."""
+    def _extend(self, end: int) -> bool:
+        """Reserve memory up to `end`. Returns whether there is enough."""
         end = _whole_pages(end)
         if end > self._end or not self._reserve(self._taken, end - self._taken):
             return False
@@ -127,7 +128,7 @@ class SharedArena:
         return True
 
     def _reserve(self, start: int, nbytes: int) -> bool:
-        """Let the system have memory for pages of the file. Returns whether there is enough."""
+        """Reserve memory of the system for pages of the file. Returns whether there is enough."""
         try:
             if self._file < 0 or file_system_bytes()[1] - nbytes < self._left_to_others:
                 return False

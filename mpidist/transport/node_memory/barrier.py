@@ -13,19 +13,19 @@ from mpidist.transport.waiting import SPINS
 
 __all__ = ["Barrier", "Fence", "NodeBarrier", "make_barrier"]
 
-# Processors where all cores see one core's stores in their order; on others an MPI window has to order them.
+# On these processors, all cores see the stores of one core in order; on others, memory fences have to order them.
 _ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 
 @final
 class Fence:
-    """A memory fence: orders this rank's loads and stores, where the processor does not."""
+    """A memory fence: orders this rank's loads and stores, on processors that do not."""
 
     def __init__(self) -> None:
         self._window: Any = None
         if not _ORDERED:
             mpi = load_mpi()
-            self._window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI has fences for windows only
+            self._window = mpi.Win.Allocate(8, comm=mpi.COMM_SELF)  # MPI has a fence only as a method of a window
             self._window.Lock_all()
 
     @property
@@ -42,10 +42,10 @@ class Fence:
 
 
 class Barrier(Protocol):
-    """A barrier of a node's ranks in shared memory, with which ranks can compare two words.
+    """A barrier of a node's ranks in shared memory, in which ranks can compare two words and pass on another one.
 
-    A rank posts its arrival, and then polls until all other ranks have posted theirs. Whatever a rank wrote into
-    shared memory before its post, the other ranks see once they have passed the barrier.
+    A rank posts its arrival, and then polls until all other ranks have posted theirs. All that a rank wrote into shared
+    memory before its post, the other ranks see when they have passed the barrier.
     """
 
     @property
@@ -59,10 +59,10 @@ class Barrier(Protocol):
         """Post this rank's arrival, with two words of 63 bits."""
 
     def tell(self, word: int, /) -> None:
-        """Tell the other ranks a word of 63 bits with the next barrier."""
+        """Pass a word of 63 bits to the other ranks, with the next barrier."""
 
     def told(self, count: int, /) -> list[int]:
-        """Return [ranks], what each told with barrier `count`: the last one, or the one before."""
+        """Return [ranks], the word that each passed with barrier `count`: the last one, or the one before."""
 
     def has_passed(self) -> bool:
         """Whether all ranks have arrived."""

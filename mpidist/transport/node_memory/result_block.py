@@ -1,7 +1,7 @@
-"""Memory of results that the other ranks of a node write while a call lasts, and that is this rank's own otherwise.
+"""Memory for results of a rank in shared memory, which other ranks of the node write during a call, and only then.
 
-It lies in shared memory, but a process that is forked from a rank must find it as it finds all memory: as it was at the
-moment of the fork, and its own from then on. So a rank copies what is used before it forks.
+A process that is forked from a rank must find results as all other memory: as they were at the moment of the fork, and
+in memory of its own. So a rank copies the blocks with results before it forks, as shared memory stays shared.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mpidist.transport.node_memory.window import PrivateCopy
 __all__ = ["ResultBlock", "is_result"]
 
 _blocks: weakref.WeakSet[ResultBlock] = weakref.WeakSet()
-_copies = threading.local()  # that a thread has made for the process that it forks
+_copies = threading.local()  # `made`: the copies that this thread has made for the process that it forks
 
 
 @final
 class ResultBlock:
-    """A block of an arena, which is given back when no array lies there. `take` makes it.
+    """A block of an arena, which is given back when no array lies in it any more. `take` makes it.
 
     Args:
         arena: The arena.
@@ -35,8 +35,8 @@ class ResultBlock:
 
     Attributes:
         place: That of the argument; never 0.
-        memory: Its bytes.
-        is_used: Whether there are results in the block. Only these are copied for a process that is forked.
+        memory: The bytes of the block.
+        is_used: Whether there are results in the block. Only blocks with results are copied for a forked process.
     """
 
     def __init__(self, arena: SharedArena, place: int, nbytes: int) -> None:
@@ -59,7 +59,7 @@ class ResultBlock:
 
 @final
 class _Part:
-    """Keeps a block for an array."""
+    """The `base` of an array in a block: refers to the block, so that it is not given back."""
 
     def __init__(self, block: ResultBlock, start: int, nbytes: int) -> None:
         self._block = block

@@ -24,7 +24,7 @@ _MASK: Final = (1 << 62) - 1
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies in shared memory of the node.
+    """The place of an array in shared memory of the node.
 
     Attributes:
         window: The number of the window, the same on all ranks.
@@ -54,12 +54,12 @@ class Run(NamedTuple):
 
 @final
 class _Window:
-    """The layout of one window's arrays. Holds no reference to the memory, which the arrays alone keep.
+    """The layout of one window's arrays. Holds no reference to the memory: only the arrays keep it alive.
 
     Args:
         window: The window.
         per_node: Whether there is one array for all ranks of the node.
-        next_offsets: The end of an array -> the offset of the next array.
+        next_offsets: The end of each array -> the offset of the array that was allocated after it.
         on_end: Called when the last array is gone and the memory is given back.
     """
 
@@ -86,10 +86,10 @@ class SharedArrays:
     """The arrays in shared memory of a node. A window's memory is given back when all its arrays are gone.
 
     Args:
-        within_node: The ranks of the node.
+        within_node: The ranks of the node. Also an attribute, which is replaced in a reset.
 
     Attributes:
-        num_windows: How many windows were asked for: equal on all ranks, unlike the number of windows that still exist.
+        num_windows: How many windows were allocated: equal on all ranks, unlike the number of windows that still exist.
     """
 
     def __init__(self, within_node: Communicator) -> None:
@@ -124,7 +124,7 @@ class SharedArrays:
             nbytes = prod(shape) * dtype.itemsize
             offsets.append(end)
             next_offsets[end + nbytes] = end = end + -(-nbytes // LINE_BYTES) * LINE_BYTES
-        number, self.num_windows = self.num_windows, self.num_windows + 1  # on nodes without memory for it, too
+        number, self.num_windows = self.num_windows, self.num_windows + 1  # counted also where memory is too short
         window = SharedWindow(self._comm, end)
         part = window.parts[0 if per_node else self.within_node.rank]
         self._register(number, window, per_node, next_offsets)
@@ -157,7 +157,7 @@ class SharedArrays:
         found = self._find(array, number)
         if found is not None:
             key, places = id(array), self._places
-            # Until the array is gone: a place holds the memory.
+            # Kept until the array is gone, and no longer: the place refers to the memory.
             places[key] = weakref.ref(array, lambda _: places.pop(key, None)), found
         return found
 
@@ -176,7 +176,7 @@ class SharedArrays:
     def runs(self, sources: Sequence[Place], outs: Sequence[Place], dtype: np.dtype[Any]) -> list[Run]:
         """Join arrays that were allocated one after the other, so that many small arrays are added as one large run.
 
-        The padding between arrays, which aligns each to whole cache lines, is added with them; no array shows it.
+        The padding between arrays, which aligns each to whole cache lines, is added with them; it is in no array.
 
         Args:
             sources: Where the values lie.
@@ -199,7 +199,7 @@ class SharedArrays:
         ]
 
     def is_private(self, array: np.ndarray[Any, Any]) -> bool:
-        """Whether an array is known at a glance not to lie in shared memory; of a view of unknown memory it is not."""
+        """Whether an array surely is not in shared memory, by a quick look: False for a view of unknown memory."""
         root = _root(array)
         return isinstance(root, np.ndarray) and (root.flags.owndata or is_result(root))
 
@@ -212,14 +212,14 @@ class SharedArrays:
         return any(start < high and low < stop for low, high in parts)
 
     def write(self, out: Any, result: Any) -> None:
-        """Let the node's first rank write a per-node array: `change`."""
+        """Let the node's first rank write a result to a per-node array. Collective over the node: see `change`."""
         self.change(lambda: out.__setitem__(..., result))
 
     def change(self, change: Callable[[], None]) -> None:
         """Let the node's first rank change per-node arrays, and wait for the change. Collective over the node."""
         if self.within_node.rank == 0:
             change()
-        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # a barrier behind the change
+        self.within_node.broadcast(np.zeros(1, np.uint8), 0)  # completes after the change on every rank
 
     def free(self) -> None:
         """Forget the arrays, which keep their memory until they are gone."""
@@ -228,11 +228,11 @@ class SharedArrays:
         self._places.clear()
 
     def _number_of(self, root: np.ndarray[Any, Any]) -> int | None:
-        """Return the number of the window in which an array that is no other one's view lies; `None` for none."""
+        """Return the number of the window in which `root`, which is no view, lies; `None` for none."""
         number = self._bases.get(id(root))
         if number is not None or root.flags.owndata:
             return number
-        # A view of another library's array, as of a tensor made of a symmetric array, does not say whose memory it is.
+        # An array of another library, such as a tensor that shares memory with a symmetric array: compare addresses.
         start, stop = memory_bounds(root)
         for number, window in list(self._windows.items()):
             low, high = window.bounds[0 if window.per_node else self.within_node.rank]

@@ -18,7 +18,7 @@ from mpidist.transport.mpi import Intracomm
 
 __all__ = ["LINE_BYTES", "PrivateCopy", "SharedWindow", "discard", "file_system_bytes", "map_file"]
 
-LINE_BYTES: Final = 128  # two cache lines: processors fetch them in pairs, and ranks must not write into one
+LINE_BYTES: Final = 128  # two cache lines, as processors fetch them in pairs: two ranks should not write into one pair
 _DIRECTORY: Final = "/dev/shm"
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -59,8 +59,8 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
     Args:
         comm: The ranks of the node.
         nbytes: The size of the file, the same on all ranks.
-        start: Where the bytes begin that this rank takes at once: of those there is memory.
-        taken: How many they are.
+        start: Where the bytes begin for which this rank reserves memory.
+        taken: Number of these bytes.
 
     Returns:
         The open file, and its bytes, which are zero at first.
@@ -99,11 +99,11 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
 
 @final
 class SharedWindow:
-    """A part of memory for each rank of a node, which all ranks of the node read and write. Making it is collective.
+    """Memory that all ranks of a node read and write, with a part for each rank. Making it is collective.
 
-    The memory is a nameless file of the node's memory file system, and exists at least as long as any array in it.
-    MPI's own shared windows would not: freeing a window unmaps it from ranks that still read it. And where memory is
-    too short, MPI may kill the process instead of returning an error.
+    The memory is a nameless file of the node's memory file system, and exists at least as long as any array in it. An
+    MPI window does not: freeing it unmaps the memory from ranks that still read it. And if memory is too short, MPI may
+    kill the process instead of returning an error.
 
     Args:
         comm: The ranks of the node; `None` for a node of this rank alone, which needs no MPI.
@@ -123,7 +123,7 @@ class SharedWindow:
             return
         rank, size = comm.Get_rank(), comm.Get_size()
         step = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # What a rank uses most, it takes itself: near its core the memory then lies.
+        # Each rank reserves its own part, so that its memory is near the rank's core.
         file, whole = map_file(comm, step * size, step * rank, step)
         os.close(file)
         self._own = whole[step * rank : step * (rank + 1)]

@@ -120,7 +120,7 @@ class SharedMemoryCommunicator(Communicator):
     def _spread(
         self, schedule: Schedule, pieces: Sequence[Array], owners: Sequence[int], into: Array | None = None
     ) -> Generator[int, None, None]:
-        """Copy each owner's part of every chunk to all ranks: into `pieces`, or into the one array `into`."""
+        """Copy the shards of each chunk from their owners to all ranks: into `pieces`, or into the one array `into`."""
         targets = pieces if into is None else [into]
         for chunk in schedule.chunks:
             views = self._slots.next_views(targets[0].dtype)

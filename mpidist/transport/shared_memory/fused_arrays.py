@@ -1,4 +1,4 @@
-"""The arrays of one all-reduce through the memory of a node."""
+"""The arrays of one all-reduce through shared memory."""
 
 from __future__ import annotations
 

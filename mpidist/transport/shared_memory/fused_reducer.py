@@ -29,10 +29,10 @@ _SCHEDULES: Final = 256  # cached
 
 @final
 class InterNode(NamedTuple):
-    """How fused arrays cross nodes.
+    """How fused arrays are all-reduced across nodes.
 
     Attributes:
-        exchange: All-reduces this rank's shards across nodes; `None` on ranks that do not add.
+        exchange: All-reduces this rank's shards across nodes; `None` on ranks that have no lane.
         least_bytes: The smallest list that is faster fused than in one pack, in bytes.
         is_in_blocks: Whether each node has consecutive ranks, in the order of nodes.
     """
@@ -48,10 +48,10 @@ class FusedReducer:
 
     Args:
         slots: The node's staging memory. A chunk has the size of a slot.
-        lanes: How many ranks of each node add.
+        lanes: Number of ranks of each node that add.
         one_shot_bytes: The largest list for a one-shot all-reduce, in bytes; 0 across nodes.
         traffic: The traffic that `count` adds to.
-        across: How the arrays cross nodes; `None` on one node.
+        across: How arrays are all-reduced across nodes; `None` on one node.
         result_arena: The shared memory of results; `None` if there is none.
 
     Attributes:
@@ -101,12 +101,12 @@ class FusedReducer:
         return nbytes <= self._one_shot_bytes
 
     def result_arena(self, reduction: Reduction, wire: np.dtype[Any], result: np.dtype[Any]) -> SharedArena | None:
-        """Return the memory in which results are best, where the ranks that add write them; `None` for other memory."""
+        """Return the shared memory for results, if compiled code of all ranks can write them there; else `None`."""
         is_compiled = native is not None and reduction.is_plain_sum and wire == result and native.adds(wire)
         return self._result_arena if is_compiled else None
 
     def free(self) -> None:
-        """Take no more memory of results: those that exist keep theirs. Local."""
+        """Take no more memory for results; results that exist keep theirs. Local."""
         if self._result_arena is not None:
             self._result_arena.close()
 
@@ -118,7 +118,7 @@ class FusedReducer:
         schedule: Schedule | None = None,
         half: np.dtype[Any] | None = None,
     ) -> TwoShot:
-        """Make an all-reduce that is not small. Local; the arguments, those of `TwoShot`, are equal on all ranks."""
+        """Make a two-shot all-reduce. Local; see `TwoShot` for the arguments, which are equal on all ranks."""
         if schedule is None:
             schedule = self.schedule(tuple(array.size for array in arrays.sources), arrays.dtype.itemsize)
         regions = None if self._result_arena is None else self._result_arena.parts

@@ -1,4 +1,4 @@
-"""All-reduce of arrays in shared memory, in place."""
+"""All-reduce of symmetric arrays, in place: each rank adds a shard where the arrays lie, without copies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["InPlace"]
 
 @final
 class InPlace:
-    """All-reduces of the same arrays, whose views are made once. Of S bytes a rank reads S and writes S, with no copy.
+    """All-reduces of the same arrays, of which views are made once. Each rank adds a shard of the elements.
 
-    Each rank adds a shard of the elements, block by block.
+    Of S bytes a rank reads S and writes S, block by block, and copies nothing.
 
     Args:
         runs: The arrays.
-        slots: The node's staging memory, of which the barrier is used.
+        slots: The node's staging memory; only its barrier is used.
         reduction: The elementwise operation.
         divide_by: The divisor of the results.
     """

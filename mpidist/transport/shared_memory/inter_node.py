@@ -1,4 +1,4 @@
-"""All-reduce of shards across the ranks of a lane, one rank on each node, in the background of other work."""
+"""All-reduces of shards across nodes, among the ranks of a lane (one on each node), in the background of other work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAGS: Final = 16384  # used in turn; MPI guarantees 32,768, and far fewer are i
 
 
 class ShardAllReduce(ABC):
-    """The all-reduce of one shard. Only `progress` advances it."""
+    """The all-reduce of one shard across nodes. Only `progress` advances it."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -33,9 +33,7 @@ class ShardAllReduce(ABC):
 
 @final
 class ShardExchange:
-    """All-reduces shards among the ranks of a lane, one on every node, several shards at a time.
-
-    Only `progress` advances the shards.
+    """All-reduces shards among the ranks of a lane, several shards at a time. Only `progress` advances them.
 
     Args:
         across_nodes: The ranks of the lane, in order of nodes.
@@ -64,14 +62,14 @@ class ShardExchange:
         return self._track(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
-        """Start to all-reduce a shard in rank order: node after node adds its parts; the result goes the way back.
+        """Start to all-reduce a shard in rank order: node after node adds its parts; the result returns the same way.
 
         With K nodes and m bytes: 2 (K - 1) steps; the first and the last node send m bytes, those between 2 m.
 
         Args:
             buffer: [m], which takes the result.
-            fold: Adds this node's parts to its argument, the sum of all nodes before (`None` on the first node), and
-                leaves the sum in `buffer`.
+            fold: Adds the parts of this node to its argument, the sum of all earlier nodes (`None` on the first node),
+                and leaves the sum in `buffer`.
         """
         return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
 
@@ -98,7 +96,7 @@ class ShardExchange:
 
 @final
 class _DirectAllReduce(ShardAllReduce):
-    """Sends each part to its owner, which adds it, and sends the sum to all ranks."""
+    """Sends each part of the shard to the rank that owns the part. The owner adds, and sends the sum to all ranks."""
 
     def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
         super().__init__()
@@ -124,7 +122,7 @@ class _DirectAllReduce(ShardAllReduce):
 
 @final
 class _CompressedAllReduce(ShardAllReduce):
-    """Sends a float32 shard in half precision. The owner rounds its own part, too: all ranks get equal bits."""
+    """Sends a float32 shard in half precision. The owner of a part rounds it, too, so that all ranks get equal bits."""
 
     def __init__(
         self, across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int

@@ -34,7 +34,7 @@ class OneShot:
         """Copy arrays, of any shape and layout, one after the other into this rank's slot. Local.
 
         Returns:
-            [ranks], every rank's part of the slot, the argument of `add`.
+            [ranks], every rank's part of the slot: the argument of `add`.
         """
         slots = self._slots
         parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]

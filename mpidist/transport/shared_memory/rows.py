@@ -1,4 +1,4 @@
-"""All-reduce of rows of a replica tree through shared memory, and across nodes, chunk by chunk.
+"""All-reduce of rows of a replica tree (see `transport.tree`) through shared memory, and across nodes, in chunks.
 
 Every rank copies its rows of a chunk into its slot. After a barrier, each lane (a rank that adds) adds its shard from
 the rows in all ranks' slots. On several nodes, the lanes of all nodes then all-reduce the node's rows of the shard.
@@ -25,7 +25,7 @@ __all__ = ["all_reduce_rows", "fits_into_slots"]
 
 
 def fits_into_slots(reducer: FusedReducer, tree: ReplicaTree, dtype: np.dtype[Any]) -> bool:
-    """Whether a slot has room for a number of each row of any rank. The same on all ranks."""
+    """Whether a slot has room for at least one element of each row of any rank. The same on all ranks."""
     return _chunk_count(reducer, tree, dtype) > 0
 
 
@@ -41,7 +41,7 @@ def all_reduce_rows(
 
     Args:
         reducer: The shared memory of all ranks' nodes.
-        across_nodes: This rank's lane; `None` on one node. Ranks that do not add do not use it.
+        across_nodes: The ranks of this rank's lane; `None` on one node. Only ranks that add use it.
         tree: The order.
         ufunc: The operation on two arrays.
         rows: This rank's rows, each [n], flat, contiguous and of one dtype.
@@ -55,7 +55,7 @@ def all_reduce_rows(
 
 @final
 class _RowsInSlots:
-    """One all-reduce.
+    """One all-reduce of rows, with the arguments of `all_reduce_rows`.
 
     Attributes:
         ranks: The ranks of this rank's node.
@@ -105,7 +105,7 @@ class _RowsInSlots:
     def _add(self, views: Sequence[Array], start: int, stop: int) -> None:
         """Add elements `start` to `stop` of a chunk of all ranks' rows, into the first row of this rank's slot.
 
-        Of all ranks' slots, no other lane reads these elements.
+        The sum may overwrite a row there, because no other lane reads these elements.
         """
         parts = [
             view[row * self._count + start : row * self._count + stop]

@@ -1,7 +1,8 @@
 """Which elements of which arrays each chunk holds: computed once for a list of lengths, and used for every call.
 
-The flat pieces of a list are concatenated in thought. The concatenation is cut into chunks that fit into the cache,
-without regard to the ends of pieces, and each chunk into one shard for each lane. A lane is a rank that adds.
+A list is treated as one flat array, the concatenation of its pieces. That array is cut into chunks that fit into the
+cache, without regard to the ends of pieces, and each chunk into one shard for each lane. A lane is the number of a rank
+among those ranks of its node that add; on several nodes, the ranks of one lane, one on each node, have the same shard.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ __all__ = [
     "scatter_schedule",
 ]
 
-BLOCK_BYTES: Final = 128 << 10  # what is added, divided and copied to several places while it is in the cache
+BLOCK_BYTES: Final = 128 << 10  # of one block, which is added, divided and copied while it is in the cache
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
 
 
 @final
 class Move(NamedTuple):
-    """Elements that are contiguous both in the arrays and in a chunk.
+    """Elements to copy that are contiguous both in the arrays and in a chunk.
 
     Attributes:
         first: The index of the piece, or of the first of several whole pieces.
@@ -74,8 +75,8 @@ class Schedule:
         count: Number of elements.
         lengths: [pieces], number of elements of each piece.
         chunks: The chunks, in order.
-        is_fine: Whether the pieces are so small that to copy them into the slot and add them there is faster than to
-            add piece by piece.
+        is_fine: Whether the pieces are so small that copying them into the slot and adding them there is faster than
+            adding piece by piece.
         is_scattered: Whether each chunk holds a slice of every piece, as `scatter_schedule` cuts them.
     """
 
@@ -86,7 +87,7 @@ class Schedule:
     is_scattered: bool = False
 
 
-FINE_COUNT: Final = 4096  # elements of an average piece, whose addition takes as long as the call of a ufunc
+FINE_COUNT: Final = 4096  # elements of an average piece: adding them takes as long as calling a ufunc
 
 
 def chunk_bounds(count: int, lanes: int) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ def fused_schedule(lengths: Sequence[int], lanes: int, chunk_count: int) -> Sche
 
     Args:
         lengths: Number of elements of each piece.
-        lanes: Number of ranks that add.
+        lanes: Number of lanes.
         chunk_count: Number of elements of a chunk; the last may be shorter.
     """
     ends = list(accumulate(lengths))
@@ -162,7 +163,7 @@ def scatter_schedule(bounds: Sequence[int], chunk_count: int) -> Schedule:
 
 
 def pieces_of(move: Move, arrays: Sequence[Array]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield a move's pieces: the piece, its first and last element, and their place in the chunk."""
+    """Yield the pieces of a move: index, `start` and `stop` of the elements in the piece, their place in the chunk."""
     if move.last == move.first + 1:
         yield move.first, move.start, move.stop, move.at
         return

@@ -12,15 +12,8 @@ import pytest
 
 from mpidist import ReduceOp
 from mpidist.collectives.arguments import Spec
-from mpidist.collectives.plans import (
-    Arithmetic,
-    FusedList,
-    Message,
-    group_by_size,
-    make_fused_lists,
-    make_messages,
-    wire_and_result_dtypes,
-)
+from mpidist.collectives.plans import Arithmetic, make_fused_lists, make_messages, wire_and_result_dtypes
+from mpidist.collectives.plans.plan import FusedList, Message, group_by_size
 from mpidist.cross_device_ops import CollectiveAllReduce, HierarchicalCopyAllReduce
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions

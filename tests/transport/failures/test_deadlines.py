@@ -341,7 +341,7 @@ def test_rank_that_gave_up_and_resets_already_is_not_named_among_the_late(
         comm.Barrier()
         if comm.rank != 2:
             if comm.rank == 0:  # reads notes seldom
-                monkeypatch.setattr(waiting, "_rest", lambda *_: time.sleep(0.47))
+                monkeypatch.setattr(waiting, "_pause", lambda *_: time.sleep(0.47))
             with pytest.raises(DeadlineExceededError, match="did not join it" if comm.rank == 1 else late(2, size=4)):
                 strategy.reduce("SUM", 1.0, options=options(3 if comm.rank == 1 else 30))
             comm.send(None, 2)

@@ -34,7 +34,7 @@ def test_a_call_goes_through_its_states() -> None:
     before = time.monotonic_ns()
     recorder.begin(7, "all_reduce", "SUM of 3 x float32")
     states = []
-    steps = (lambda: None, recorder.go_on, lambda: recorder.go_on(is_gone=False), recorder.agree, recorder.end)
+    steps = (lambda: None, recorder.mark_started, lambda: recorder.mark_started(False), recorder.agree, recorder.end)
     for step in steps:
         step()
         entry = recorder.last()

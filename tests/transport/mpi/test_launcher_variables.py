@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.transport.mpi.launcher_variables import launcher_text, numbers_of, rank_said
+from mpidist.transport.mpi.launcher_variables import launcher_text, numbers_of, rank_from_environment
 
 pytestmark = pytest.mark.no_mpi
 
@@ -33,7 +33,7 @@ def test_rank_and_size_are_those_of_the_innermost_launcher(
     environ: dict[str, str], numbers: tuple[int, int, int] | None, rank: int | None
 ) -> None:
     assert numbers_of(environ) == numbers
-    assert rank_said(environ) == rank
+    assert rank_from_environment(environ) == rank
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mpidist.transport.mpi import MpiCommunicator, load_mpi, open_mpi, unasked_bytes
+from mpidist.transport.mpi import MpiCommunicator, eager_limit_bytes, load_mpi, open_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -64,7 +64,7 @@ class Tools:
 
 
 def test_only_open_mpi_is_asked_and_it_may_be_asked_again(comm: Intracomm) -> None:
-    said = [unasked_bytes() for _ in range(3)]
+    said = [eager_limit_bytes() for _ in range(3)]
     assert said[0] == said[1] == said[2]
     if load_mpi().get_vendor()[0] != IS_OPEN_MPI:
         assert said[0] is None
@@ -75,7 +75,7 @@ def test_only_open_mpi_is_asked_and_it_may_be_asked_again(comm: Intracomm) -> No
 def test_asking_leaves_the_level_of_threads_as_it_is(comm: Intracomm) -> None:
     """Open MPI takes what its interface for tools is started with as that of the whole process."""
     before = load_mpi().Query_thread()
-    unasked_bytes()
+    eager_limit_bytes()
     assert load_mpi().Query_thread() == before == load_mpi().THREAD_MULTIPLE
 
 
@@ -84,7 +84,7 @@ def test_asking_leaves_the_level_of_threads_as_it_is(comm: Intracomm) -> None:
 def test_a_library_that_hides_its_settings_says_nothing(file: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     mpi = SimpleNamespace(get_vendor=lambda: (IS_OPEN_MPI, (5, 0, 11)), __file__=file, Query_thread=lambda: 3)
     monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
-    assert unasked_bytes() is None
+    assert eager_limit_bytes() is None
 
 
 @pytest.mark.no_mpi
@@ -105,7 +105,7 @@ def test_the_limit_counts_only_where_tcp_carries_messages(
     tools = Tools(settings)
     monkeypatch.setattr(open_mpi, "load_mpi", lambda: mpi)
     monkeypatch.setattr(open_mpi.ctypes, "CDLL", lambda _: tools.library)
-    assert unasked_bytes() == expected
+    assert eager_limit_bytes() == expected
     assert tools.open == 0
 
 

@@ -1,4 +1,4 @@
-"""What a rank writes before its job ends: in one piece, and with the rank's name before every line."""
+"""What a rank writes to standard error before its job ends: in one piece, with the rank's name before each line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 __all__ = ["FORWARD_SECONDS", "rank_prefix", "write_lines"]
 
-# A launcher needs a moment to pass on what a rank wrote, before it ends the rank.
+# How long a launcher may take to forward what a rank has written, before the rank ends.
 FORWARD_SECONDS: Final = 0.2
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpidist.transport.group.last_round import LastRound
+from mpidist.transport.group.exit_barrier import ExitBarrier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -41,7 +41,7 @@ def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm,
     lost, knows, own = comm.size - 1, max(0, comm.size - 2), comm.Dup()
     losses, text = Losses(comm, lost, knows, is_in_round), None
     if comm.rank != lost:
-        text = LastRound(own, losses).wait()
+        text = ExitBarrier(own, losses).wait()
     if is_in_round and comm.rank == knows:
         for other in range(knows):
             comm.send(None, other)
@@ -49,7 +49,7 @@ def test_a_rank_that_alone_knows_of_a_loss_does_not_go_silently(comm: Intracomm,
         comm.recv(source=knows)
     comm.Barrier()
     if comm.rank == lost:  # nothing stays under way
-        LastRound(own, list).wait()
+        ExitBarrier(own, list).wait()
     texts = comm.allgather(text)
     told = f"the process of rank {lost} of {comm.size} ranks was lost before; all others are done"
     assert (texts[knows] == told) == (is_in_round or knows == 0)
@@ -86,7 +86,7 @@ def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(
 
     with monkeypatch.context() as patch:
         if comm.rank:
-            patch.setattr("mpidist.transport.group.last_round.time", Clock(comm))
+            patch.setattr("mpidist.transport.group.exit_barrier.time", Clock(comm))
         else:
             for other in others:
                 comm.recv(source=other, tag=0)
@@ -94,11 +94,11 @@ def test_the_lowest_rank_that_is_done_tells_once_whom_it_waits_for(
                 comm.send(None, other)
             comm.recv(source=1, tag=1)
             time.sleep(0.2)  # in which others might tell, too
-        assert LastRound(own, list, 0.1 if comm.rank else 0.0, tell).wait() is None
+        assert ExitBarrier(own, list, 0.1 if comm.rank else 0.0, tell).wait() is None
     told = comm.allgather(lines)
     text = f"has come to its end, and has waited 0.1 s for rank 0 of {comm.size} ranks to come to theirs"
     assert told[1] == [f"{text}; it waits on while their processes live"]
     assert told[0] == []
     assert not any(told[2:])
-    assert LastRound(own, list, 0.0, lines.append).wait() is None
+    assert ExitBarrier(own, list, 0.0, lines.append).wait() is None
     assert comm.allgather(lines) == told

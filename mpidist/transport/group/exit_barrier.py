@@ -1,4 +1,4 @@
-"""How ranks wait for each other at the very end of their programs, where some of them may be lost before."""
+"""The barrier of all ranks at the very end of their programs, which completes also if some of them are lost."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from mpidist.transport.mpi import Intracomm, is_process_failure, load_mpi
 from mpidist.transport.text import name_ranks
 from mpidist.transport.waiting import never_free, poll
 
-__all__ = ["LastRound"]
+__all__ = ["ExitBarrier"]
 
-_GONE: Final = 1  # in what a rank says of another one
+_GONE: Final = 1  # in a message: that a rank is gone
 _CHECK_SECONDS: Final = 0.1
-_LOWEST_FIRST_SECONDS: Final = 0.5  # in which the lowest rank ends the job, if it knows what to say, too
+_LOWEST_FIRST_SECONDS: Final = 0.5  # how long the lowest rank may take to end the job, if it knows of the loss as well
 
 
 @final
-class LastRound:
+class ExitBarrier:
     """One message from each rank to each other one: *I have come to the end, and these processes are gone*.
 
-    No barrier of MPI does: it does not complete without the ranks that are lost.
+    A barrier of MPI does not complete without the ranks that are lost.
 
     Args:
         comm: The ranks. Messages from rank to rank in `comm` are this object's alone.
         gone: Lists the ranks whose processes this rank finds gone. Local.
-        stall_seconds: When the lowest rank that waits tells whom it waits for; 0 for never.
-        tell: Tells people a line.
+        stall_seconds: After which time the lowest rank that waits tells which ranks it waits for; 0 for never.
+        write_line: Writes a line for people.
     """
 
     def __init__(
@@ -38,33 +38,34 @@ class LastRound:
         comm: Intracomm,
         gone: Callable[[], Collection[int]],
         stall_seconds: float = 0.0,
-        tell: Callable[[str], None] = lambda line: None,
+        write_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._comm, self._gone, self._tell = comm, gone, tell
+        self._comm, self._gone, self._write_line = comm, gone, write_line
         self._stall_seconds = stall_seconds
-        self._tell_at = time.monotonic() + (stall_seconds or math.inf)
+        self._warn_at = time.monotonic() + (stall_seconds or math.inf)
         self._lost = set(gone())
-        self._known = set(self._lost)  # to all ranks that are not lost: what some rank has told
-        self._awaited: dict[int, tuple[Any, Any]] = {}  # the message of each rank that has not come
+        self._told = set(self._lost)  # the lost ranks that some message names, so that all other ranks know of them
+        self._awaited: dict[int, tuple[Any, Any]] = {}  # by rank: the request and the memory of its message
         self._next_check = 0.0
 
     def wait(self) -> str | None:
         """Wait for all ranks that are not lost. Collective over those.
 
         Returns:
-            On the lowest rank that is not lost, which ranks are, for people; `None` if none is. On a rank that has
-            learnt of a loss later than it sent its messages, too: others may wait for ever, and the job must end.
+            `None` if no rank is lost. Else, on the lowest rank that is not lost, a text that says which ranks are. So,
+            too, on a rank that has learnt of a loss after it sent its messages: other ranks may not know of the loss
+            and wait for ever, so the job must end.
         """
         own = np.zeros(self._comm.size, np.uint8)
         own[sorted(self._lost)] = _GONE
         for rank in set(range(self._comm.size)) - {self._comm.rank}:
             self._exchange(rank, own)
-        poll(self._all_have_come, self._tell_once)
+        poll(self._have_all_arrived, self._warn_once)
         lost = sorted(self._awaited)
         if not lost:
             return None
         if min(set(range(self._comm.size)) - set(lost)) < self._comm.rank:
-            if self._known.issuperset(lost):
+            if self._told.issuperset(lost):
                 return None
             time.sleep(_LOWEST_FIRST_SECONDS)
         what, was = ("process", "was") if len(lost) == 1 else ("processes", "were")
@@ -78,29 +79,29 @@ class LastRound:
         except load_mpi().Exception as error:
             self._lose(rank, error)
 
-    def _all_have_come(self) -> bool:
+    def _have_all_arrived(self) -> bool:
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _CHECK_SECONDS
-            self._lost.update(self._gone())  # before the messages are tested: who has come counts
+            self._lost.update(self._gone())  # before messages are tested: a rank whose message has arrived is not lost
         for rank, (request, memory) in list(self._awaited.items()):
             try:
                 if request is not None and request.Test():
                     del self._awaited[rank]
-                    told = np.flatnonzero(memory).tolist()
-                    self._lost.update(told)
-                    self._known.update(told)
+                    named = np.flatnonzero(memory).tolist()
+                    self._lost.update(named)
+                    self._told.update(named)
             except load_mpi().Exception as error:
                 self._lose(rank, error)
         return self._lost.issuperset(self._awaited)
 
-    def _tell_once(self) -> None:
-        """Tell people whom the ranks that are done wait for; the lowest of these ranks does."""
-        if time.monotonic() < self._tell_at:
+    def _warn_once(self) -> None:
+        """Say which ranks are awaited, on the lowest rank that waits."""
+        if time.monotonic() < self._warn_at:
             return
-        self._tell_at = math.inf
+        self._warn_at = math.inf
         late = sorted(set(self._awaited) - self._lost)
         if late and self._lost.union(late).issuperset(range(self._comm.rank)):
-            self._tell(
+            self._write_line(
                 f"has come to its end, and has waited {self._stall_seconds:g} s for {name_ranks(late)} of "
                 f"{self._comm.size} ranks to come to theirs; it waits on while their processes live"
             )
