@@ -178,7 +178,7 @@ class FusedExecution(Execution):
     ) -> None:
         """Set the results to new arrays, which have been written."""
         for fused, memory, lent, (transfer, _) in zip(self._lists, self._memories, new, transfers, strict=False):
-            self._set_results(fused, memory.settle(lent), results)
+            self._set_results(fused, memory.finalize(lent), results)
             memory.note_use(isinstance(transfer, TwoShot) and transfer.was_restaged)
 
     def _new_results(self, call: ReductionCall) -> list[Any]:

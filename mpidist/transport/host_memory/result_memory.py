@@ -198,7 +198,7 @@ class LentArrays(NamedTuple):
     Attributes:
         arrays: [results], C-contiguous, uninitialised.
         place: Where they lie in this rank's part of the shared memory of results; 0 in other memory.
-        is_kept: Whether the memory of small ones, too, is kept for later results, so that `settle` has to copy them.
+        is_kept: Whether the memory of small ones, too, is kept for later results, so that `finalize` has to copy them.
     """
 
     arrays: list[Any]
@@ -239,10 +239,10 @@ class RecycledResults:
 
     def take(self) -> list[Array]:
         """Return C-contiguous arrays, uninitialised, which no array that the program has overlaps."""
-        return self.settle(self.lend())
+        return self.finalize(self.lend())
 
     def lend(self) -> LentArrays:
-        """Lend the arrays to which results are written; `settle` makes those of them that the program gets."""
+        """Lend the arrays to which results are written; `finalize` makes those of them that the program gets."""
         if not (self._large and self._is_repeated):  # a call that is made once leaves nothing behind
             self._is_repeated = True
             return LentArrays([np.empty(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)])
@@ -258,7 +258,7 @@ class RecycledResults:
             results[at] = np.empty(self._shapes[at], self._dtypes[at])
         return LentArrays(results)
 
-    def settle(self, lent: LentArrays) -> list[Array]:
+    def finalize(self, lent: LentArrays) -> list[Array]:
         """Return the arrays that the program gets, with what has been written to those that were lent.
 
         Small ones get memory of their own: a program may keep them, and the memory of a whole list with them.

@@ -1,8 +1,8 @@
 /* The barrier of a node's ranks, in shared memory: node_memory/barrier.py. */
 #include "native.h"
 
-#define TOLD 9             /* the first of four places in that line where a rank tells words in turn: barrier.py */
-#define NUM_TOLD 4
+#define WORDS 9             /* the first of four places in that line for published words, in turn: barrier.py */
+#define NUM_PLACES 4
 
 static inline void relax(void)
 {
@@ -115,22 +115,22 @@ static PyObject *call_post_words(Barrier *self, PyObject *const *given, Py_ssize
     Py_RETURN_NONE;
 }
 
-static PyObject *call_tell(Barrier *self, PyObject *word)
+static PyObject *call_publish(Barrier *self, PyObject *word)
 {
-    const long long told = PyLong_AsLongLong(word);
-    if (told == -1 && PyErr_Occurred()) return NULL;
-    line_of(self, self->rank)[TOLD + (self->count + 1) % NUM_TOLD] = told;
+    const long long published = PyLong_AsLongLong(word);
+    if (published == -1 && PyErr_Occurred()) return NULL;
+    line_of(self, self->rank)[WORDS + (self->count + 1) % NUM_PLACES] = published;
     Py_RETURN_NONE;
 }
 
-static PyObject *call_told(Barrier *self, PyObject *number)
+static PyObject *call_published(Barrier *self, PyObject *number)
 {
     const long long count = PyLong_AsLongLong(number);
     if (count == -1 && PyErr_Occurred()) return NULL;
     PyObject *words = PyList_New(self->size);
     if (!words) return NULL;
     for (int rank = 0; rank < self->size; rank++)
-        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[TOLD + count % NUM_TOLD]));
+        PyList_SET_ITEM(words, rank, PyLong_FromLongLong(line_of(self, rank)[WORDS + count % NUM_PLACES]));
     return words;
 }
 
@@ -167,9 +167,9 @@ static PyMethodDef barrier_methods[] = {
     {"post", (PyCFunction)call_post, METH_NOARGS, "Post this rank's arrival."},
     {"post_words", (PyCFunction)(void (*)(void))call_post_words, METH_FASTCALL,
      "Post this rank's arrival, with two words of 63 bits."},
-    {"tell", (PyCFunction)call_tell, METH_O, "Tell the other ranks a word of 63 bits with the next barrier."},
-    {"told", (PyCFunction)call_told, METH_O,
-     "Return [ranks], what each told with a barrier, the last one or the one before."},
+    {"publish", (PyCFunction)call_publish, METH_O, "Publish a word of 63 bits with the next barrier."},
+    {"published", (PyCFunction)call_published, METH_O,
+     "Return [ranks], the words published with a barrier, the last one or the one before."},
     {"has_passed", (PyCFunction)call_has_passed, METH_NOARGS, "Whether all ranks have arrived."},
     {"has_equal_words", (PyCFunction)call_has_equal_words, METH_NOARGS,
      "Whether all ranks posted the same first word, and the same second word, in the barrier passed last."},

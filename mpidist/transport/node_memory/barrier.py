@@ -58,10 +58,10 @@ class Barrier(Protocol):
     def post_words(self, first: int, second: int, /) -> None:
         """Post this rank's arrival, with two words of 63 bits."""
 
-    def tell(self, word: int, /) -> None:
+    def publish(self, word: int, /) -> None:
         """Pass a word of 63 bits to the other ranks, with the next barrier."""
 
-    def told(self, count: int, /) -> list[int]:
+    def published(self, count: int, /) -> list[int]:
         """Return [ranks], the word that each passed with barrier `count`: the last one, or the one before."""
 
     def has_passed(self) -> bool:
@@ -107,13 +107,13 @@ class NodeBarrier:
             self._fence()
         self.count = own[0] = count
 
-    def tell(self, word: int, /) -> None:
-        """See `Barrier.tell`."""
-        # Four places in turn: a rank that is two barriers ahead may tell its next word.
+    def publish(self, word: int, /) -> None:
+        """See `Barrier.publish`."""
+        # Four places in turn: a rank that is two barriers ahead may publish its next word.
         self._own[9 + (self.count + 1) % 4] = word
 
-    def told(self, count: int, /) -> list[int]:
-        """See `Barrier.told`."""
+    def published(self, count: int, /) -> list[int]:
+        """See `Barrier.published`."""
         return [line[9 + count % 4] for line in self._lines]
 
     def has_equal_words(self) -> tuple[bool, bool]:

@@ -77,7 +77,7 @@ class TwoShot:
         self._views: list[list[Array]] = []
         can_compile = native is not None and not schedule.is_scattered
         self._compiled: Any = self._make_compiled(lanes, regions) if can_compile else None
-        self._told = 0  # the number of the barrier with which ranks tell where their results lie
+        self._places_barrier = 0  # the number of the barrier with which ranks publish where their results lie
         self._begun: Sequence[Array] | None = None  # the sources of which compiled code has copied the first chunk in
         self.overflowed = 0
         self.was_restaged = False
@@ -87,8 +87,8 @@ class TwoShot:
         arrays, compiled, barrier = self.arrays, self._compiled, self._slots.barrier
         self._begun = arrays.sources if compiled is not None and compiled.set_sources(arrays.sources) else None
         is_direct = bool(arrays.place and self._begun is not None and compiled.set_results(arrays.results))
-        self._told = barrier.count + 1
-        barrier.tell(arrays.place if is_direct else 0)
+        self._places_barrier = barrier.count + 1
+        barrier.publish(arrays.place if is_direct else 0)
         if self._begun is None:
             self._views, self._stages_own = [], self._is_fine
             self._stage(self._chunks[0])
@@ -109,7 +109,7 @@ class TwoShot:
         if not has_passed_barrier:
             self.begin()
             yield from self._pass_barrier()
-        places = self._slots.barrier.told(self._told)
+        places = self._slots.barrier.published(self._places_barrier)
         self.was_restaged = any(places) and not all(places)
         if self.was_restaged:
             self.arrays.place = 0

@@ -171,7 +171,7 @@ def test_ranks_that_keep_unlike_numbers_of_results(comm: Intracomm) -> None:
     assert all((result == comm.size * step).all() for step, result in enumerate(kept))
 
 
-def test_a_word_that_ranks_told_is_there_until_all_have_read_it(comm: Intracomm) -> None:
+def test_a_published_word_is_there_until_all_have_read_it(comm: Intracomm) -> None:
     """Also if a rank has passed another barrier since then, and tells the next word."""
     window = SharedWindow(comm, LINE_BYTES)
     both = [native.Barrier(window.parts, comm.rank, 100), NodeBarrier(window, comm.rank)]
@@ -179,14 +179,14 @@ def test_a_word_that_ranks_told_is_there_until_all_have_read_it(comm: Intracomm)
         comm.Barrier()
         for turn in range(1, 40):
             told = barrier.count + 1
-            barrier.tell(100 * turn + comm.rank)
+            barrier.publish(100 * turn + comm.rank)
             for _ in range(2):  # the second is a deadline's
                 barrier.post()
                 while not barrier.has_passed():
                     time.sleep(0)
             if comm.rank == turn % comm.size:
                 time.sleep(0.002)
-            assert barrier.told(told) == [100 * turn + rank for rank in range(comm.size)]
+            assert barrier.published(told) == [100 * turn + rank for rank in range(comm.size)]
         comm.Barrier()
         for part in window.parts:
             part[:] = 0
