@@ -255,7 +255,7 @@ class DeviceLevels:
         topology, host = self._topology, self._host
         if topology.size == 1:
             return Levels.solo(self._kernels)
-        self.compile({"copy"})
+        self.compile({"copy_4"})  # by which ranks without NVRTC are found
         spans_nodes = topology.num_nodes > 1
         groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
         reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
