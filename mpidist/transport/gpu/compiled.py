@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 from mpidist.transport.half import is_of_numpy
 
 __all__ = [
@@ -84,9 +84,9 @@ def _code(dtype: np.dtype[Any]) -> str:
     return f"{dtype.kind}{dtype.itemsize}" if is_of_numpy(dtype) else dtype.name
 
 
-def compile_kernel(cuda: Cuda, kernel: str) -> Any:
+def compile_kernel(kernel: str) -> Any:
     """Compile a kernel, one of `KERNELS`, for the current device: in tenths of a second, unless CuPy has it on disk."""
-    module = cuda.cupy.RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
+    module = cuda.cupy().RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
     return module.get_function(f"mpidist_{kernel}")
 
 
@@ -96,9 +96,9 @@ def kernel_source(kernels: Iterable[str] = KERNELS) -> str:
     return "\n".join([text, *(_LINES[kernel] for kernel in kernels), ""])
 
 
-def longest_table(cuda: Cuda) -> int:
+def longest_table() -> int:
     """Return how many arrays a launch can take here: `LONG_TABLE` if NVRTC, the driver and all GPUs are new enough."""
-    its = cuda.cupy.cuda
+    its = cuda.cupy().cuda
     driver = divmod(its.runtime.driverGetVersion() // 10, 100)
     gpus = [int(its.Device(index).compute_capability) for index in range(its.runtime.getDeviceCount())]
     are_new = min(driver, its.nvrtc.getVersion()) >= _LONG_SINCE and min(gpus) >= _LONG_FROM

@@ -103,11 +103,11 @@ class CopyTables:
 
 
 def _launches(num: int, kernels: Sequence[str]) -> Iterable[tuple[str, int, np.ndarray[Any, Any]]]:
-    """Say for each launch its kernel, the size of its table, and the places in the list of the arrays that it copies."""
+    """Say for each launch its kernel, the size of its table, and which arrays of the list it copies."""
     of_arrays = np.broadcast_to(np.array(kernels), num)
     for kernel in dict.fromkeys(kernels):
         own = np.flatnonzero(of_arrays == kernel)
-        size = SHORT_TABLE if own.size <= SHORT_TABLE else longest_table(cuda.current())
+        size = SHORT_TABLE if own.size <= SHORT_TABLE else longest_table()
         for at in range(0, own.size, size):
             yield kernel + LONG * (size > SHORT_TABLE), size, own[at : at + size]
 
@@ -117,4 +117,4 @@ def by_value(numbers: np.ndarray[Any, Any]) -> Any:
 
     CuPy also takes an array of one element itself, and then asks it at each launch for all that NumPy knows of it.
     """
-    return cuda.current().cupy.cuda.function.CPointer(numbers.ctypes.data)
+    return cuda.cupy().cuda.function.CPointer(numbers.ctypes.data)

@@ -7,13 +7,13 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
 from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, by_value
@@ -44,19 +44,15 @@ class DeviceKernels:
     Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
-    does by itself on the stream that it came from.
-
-    Args:
-        cuda: What this process has of CuPy. Nothing of it is touched before the first call; the first launch of a
-            kernel compiles it, which takes some tenths of a second and is remembered on disk by CuPy.
+    does by itself on the stream that it came from. The first launch of a kernel compiles it, which takes some tenths
+    of a second and is remembered on disk by CuPy.
 
     Attributes:
         num_launches: How many kernels of `kernels.cu` were launched.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._kernel = cache(partial(compile_kernel, cuda))
+    def __init__(self) -> None:
+        self._kernel = cache(compile_kernel)
         self._tables_alike = lru_cache(_MAX_ALIKE)(CopyTables.between)
         self._layout_alike = lru_cache(_MAX_ALIKE)(PackLayout)
         self._lists = ArrayLists()
@@ -65,7 +61,7 @@ class DeviceKernels:
     def compile(self, kernels: Iterable[str]) -> None:
         """Compile kernels, as the first use of each would: for the current device. Leaves out what it cannot take."""
         for kernel in kernels:
-            if not kernel.endswith(LONG) or longest_table(self._cuda) > SHORT_TABLE:
+            if not kernel.endswith(LONG) or longest_table() > SHORT_TABLE:
                 self._kernel(kernel)
 
     def pack(
@@ -87,10 +83,7 @@ class DeviceKernels:
         written, given = buffer.dtype, self._lists.of(sources)
         tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
-            sources = [
-                _plain(its) if copier(its.dtype, written, False) else its.astype(written)
-                for its in sources
-            ]
+            sources = [_plain(its) if copier(its.dtype, written, False) else its.astype(written) for its in sources]
             given = self._lists.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
@@ -229,11 +222,11 @@ class DeviceKernels:
 
         Where there is no pinned memory, it is in device memory, and the host waits for a copy of it.
         """
-        cuda = self._cuda.cupy.cuda
+        its = cuda.cupy().cuda
         try:
-            memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+            memory = its.PinnedMemoryPointer(its.PinnedMemory(_COUNTER_BYTES), 0)
         except (RuntimeError, MemoryError):
-            return self._cuda.cupy.asarray(np.zeros(1, np.int32))
+            return cuda.cupy().asarray(np.zeros(1, np.int32))
         counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
         counter[0] = 0
         return counter

@@ -61,7 +61,7 @@ class Rig:
             self.host = SharedMemoryCommunicator(self.mpi, FusedReducer(slots, comm.size, 64, self.mpi.traffic))
         join = 1 if kind == "GPUs add" else NO_JOIN
         sizes = StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes
-        self.staging = Staging(provider, sizes, is_direct=kind == DIRECT)
+        self.staging = Staging(sizes, is_direct=kind == DIRECT)
         self.its: Any = MessagedCommunicator(self.host, self.staging)
 
     def free(self) -> None:

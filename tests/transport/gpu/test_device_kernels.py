@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_launched_for_nothing(kernel
         (pack, ([floats, floats], floats), ValueError, r"pack needs a .* buffer of 8 elements, got float32\[4\]"),
         (unpack, (floats[::2], [floats]), ValueError, r"unpack needs a contiguous .* 4 elements, got float32\[2\]"),
         (copy, ([floats], [ints]), ValueError, r"cannot copy float32\[4\] to int64\[4\]"),
-        (combine, ([ints], Reduction(), floats), ValueError, r"\['int64\[4\]'\] into float32\[4\]: needed the same sizes and"),
+        (combine, ([ints], Reduction(), floats), ValueError, "needed the same sizes and dtype"),
         (combine, ([ints], Reduction(divisor=2), ints), TypeError, "cannot divide int64"),
         (combine, ([floats, floats[:2]], Reduction(), floats), ValueError, "needed the same sizes"),
         (combine, ([floats[::2]], Reduction(), floats[:2]), ValueError, "not contiguous and aligned"),
@@ -271,7 +271,7 @@ def test_offsets_go_far_beyond_32_bits(gpus: cuda.Cuda, emulated: Emulated) -> N
     assert table.num_blocks == -(-(2**33 * 4 // ROW + rows_there) // 8)
     gpus.cupy.cuda.Device().synchronize()
     emulated.wish("the first block of kernels", 2**33 * 4 // ROW * 32 // 256)
-    compile_kernel(gpus, "copy_4")((table.num_blocks,), (256,), table.arguments)
+    compile_kernel("copy_4")((table.num_blocks,), (256,), table.arguments)
     gpus.cupy.cuda.Device().synchronize()
     emulated.be_normal()
     assert (down(result) == down(numbers)).all()

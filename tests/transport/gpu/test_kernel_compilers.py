@@ -33,9 +33,9 @@ Emulated().wish("the compute capability", 60)
 from mpidist.transport import cuda
 from mpidist.transport.gpu.compiled import compile_kernel, longest_table
 try:
-    compile_kernel(cuda.current(), "copy_4_long").kernel
+    compile_kernel("copy_4_long").kernel
 except cuda.current().cupy.cuda.compiler.CompileException as error:
-    print(longest_table(cuda.current()), type(error).__name__)
+    print(longest_table(), type(error).__name__)
 """
 
 

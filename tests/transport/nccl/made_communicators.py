@@ -17,7 +17,7 @@ __all__ = ["connect", "make_handle"]
 def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
     unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
     device = int(provider.cupy.cuda.runtime.getDevice())
-    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
+    return Handle(provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
 
 
 def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
