@@ -39,8 +39,8 @@ DeviceCopy: TypeAlias = tuple[np.dtype[Any], np.dtype[Any], bool]
 class DeviceKernels:
     """Copies and combines arrays of device memory, many of them in one launch on the current stream.
 
-    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays, or 1,363 where CUDA and the GPU
-    take parameters of 32 KiB; a longer list takes several.
+    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays of one dtype, or 1,363 where CUDA
+    and the GPU take parameters of 32 KiB; a longer list takes several.
     Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
