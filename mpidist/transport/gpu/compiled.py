@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cu`: one for each pair of dtypes, compiled when it is first needed, as NVRTC takes long."""
+"""The kernels of `kernels.cu`: one for each pair of dtypes and each operation, compiled when it is first needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.half import is_of_numpy
+from mpidist.transport.reduction import UFUNCS
 
 __all__ = [
     "CASTS",
@@ -55,7 +56,11 @@ _LINES: Final = {
     kernel + end: f"COPIER(mpidist_{kernel + end}, {size}, {', '.join(how)})"
     for end, size in (("", SHORT_TABLE), (LONG, LONG_TABLE))
     for kernel, how in _COPIERS.items()
-} | {f"combine_{code}": f"COMBINER(mpidist_combine_{code}, {code})" for code in COMBINED}
+} | {
+    f"combine_{code}_{op}": f"COMBINER(mpidist_combine_{code}_{op}, {code}, {op.upper()})"
+    for code in COMBINED
+    for op in UFUNCS
+}
 KERNELS: Final = tuple(_LINES)
 
 
@@ -73,7 +78,7 @@ def copier(read: np.dtype[Any], written: np.dtype[Any], divides: bool) -> str | 
 def combiner(dtype: np.dtype[Any], op: str) -> str | None:
     """Return the kernel that joins pieces; `None` if there is none. A complex sum is the pair of two sums."""
     of_pairs = dtype.kind == "c" and op == "sum"
-    kernel = f"combine_{_code(np.dtype(f'f{dtype.itemsize // 2}') if of_pairs else dtype)}"
+    kernel = f"combine_{_code(np.dtype(f'f{dtype.itemsize // 2}') if of_pairs else dtype)}_{op}"
     return kernel if kernel in _LINES else None
 
 
@@ -85,7 +90,7 @@ def _code(dtype: np.dtype[Any]) -> str:
 
 
 def compile_kernel(kernel: str) -> Any:
-    """Compile a kernel, one of `KERNELS`, for the current device: in tenths of a second, unless CuPy has it on disk."""
+    """Compile a kernel, one of `KERNELS`, for the current device: in a tenth of a second if CuPy has it not on disk."""
     module = cuda.cupy().RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
     return module.get_function(f"mpidist_{kernel}")
 

@@ -239,16 +239,16 @@ template <class From, class To, bool DIVIDES, int NUM> INLINE void copy(const Ta
 
 // ---- Joining: several pieces, in order, into one.
 
-enum { SUM = 0, PROD = 1, MIN = 2, MAX = 3 };
+enum Op { SUM, PROD, MIN, MAX };
 
 template <class T> struct Of { typedef T Total; };
 template <> struct Of<f2> { typedef f4 Total; };
 template <> struct Of<bf> { typedef f4 Total; };
 
-template <class T> INLINE T joined(i8 op, T a, T b) {  // the first that is no number wins
-    if (op == SUM) return plus(a, b);
-    if (op == PROD) return times(a, b);
-    return is_nan(a) || (op == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
+template <Op OP, class T> INLINE T joined(T a, T b) {  // the first that is no number wins
+    if constexpr (OP == SUM) return plus(a, b);
+    else if constexpr (OP == PROD) return times(a, b);
+    else return is_nan(a) || (OP == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
 }
 
 template <class T> INLINE T divided(T x, i8 n) { return n == 1 ? x : quotient(x, n); }
@@ -257,8 +257,8 @@ struct Parts { u8 addresses[480]; };
 
 // Elements `begin` to `end`, N at a time. `out` may be one of the parts: what goes into a result is read before it is
 // written, by the same thread.
-template <class T, int N> INLINE void combine(
-    const Parts& parts, i8 number, u8 begin, u8 end, T* out, i8 op, i8 divisor, bool is_out_aligned, u4& overflow
+template <Op OP, int N, class T> INLINE void combine(
+    const Parts& parts, i8 number, u8 begin, u8 end, T* out, i8 divisor, bool is_out_aligned, u4& overflow
 ) {
     typedef typename Of<T>::Total Total;
     typedef Several<T, N> Together;
@@ -280,7 +280,7 @@ template <class T, int N> INLINE void combine(
                 #pragma unroll
                 for (int its = 0; its < N; its++) {
                     const Total next = Cast<Total>::of(held[ahead].at[its]);
-                    totals[its] = first + ahead ? joined(op, totals[its], next) : next;
+                    totals[its] = first + ahead ? joined<OP>(totals[its], next) : next;
                 }
             }
         }
@@ -300,15 +300,15 @@ template <class T, int N> INLINE void combine(
     }
 }
 
-#define COMBINER(NAME, T) \
+#define COMBINER(NAME, T, OP) \
     extern "C" __global__ void NAME( \
-        const Parts parts, i8 number, i8 count, T* out, i8 op, i8 divisor, i8 are_parts_aligned, u4* overflows_seen \
+        const Parts parts, i8 number, i8 count, T* out, i8 divisor, i8 are_parts_aligned, u4* overflows_seen \
     ) { \
         constexpr int N = 16 / sizeof(T); \
         const u8 whole = are_parts_aligned ? (u8)count / N * N : 0; \
         const bool is_out_aligned = is_aligned<Several<T, N>>(out); \
         u4 overflow = 0; \
-        combine<T, N>(parts, number, 0, whole, out, op, divisor, is_out_aligned, overflow); \
-        combine<T, 1>(parts, number, whole, (u8)count, out, op, divisor, true, overflow); \
+        combine<OP, N>(parts, number, 0, whole, out, divisor, is_out_aligned, overflow); \
+        combine<OP, 1>(parts, number, whole, (u8)count, out, divisor, true, overflow); \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }

@@ -24,7 +24,6 @@ __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
 
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
-_OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
 _MAX_PARTS: Final = 480  # as in kernels.cu
 _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 
@@ -44,8 +43,8 @@ class DeviceKernels:
     Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
-    does by itself on the stream that it came from. The first launch of a kernel compiles it, which takes some tenths
-    of a second and is remembered on disk by CuPy.
+    does by itself on the stream that it came from. The first launch of a kernel compiles it, which takes a tenth of
+    a second and is remembered on disk by CuPy.
 
     Attributes:
         num_launches: How many kernels of `kernels.cu` were launched.
@@ -182,8 +181,8 @@ class DeviceKernels:
         are_aligned = int(not any(place % 16 for place in places))
         count = 2 * out.size if out.dtype.kind == "c" else out.size
         arguments = (
-            by_value(addresses), len(rows), count, address_of(out), _OPS[reduction.op], reduction.divisor,
-            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
+            by_value(addresses), len(rows), count, address_of(out), reduction.divisor, are_aligned,
+            self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
         num_blocks = min(_MAX_BLOCKS, -(-out.nbytes // (16 * BLOCK)))
         self._launch(kernel, num_blocks, arguments)
