@@ -60,7 +60,7 @@ class Staging:
 
     Args:
         sizes: Those of chunks.
-        kernels: What joins parts on the GPU; by default new ones.
+        kernels: What joins parts on the GPU.
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
         is_direct: Whether MPI takes device memory, as the user says: then nothing is copied, and no slot is needed.
@@ -69,13 +69,12 @@ class Staging:
     def __init__(
         self,
         sizes: StagingSizes,
-        kernels: DeviceKernels | None = None,
-        wait_for_launches: Callable[[str], None] = lambda what: None,
+        kernels: DeviceKernels,
+        wait_for_launches: Callable[[str], None],
         is_direct: bool = False,
     ) -> None:
-        self.sizes, self.is_direct = sizes, is_direct
+        self.sizes, self.kernels, self.is_direct = sizes, kernels, is_direct
         self._wait_for_launches = wait_for_launches
-        self.kernels = DeviceKernels() if kernels is None else kernels
         self._memory: Array = np.empty(0, np.uint8)
         self._slot_nbytes = 0
         self._is_pinned = True

@@ -323,6 +323,7 @@ class DeviceLevels:
             init.cancel()
             raise
         (handle,) = init.take()
+        assert self._queue is not None
         communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)

@@ -51,28 +51,20 @@ class NcclCommunicator(Communicator):
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
-        queue: The queue for all communicators of this rank; by default a new one.
-        kernels: What joins parts; by default new ones.
+        queue: The queue for all communicators of this rank.
+        kernels: What joins parts.
     """
 
     def __init__(
-        self,
-        handle: Handle,
-        name: str,
-        rank: int,
-        size: int,
-        queue: DeviceQueue | None = None,
-        kernels: DeviceKernels | None = None,
+        self, handle: Handle, name: str, rank: int, size: int, queue: DeviceQueue, kernels: DeviceKernels
     ) -> None:
         super().__init__(name, rank, size)
-        self._handle = handle
-        self._queue = DeviceQueue() if queue is None else queue
-        self._queue.add(handle, f"rank {rank} of {size} ({name})")
+        self._handle, self._queue, self._kernels = handle, queue, kernels
+        queue.add(handle, f"rank {rank} of {size} ({name})")
         nccl = cuda.nccl()
         self._ops = {op: int(getattr(nccl, f"NCCL_{op.upper()}")) for op in _OPS}
         self._codes = {code: int(getattr(nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
-        self._kernels = DeviceKernels() if kernels is None else kernels
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
         super().set_wait_hook(check_peers)

@@ -42,14 +42,14 @@ class DeviceQueue:
     """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
     Args:
-        events: Where events come from; by default events of its own.
+        events: Where events come from.
 
     Attributes:
         stream: NCCL's stream.
     """
 
-    def __init__(self, events: Events | None = None) -> None:
-        self._events = Events() if events is None else events
+    def __init__(self, events: Events) -> None:
+        self._events = events
         self._cuda = cuda.cupy().cuda
         self._packs, self.stream, self._unpacks = (new_stream() for _ in range(3))
         self._begin, self._ready, self._done, *self._unpacked = (
