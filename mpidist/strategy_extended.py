@@ -204,7 +204,7 @@ class StrategyExtended:
     def broadcast_to(self, value: Any, destinations: Any) -> Any:
         """Send rank 0's value to the destinations: `CrossDeviceOps.broadcast`. Collective."""
         self.require_cross_replica("broadcast_to")
-        return self._cross_device_ops.broadcast(value, destinations)
+        return self._cross_device_ops.broadcast(value, destinations, call="broadcast_to")
 
     def update(
         self,

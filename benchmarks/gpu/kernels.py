@@ -1,6 +1,6 @@
 """How fast do the kernels copy lists of tensors into one buffer and back, and add, beside the device's own copy?
 
-And beside other libraries: `torch.cat`, `torch._foreach_copy_` and a copy per tensor by CuPy. Torch gets its list of
+And beside other libraries: `torch._foreach_copy_` and a copy per tensor by CuPy. Torch gets its list of
 flat views and its buffer prepared.
 """
 
@@ -27,11 +27,10 @@ from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 
-__all__ = ["Kernels", "Lists", "machine", "measure", "shapes_of", "small"]
+__all__ = ["Kernels", "Lists", "machine", "measure", "shapes_of"]
 
 SETS = 3  # of arrays, used in turn; one set of ResNet-50 is three times the cache
 UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no multiple of 16 bytes
-SMALL = (1, 7, 64, 2048, 2049, 5000)  # below, at and above what a block takes, and none a multiple of the other
 LEAST = 0.85  # of the speed of the device's own copy
 # What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays. As long as each
 # array is looked at, and a launch takes but 1,363 of them, it takes more, and the table says that the goal is missed.
@@ -94,7 +93,7 @@ def machine(bench: Bench, report: Report) -> None:
     report.add("versions", ", ".join(versions))
     arrays, buffer = [bench.cupy.zeros(8, np.float32)], bench.cupy.empty(8, np.float32)
     start = perf_counter()
-    DeviceKernels(bench.cuda).pack(arrays, buffer)
+    DeviceKernels().pack(arrays, buffer)
     bench.synchronize()
     took = perf_counter() - start
     report.add("the first launch of a process, with the compiler", time_text(took), goal=("at most 1 s", took <= 1))
@@ -104,7 +103,7 @@ class Kernels:
     """What is asked of the kernels."""
 
     def __init__(self, bench: Bench, report: Report) -> None:
-        self._bench, self._report, self.kernels = bench, report, DeviceKernels(bench.cuda)
+        self._bench, self._report, self.kernels = bench, report, DeviceKernels()
 
     def checked_lists(self, asked: Asked) -> Lists:
         """Pack into buffers and unpack, divided, over what is no result; look at all numbers."""
@@ -172,10 +171,9 @@ class Kernels:
             pairs = list(zip(lists.cut(buffer), (one.reshape(-1) for one in tensors), strict=True))
             ways["a CuPy copy per tensor"].append(lambda pairs=pairs: [its.__setitem__(..., one) for its, one in pairs])
             if torch is not None:
-                flats, whole = [torch.from_dlpack(one) for _, one in pairs], torch.from_dlpack(buffer)
-                ways["torch.cat"].append(partial(torch.cat, flats, out=whole))
-                copy, views = torch._foreach_copy_, list(torch.split(whole, lists.sizes))
-                ways["torch._foreach_copy_"].append(partial(copy, views, flats))
+                flats = [torch.from_dlpack(one) for _, one in pairs]
+                views = list(torch.split(torch.from_dlpack(buffer), lists.sizes))
+                ways["torch._foreach_copy_"].append(partial(torch._foreach_copy_, views, flats))
         for name, calls in ways.items():
             for at, (call, buffer) in enumerate(zip(calls, lists.buffers, strict=True)):
                 self._bench.poison(buffer)
@@ -202,14 +200,3 @@ def measure(bench: Bench, report: Report) -> None:
     for question, ask in questions.items():
         with report.question(question):
             ask()
-
-
-def small(bench: Bench, report: Report) -> None:
-    """Run every kernel once, for compute-sanitizer."""
-    bench.cupy.cuda.set_allocator(None)  # each array lies alone, so that its ends are seen
-    its = Kernels(bench, report)
-    for dtype in (np.float32, bfloat16(), np.float16):
-        for is_padded in (False, True):
-            its.checked_lists(Asked([(size,) for size in SMALL], dtype, 2, is_padded, sets=1))
-        its.checked_sum(max(SMALL), dtype)
-    report.add("a small run of the kernels", f"{its.kernels.num_launches} launches, right numbers", True)

@@ -34,8 +34,6 @@ class Part:
     ranks: int = 0  # 0 for a process without MPI
     words: tuple[str, ...] = ()  # of tests: numbers of ranks, and files; by default all that have tests of GPUs
     environment: Mapping[str, str] = field(default_factory=dict)
-    tool: tuple[str, ...] = ()  # a program under which it runs, with options
-    must_say: str = ""  # what the tool says if it found nothing
     alone: bool = True  # whether it measures times or memory, and so has the machine to itself
 
 
@@ -62,8 +60,6 @@ PARTS: tuple[Part, ...] = (
            "tests/transport/nccl/test_gpus_of_process.py"),
     Part("digits-1", "gpu.digits:digits", "digits on the GPU, 1 rank", 60, alone=False),
     Part("digits-4", "gpu.digits:digits", "digits on the GPU, 4 ranks", 60, 4, alone=False),
-    Part("sanitizer", "gpu.kernels:small", "compute-sanitizer on a small run of the kernels", 120, alone=False,
-         tool=("compute-sanitizer", "--error-exitcode", "99"), must_say="ERROR SUMMARY: 0 errors"),
     _tests("right-2x2", "4", "2 + 2 ranks on pretended nodes, through the host", 110, f"MPIDIST_NCCL=0 {TWO_NODES}"),
     _tests("right-hostid-4", "3,4", "3 and 4 ranks, real NCCL by NCCL_HOSTID", 130, HOSTIDS),
     _tests("right-hostid-2x2", "4", "2 + 2 ranks, NCCL in pretended nodes, MPI between", 110, f"{HOSTIDS} {TWO_NODES}"),

@@ -121,6 +121,6 @@ def takes_device_memory(cupy: Any) -> bool:
 
 
 if __name__ == "__main__":
-    cupy = cuda.current().cupy
+    cupy = cuda.cupy()
     cupy.cuda.Device(int(sys.argv[1])).use()
     print(_RIGHT if takes_device_memory(cupy) else "wrong", flush=True)

@@ -62,7 +62,7 @@ def _has_interface_of_gpus(value: Any) -> bool:
 
 def is_cupy(value: Any) -> bool:
     """Whether a value is an array of CuPy."""
-    return _has_interface_of_gpus(value) and isinstance(value, _cupy().ndarray)
+    return _has_interface_of_gpus(value) and isinstance(value, cuda.cupy().ndarray)
 
 
 def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
@@ -72,7 +72,7 @@ def are_native_of_gpu(types: set[type], values: Sequence[Any]) -> bool:
         types: The types of the values.
         values: The values.
     """
-    if len(types) != 1 or not is_cupy(values[0]) or types != {_cupy().ndarray}:
+    if len(types) != 1 or not is_cupy(values[0]) or types != {cuda.cupy().ndarray}:
         return False
     dtypes = set(map(_dtype_of, values))
     return set(map(_gpu_of, values)) == {current_gpu()} and all(dtype.isnative for dtype in dtypes)
@@ -85,7 +85,7 @@ def is_aligned(array: NativeArray) -> bool:
 
 def to_host(array: NativeArray) -> np.ndarray[Any, Any]:
     """Copy an array to new host memory. A device array is copied after all work on the current stream."""
-    host: np.ndarray[Any, Any] = _cupy().asnumpy(array) if is_device(array) else array.copy()
+    host: np.ndarray[Any, Any] = cuda.cupy().asnumpy(array) if is_device(array) else array.copy()
     return host
 
 
@@ -101,12 +101,12 @@ def bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]
 
 def to_device(array: np.ndarray[Any, Any]) -> NativeArray:
     """Copy a host array to the current device."""
-    return _cupy().asarray(array)
+    return cuda.cupy().asarray(array)
 
 
 def on_current_device(value: Any) -> Any:
     """Return an array of CuPy on the current device, copied if it lies on another one; any other value unchanged."""
-    return _cupy().asarray(value) if is_cupy(value) else value
+    return cuda.cupy().asarray(value) if is_cupy(value) else value
 
 
 def copied_here(array: NativeArray) -> NativeArray:
@@ -142,12 +142,12 @@ def stays_writable(value: Any) -> bool:
 
 def wait_for_stream() -> None:
     """Wait until the work on the current device's current stream is done."""
-    _cupy().cuda.get_current_stream().synchronize()
+    cuda.cupy().cuda.get_current_stream().synchronize()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> NativeArray:
     """Allocate an uninitialised array in host memory, or on the current device."""
-    return _cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
+    return cuda.cupy().empty(shape, dtype) if device else np.empty(shape, dtype)
 
 
 def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
@@ -156,10 +156,10 @@ def allocations_of_gpu(values: Sequence[Any]) -> set[int] | None:
     Args:
         values: Native arrays, not all in host memory.
     """
-    if set(map(type, values)) != {_cupy().ndarray}:
+    if set(map(type, values)) != {cuda.cupy().ndarray}:
         return None
     allocations = list(map(_allocation_of, values))
-    return None if _cupy().cuda.UnownedMemory in set(map(type, allocations)) else set(map(id, allocations))
+    return None if cuda.cupy().cuda.UnownedMemory in set(map(type, allocations)) else set(map(id, allocations))
 
 
 def memory_bounds(array: NativeArray) -> tuple[int, int]:
@@ -192,12 +192,12 @@ def num_visible_gpus() -> int:
 
 def current_gpu() -> int:
     """Return the index of the current device of this thread."""
-    return int(_cupy().cuda.runtime.getDevice())
+    return int(cuda.cupy().cuda.runtime.getDevice())
 
 
 def use_gpu(index: int) -> None:
     """Make a GPU the current device of this thread."""
-    _cupy().cuda.Device(index).use()
+    cuda.cupy().cuda.Device(index).use()
 
 
 def require_not_capturing(call: str) -> None:
@@ -206,12 +206,8 @@ def require_not_capturing(call: str) -> None:
     Raises:
         RuntimeError: If the stream is captured.
     """
-    if _cupy().cuda.get_current_stream().is_capturing():
+    if cuda.cupy().cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             f"{call} cannot be captured in a CUDA graph: the ranks agree on each call over MPI, which replaying the "
             "graph would leave out; call it between graphs"
         )
-
-
-def _cupy() -> Any:
-    return cuda.current().cupy  # imports CuPy: called only if a value is on a GPU, or the user asks for device memory

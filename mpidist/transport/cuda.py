@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from mpidist.transport.text import first_line
 
-__all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "current", "nccl_version_text"]
+__all__ = ["INSTALL_CUPY", "LEAST_NCCL", "Cuda", "GpuSupport", "cupy", "current", "nccl", "nccl_version_text"]
 
 LEAST_NCCL: Final = 22203  # 2.22.3: the oldest that aborts all communicators of a device together, as a group
 _LEAST_CUPY: Final = 14
@@ -137,3 +137,13 @@ _CURRENT: Final = Cuda()
 def current() -> Cuda:
     """Return the object of this process."""
     return _CURRENT
+
+
+def cupy() -> Any:
+    """Return the module `cupy`: only where a value or the user asks for device memory, as CuPy is imported then."""
+    return _CURRENT.cupy
+
+
+def nccl() -> Any:
+    """Return the module `cupy.cuda.nccl`, which is imported then."""
+    return _CURRENT.nccl

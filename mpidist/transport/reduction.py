@@ -14,7 +14,7 @@ from mpidist.transport.half import HalfAccumulator
 from mpidist.transport.native import native
 from mpidist.transport.tree import Fold
 
-__all__ = ["Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]
+__all__ = ["UFUNCS", "Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]
 
 UFUNCS: Final = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 

@@ -204,14 +204,15 @@ def test_no_call_goes_into_a_graph(gpus: cuda.Cuda, comm: Intracomm, call: str) 
 
 
 FP16 = CommunicationOptions(compression="fp16", compress_everywhere=True)
-LONG_TOO = {"copy", "divide_f4", "copy_long", "divide_f4_long"}
+MEAN = {"copy_4", "divide_f4_f4"}
+LONG_TOO = MEAN | {kernel + "_long" for kernel in MEAN}
 CALLS_WITH_KERNELS: dict[str, tuple[str, Any, CommunicationOptions, set[str]]] = {
-    "first call": ("SUM", np.float32, CommunicationOptions(), {"copy"}),
-    "mean": ("MEAN", np.float32, CommunicationOptions(), {"copy", "divide_f4"}),
+    "first call": ("SUM", np.float32, CommunicationOptions(), {"copy_4"}),
+    "mean": ("MEAN", np.float32, CommunicationOptions(), MEAN),
     "mean of many": ("MEAN", np.float32, CommunicationOptions(), LONG_TOO),
-    "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy", "f2_f2"}),
-    "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy", "f8_f8"}),
-    "compressed sum": ("SUM", np.float32, FP16, {"copy", "cast", "f2_f2"}),
+    "sum of halves": ("SUM", np.float16, CommunicationOptions(), {"copy_4", "copy_2", "f2_sum"}),
+    "minimum": ("MIN", np.float64, CommunicationOptions(), {"copy_4", "copy_8", "f8_min"}),
+    "compressed sum": ("SUM", np.float32, FP16, {"copy_4", "cast_f4_f2", "cast_f2_f4", "f2_sum"}),
 }
 
 
@@ -230,12 +231,12 @@ def test_the_time_that_kernels_take_to_compile_is_no_deadlines(
     ops, values = NcclAllReduce().bound_to(group), [up(np.ones(size, dtype)) for size in sizes]
     if kind != "first call":
         ops.all_reduce("SUM", up(np.ones(3, np.int32)))
-        assert compiler.compiled == {"copy"}
+        assert compiler.compiled == {"copy_4"}
     compiler.seconds = 1.5 if comm.rank else 0.0
     results = ops.all_reduce(op, values, options)
     assert all((down(its) == (comm.size if op == "SUM" else 1)).all() for its in results)
     is_staged = group.devices.levels().queue is None
-    assert compiler.compiled - kernels <= ({"f4_f4"} if is_staged else set())
+    assert compiler.compiled - kernels <= ({"f4_sum"} if is_staged else set())
     assert kernels <= compiler.compiled
 
 
@@ -248,7 +249,7 @@ def test_ranks_with_drivers_of_which_one_takes_fewer_arrays_at_once(
     values = [up(np.full(3, at, np.float32)) for at in range(200)]
     results = NcclAllReduce().bound_to(group).all_reduce("MEAN", values)
     assert [down(its).tolist() for its in results] == [[at] * 3 for at in range(200)]
-    assert ("copy_long" in compiler.compiled) == (comm.rank != 1)
+    assert ("copy_4_long" in compiler.compiled) == (comm.rank != 1)
 
 
 @pytest.mark.ranks(min=2)
@@ -261,7 +262,7 @@ def test_nor_is_the_time_of_those_of_a_reduce_scatter(compiler: Compiler, comm: 
         for _ in range(2):  # a rank that still compiles would be late for the second call
             part = strategy.run(lambda: get_replica_context().reduce_scatter("SUM", value, 0, options))
             assert down(part) == comm.size
-    assert compiler.compiled == {"copy", "f2_f2"}
+    assert compiler.compiled == {"copy_4", "f2_sum"}
 
 
 @pytest.mark.ranks(min=2)

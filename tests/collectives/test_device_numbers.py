@@ -265,7 +265,7 @@ def test_nothing_grows(gpus: Any, comm: Intracomm, what: str) -> None:
     def ones() -> list[Any]:
         return [up(np.ones(size, np.float32)) for size in (3, 1000, 17)]
 
-    arrays, kernels = ones(), DeviceKernels(gpus)
+    arrays, kernels = ones(), DeviceKernels()
     out = {"out= given": ones(), "in place": arrays}.get(what)
 
     def reduce() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import textwrap
 import threading
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,11 +150,11 @@ def test_check_goes_on_and_writes_after_each_part(environment: Environment, tmp_
     assert [outcome.name for outcome in check.outcomes] == ["crashes", "answers", "fails"]
     assert not check.is_all_right
     files = sorted(path.name for path in out.iterdir())
-    assert files == ["gpu_check.json", "gpu_check.log", "gpu_check.md"]
+    assert files == ["gpu_check.log", "gpu_check.md"]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in files)
-    written = json.loads((out / "gpu_check.json").read_text())
-    assert [its["name"] for its in written["parts"]] == ["crashes", "answers", "fails"]
     text = (out / "gpu_check.md").read_text()
+    rows = re.findall(r"^\| (crashes|answers|fails) \| ", text, re.M)
+    assert list(dict.fromkeys(rows)) == ["crashes", "answers", "fails"]
     assert os.uname().nodename not in text
     assert str(BENCHMARKS.parent) not in text
     assert "* crashes: ended with code -6" in text
@@ -314,35 +312,6 @@ def test_tests_that_need_a_gpu_are_counted(tmp_path: Path, body: str, got: str, 
     assert (row.got, row.verdict) == (got, verdict), outcome
     assert row.note.startswith(note)
     assert ("FAILED " in row.note) == (got == "1 failed")
-
-
-@pytest.mark.no_mpi
-@pytest.mark.parametrize(
-    ("said", "code", "why"),
-    [
-        ("ERROR SUMMARY: 0 errors", 0, ""),
-        ("ERROR SUMMARY: 3 errors", 99, "ended with code 99: ERROR SUMMARY: 3 errors"),
-        ("Device not supported", 0, "compute-sanitizer did not say ERROR SUMMARY: 0 errors"),
-        (None, 0, "compute-sanitizer is not on PATH"),
-    ],
-)
-def test_sanitizer_is_given_the_kernels_and_heard(
-    environment: Environment, tmp_path: Path, said: str | None, code: int, why: str
-) -> None:
-    """A program of its name runs what it is given, which is no kernel here."""
-    if said is not None:
-        program = tmp_path / "compute-sanitizer"
-        program.write_text(f'#!/bin/sh\nshift 2\n"$@" || exit 1\necho "{said}"\nexit {code}\n')
-        program.chmod(0o755)
-    (part,) = (its for its in PARTS if its.tool)
-    path = f"{tmp_path}:{os.environ['PATH']}" if said else "/nowhere"
-    here = Environment({**environment.variables, "PATH": path}, (), "")
-    outcome = running.run(replace(part, ask="answers:ask"), 60, here, tmp_path)
-    assert outcome.why == why
-    (measured, *rest) = outcome.rows
-    assert [row.got for row in outcome.rows] == ["yes"] * (said is not None) + [NOT_MEASURED] * bool(why)
-    assert said is not None or (measured.question, measured.note) == (part.question, why)
-    assert not rest or rest[0].question == REST
 
 
 @pytest.mark.no_mpi

@@ -321,8 +321,8 @@ class DeviceMessages:
     def reduce(self, arrays: Sequence[Any], results: Sequence[Any], levels: Levels, reduce: Reduce) -> None:
         """Reduce the messages. Launches work, and waits for nothing.
 
-        Launches besides the reductions: one to copy all direct pieces to their results, two for each pack (pack and
-        unpack), and one to divide all direct pieces.
+        Launches besides the reductions: one to copy all direct pieces of a dtype to their results, two for each pack
+        (pack and unpack), and one to divide all direct pieces of a dtype.
         """
         kernels, parts, given = levels.kernels, self._pieces.of(results), self._pieces.of(arrays)
         is_moved = list(map(is_not, given, parts))

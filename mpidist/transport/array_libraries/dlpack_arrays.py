@@ -29,7 +29,7 @@ class CuPyArrays(ArrayLibrary):
         return hasattr(value, "__cuda_array_interface__")
 
     def to_native(self, value: Any) -> NativeArray:
-        cupy = _cupy()
+        cupy = cuda.cupy()
         if hasattr(value, "__dlpack__") and not isinstance(value, cupy.ndarray):
             value = cupy.from_dlpack(value)
         array = cupy.asarray(value)
@@ -41,10 +41,10 @@ class CuPyArrays(ArrayLibrary):
         return array
 
     def from_native(self, array: NativeArray, like: Any) -> Any:
-        return array if isinstance(like, _cupy().ndarray) else _through_dlpack(array, like)
+        return array if isinstance(like, cuda.cupy().ndarray) else _through_dlpack(array, like)
 
     def to_target(self, value: Any) -> NativeArray | None:
-        return value if isinstance(value, _cupy().ndarray) else None
+        return value if isinstance(value, cuda.cupy().ndarray) else None
 
 
 @final
@@ -65,10 +65,6 @@ class DLPackArrays(ArrayLibrary):
 
     def to_target(self, value: Any) -> NativeArray | None:
         return self.to_native(value)
-
-
-def _cupy() -> Any:
-    return cuda.current().cupy  # only where a value or the user asks for device memory
 
 
 def _through_dlpack(array: NativeArray, like: Any) -> Any:

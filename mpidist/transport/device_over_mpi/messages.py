@@ -13,6 +13,7 @@ from mpidist.transport import arrays
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
+from mpidist.transport.gpu import address_of
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory import SharedMemoryCommunicator
@@ -85,7 +86,7 @@ class MessagedCommunicator(Communicator):
             self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
             self._join("reduce_scatter", buffer, chunks, reduction, (shard, start))
             return shard
-        away = int(shard.data.ptr) - int(buffer[start:stop].data.ptr)
+        away = address_of(shard) - address_of(buffer[start:stop])
 
         def raised(pieces: Pieces) -> list[Copy]:
             return [(host, device + away, nbytes) for host, device, nbytes in pieces.copies_of([self.rank])]

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.cuda import Cuda
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, aligned
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
-from mpidist.transport.gpu import DeviceKernels, is_complete, new_stream, on_stream
+from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_stream, on_stream
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text
 from mpidist.transport.waiting import never_free, poll
@@ -59,9 +59,8 @@ class Staging:
     object cannot be used again, and `strategy.reset()` makes another one.
 
     Args:
-        cuda: What this process has of CuPy.
         sizes: Those of chunks.
-        kernels: What joins parts on the GPU; by default new ones.
+        kernels: What joins parts on the GPU.
         wait_for_launches: Called with the name of a primitive before the host begins it: waits for what this rank has
             launched on its GPU in the call under way. The host must not wait for a GPU but by polling.
         is_direct: Whether MPI takes device memory, as the user says: then nothing is copied, and no slot is needed.
@@ -69,16 +68,13 @@ class Staging:
 
     def __init__(
         self,
-        cuda: Cuda,
         sizes: StagingSizes,
-        kernels: DeviceKernels | None = None,
-        wait_for_launches: Callable[[str], None] = lambda what: None,
+        kernels: DeviceKernels,
+        wait_for_launches: Callable[[str], None],
         is_direct: bool = False,
     ) -> None:
-        self.sizes, self.is_direct = sizes, is_direct
+        self.sizes, self.kernels, self.is_direct = sizes, kernels, is_direct
         self._wait_for_launches = wait_for_launches
-        self.kernels = DeviceKernels(cuda) if kernels is None else kernels
-        self._cuda = cuda
         self._memory: Array = np.empty(0, np.uint8)
         self._slot_nbytes = 0
         self._is_pinned = True
@@ -95,7 +91,7 @@ class Staging:
 
     def open(self, slot: int, at: int, array: Array, pieces: Sequence[Piece]) -> Pieces:
         """Lay pieces of an array one after the other into a slot, from byte `at` on, for one call of `run`."""
-        width, base = array.itemsize, int(array.data.ptr)
+        width, base = array.itemsize, address_of(array)
         sizes = [(stop - start) * width for start, stop in pieces]
         places = [base + start * width for start, _ in pieces]
         if self.is_direct:
@@ -141,13 +137,13 @@ class Staging:
 
     @cached_property
     def _pipeline(self) -> _Pipeline:
-        return _Pipeline(self._cuda.cupy, self.sizes.depth)
+        return _Pipeline(self.sizes.depth)
 
     def _pinned(self, nbytes: int) -> Array:
-        cuda = self._cuda.cupy.cuda
+        its = cuda.cupy().cuda
         if self._is_pinned:
             try:
-                memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0)
+                memory = its.PinnedMemoryPointer(its.PinnedMemory(nbytes), 0)
                 return np.ndarray(nbytes, np.uint8, buffer=memory)
             except (RuntimeError, MemoryError) as error:  # this rank's affair: its copies are right, only slow
                 self._is_pinned = False
@@ -169,19 +165,14 @@ class Staging:
 
 @final
 class _Pipeline:
-    """What orders the work on the GPU.
+    """What orders the work on the GPU. `depth`: number of slots."""
 
-    Args:
-        cupy: CuPy.
-        depth: Number of slots.
-    """
-
-    def __init__(self, cupy: Any, depth: int) -> None:
-        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+    def __init__(self, depth: int) -> None:
+        self._cuda = cuda.cupy().cuda
         # Copies from the device have a stream; copies to the device, and what the GPU adds then, have another one.
-        self._down, self._up = new_stream(cupy.cuda), new_stream(cupy.cuda)
+        self._down, self._up = new_stream(), new_stream()
         # What the caller's stream holds; and for each slot, what each of these streams has done for it.
-        self._ready, *of_slots = (cupy.cuda.Event(disable_timing=True) for _ in range(1 + 2 * depth))
+        self._ready, *of_slots = (self._cuda.Event(disable_timing=True) for _ in range(1 + 2 * depth))
         self._downloaded, self._returned = of_slots[:depth], of_slots[depth:]
 
     def run(self, what: str, count: int, phases_of: PhasesOf, check_peers: Callable[[], None]) -> None:
@@ -197,14 +188,14 @@ class _Pipeline:
             slot = chunk % depth
             if number >= len(phases[slot]):
                 return
-            wait_for_event(self._cupy, self._downloaded[slot], what, check_peers)
+            wait_for_event(self._downloaded[slot], what, check_peers)
             self._move(phases[slot][number], slot)
             if number + 1 < len(phases[slot]):
                 self._lower(phases[slot][number + 1], slot)
             elif chunk + depth < count:
                 start(chunk + depth)
 
-        self._ready.record(self._cupy.cuda.get_current_stream())
+        self._ready.record(self._cuda.get_current_stream())
         self._up.wait_event(self._ready)
         self._down.wait_event(self._ready)
         for chunk in range(depth):
@@ -215,26 +206,28 @@ class _Pipeline:
             if turn:
                 advance(turn - 1, 1)
         for returned in self._returned[:depth]:
-            wait_for_event(self._cupy, returned, what, check_peers)
+            wait_for_event(returned, what, check_peers)
 
     def _lower(self, phase: Phase, slot: int) -> None:
         """Copy from the device to a slot, and mark the end."""
+        its = self._cuda.runtime
         for host, device, nbytes in phase.down:
-            self._runtime.memcpyAsync(host, device, nbytes, self._runtime.memcpyDeviceToHost, self._down.ptr)
+            its.memcpyAsync(host, device, nbytes, its.memcpyDeviceToHost, self._down.ptr)
         self._downloaded[slot].record(self._down)
 
     def _move(self, phase: Phase, slot: int) -> None:
         """Let the host work, and then the GPU. What is copied to the slot next comes after that."""
         phase.move()
+        its = self._cuda.runtime
         for host, device, nbytes in phase.up:
-            self._runtime.memcpyAsync(device, host, nbytes, self._runtime.memcpyHostToDevice, self._up.ptr)
+            its.memcpyAsync(device, host, nbytes, its.memcpyHostToDevice, self._up.ptr)
         if phase.join is not None:
-            with on_stream(self._cupy, self._up):
+            with on_stream(self._up):
                 phase.join()
         self._returned[slot].record(self._up)
         self._down.wait_event(self._returned[slot])
 
 
-def wait_for_event(cupy: Any, event: Any, what: str, check_peers: Callable[[], None]) -> None:
+def wait_for_event(event: Any, what: str, check_peers: Callable[[], None]) -> None:
     """Poll until an event is complete, for work that is not NCCL's. `what`: the call, for errors."""
-    poll(lambda: is_complete(cupy, event, what, "of device memory through the host"), check_peers, is_message=False)
+    poll(lambda: is_complete(event, what, "of device memory through the host"), check_peers, is_message=False)

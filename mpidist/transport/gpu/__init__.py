@@ -1,5 +1,6 @@
 """Kernels and events of one GPU."""
 
+from mpidist.transport.gpu.array_lists import address_of
 from mpidist.transport.gpu.background import Background
 from mpidist.transport.gpu.events import Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.gpu.kernels import DeviceCopy, DeviceKernels, kernels_needed
@@ -17,6 +18,7 @@ __all__ = [
     "NewArrays",
     "kernels_needed",
     "PackLayout",
+    "address_of",
     "is_complete",
     "new_stream",
     "on_stream",

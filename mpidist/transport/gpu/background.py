@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar, final
+from typing import Generic, TypeVar, final
 
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 from mpidist.transport.text import first_line
 
 __all__ = ["Background"]
@@ -20,18 +20,14 @@ class Background(Generic[_T]):
     """Does work in a daemon thread, on the device that is current here, while this rank tells the others how it goes.
 
     Args:
-        cuda: What this process has of CuPy.
         name: Of the thread.
         work: The work.
         discard: Ends a result that was made in spite of `cancel`.
     """
 
-    def __init__(
-        self, cuda: Cuda, name: str, work: Callable[[], _T], discard: Callable[[_T], None] = lambda result: None
-    ) -> None:
-        self._cuda: Any = cuda.cupy.cuda
+    def __init__(self, name: str, work: Callable[[], _T], discard: Callable[[_T], None] = lambda result: None) -> None:
         self._work, self._discard = work, discard
-        self._device = int(self._cuda.runtime.getDevice())
+        self._device = cuda.cupy().cuda.Device()
         self._outcome: Future[_T] = Future()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -60,7 +56,7 @@ class Background(Generic[_T]):
 
     def _run(self) -> None:
         try:
-            self._cuda.Device(self._device).use()  # a thread begins with the first one
+            self._device.use()  # a thread begins with the first one
             result = self._work()
         except Exception as error:
             self._outcome.set_exception(error)

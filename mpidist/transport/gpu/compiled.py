@@ -1,28 +1,42 @@
-"""The kernels of `kernels.cu`, each compiled when it is first needed: NVRTC takes seconds for all of them."""
+"""The kernels of `kernels.cu`: one for each pair of dtypes and each operation, compiled when it is first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from mpidist.transport.cuda import Cuda
+import numpy as np
+
+from mpidist.transport import cuda
+from mpidist.transport.half import is_of_numpy
+from mpidist.transport.reduction import UFUNCS
 
 __all__ = [
+    "CASTS",
     "COMBINED",
     "KERNELS",
     "KERNEL_OPTIONS",
     "LONG",
     "LONG_TABLE",
+    "QUOTIENTS",
     "SHORT_TABLE",
+    "combiner",
     "compile_kernel",
+    "copier",
     "kernel_source",
     "longest_table",
 ]
 
 # Not fused: a product and a sum that are rounded once would not be NumPy's numbers.
 KERNEL_OPTIONS: Final = ("--fmad=false",)
-COMBINED: Final = ("f4 f4", "f8 f8", "f2 f2", "f2 f4", "f4 f2", "bf bf", "bf f4", "f4 bf")  # parts and their sum
+
+# Dtypes as kernels.cu names them: what is read, and what is written. All dtypes of one width are copied alike.
+_COPIES: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "b16"}  # by the bytes of a number
+CASTS: Final = ("f4 f2", "f4 bf", "f2 f4", "bf f4")
+QUOTIENTS: Final = ("f4 f4", "f8 f8", "c8 c8", "c16 c16", "f2 f2", "bf bf", "f2 f4", "bf f4")
+COMBINED: Final = ("f2", "bf", "f4", "f8")
 
 # Arrays in a launch: with what else a kernel is told, at most the 4,096 bytes that every GPU takes as parameters, or
 # the 32,764 that newer ones take. Short lists have kernels of their own, as all of a table is sent at each launch.
@@ -32,27 +46,52 @@ LONG: Final = "_long"  # the end of the names of kernels with long tables
 _LONG_SINCE: Final = (12, 1)  # CUDA, of the driver and of NVRTC
 _LONG_FROM: Final = 70  # compute capability
 
+_COPIERS: Final = (
+    {f"copy_{width}": (code, code, "false") for width, code in _COPIES.items()}
+    | {f"cast_{pair.replace(' ', '_')}": (*pair.split(), "false") for pair in CASTS}
+    | {f"divide_{pair.replace(' ', '_')}": (*pair.split(), "true") for pair in QUOTIENTS}
+)
 # The line after `kernels.cu` that makes the kernel.
-_COPIERS: Final = {
-    "copy": "COPIES(AS_IT_IS)",
-    "cast": "COPIES(AS_IT_IS) CASTS(AS_IT_IS)",
-    "divide_f4": "DIVIDED(32, f4, f4)",  # the most common one, which all others delay
-    "divide": "QUOTIENTS(DIVIDED)",
-}
 _LINES: Final = {
-    kernel + end: f"COPIER(mpidist_{kernel + end}, {size}, {cases})"
+    kernel + end: f"COPIER(mpidist_{kernel + end}, {size}, {', '.join(how)})"
     for end, size in (("", SHORT_TABLE), (LONG, LONG_TABLE))
-    for kernel, cases in _COPIERS.items()
+    for kernel, how in _COPIERS.items()
 } | {
-    f"combine_{'_'.join(pair)}": f"COMBINE({'_'.join(pair)}, {', '.join(pair)})"
-    for pair in (text.split() for text in COMBINED)
+    f"combine_{code}_{op}": f"COMBINER(mpidist_combine_{code}_{op}, {code}, {op.upper()})"
+    for code in COMBINED
+    for op in UFUNCS
 }
 KERNELS: Final = tuple(_LINES)
 
 
-def compile_kernel(cuda: Cuda, kernel: str) -> Any:
-    """Compile a kernel, one of `KERNELS`, for the current device: in tenths of a second, unless CuPy has it on disk."""
-    module = cuda.cupy.RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
+@cache
+def copier(read: np.dtype[Any], written: np.dtype[Any], divides: bool) -> str | None:
+    """Return the kernel that copies numbers, casts and divides them; `None` if no kernel does it."""
+    if read == written and not divides:
+        kernel = f"copy_{read.itemsize}"
+    else:
+        kernel = f"{'divide' if divides else 'cast'}_{_code(read)}_{_code(written)}"
+    return kernel if kernel in _COPIERS else None
+
+
+@cache
+def combiner(dtype: np.dtype[Any], op: str) -> str | None:
+    """Return the kernel that joins pieces; `None` if there is none. A complex sum is the pair of two sums."""
+    of_pairs = dtype.kind == "c" and op == "sum"
+    kernel = f"combine_{_code(np.dtype(f'f{dtype.itemsize // 2}') if of_pairs else dtype)}_{op}"
+    return kernel if kernel in _LINES else None
+
+
+def _code(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype in kernels.cu, `f4` for float32; a dtype without kernels gets a name of no kernel."""
+    if dtype.name == "bfloat16":
+        return "bf"
+    return f"{dtype.kind}{dtype.itemsize}" if is_of_numpy(dtype) else dtype.name
+
+
+def compile_kernel(kernel: str) -> Any:
+    """Compile a kernel, one of `KERNELS`, for the current device: in a tenth of a second if CuPy has it not on disk."""
+    module = cuda.cupy().RawModule(code=kernel_source([kernel]), options=KERNEL_OPTIONS)
     return module.get_function(f"mpidist_{kernel}")
 
 
@@ -62,9 +101,9 @@ def kernel_source(kernels: Iterable[str] = KERNELS) -> str:
     return "\n".join([text, *(_LINES[kernel] for kernel in kernels), ""])
 
 
-def longest_table(cuda: Cuda) -> int:
+def longest_table() -> int:
     """Return how many arrays a launch can take here: `LONG_TABLE` if NVRTC, the driver and all GPUs are new enough."""
-    its = cuda.cupy.cuda
+    its = cuda.cupy().cuda
     driver = divmod(its.runtime.driverGetVersion() // 10, 100)
     gpus = [int(its.Device(index).compute_capability) for index in range(its.runtime.getDeviceCount())]
     are_new = min(driver, its.nvrtc.getVersion()) >= _LONG_SINCE and min(gpus) >= _LONG_FROM

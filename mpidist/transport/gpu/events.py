@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 
 __all__ = ["Events", "Launched", "is_complete", "new_stream", "on_stream"]
 
@@ -16,13 +16,12 @@ _PRIORITY: Final = -1  # above that of other streams, 0, whose kernels would els
 _NOT_READY: Final = 600  # CUDA's status of an event that is not complete
 
 
-def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
+def is_complete(event: Any, what: str, way: str) -> bool:
     """Say whether the GPU has come to an event. Never waits.
 
     Not `Event.done`, which takes an error of CUDA for an event that is not complete.
 
     Args:
-        cupy: CuPy.
         event: The event.
         what: The call, for errors.
         way: How it goes, for errors.
@@ -30,7 +29,7 @@ def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
     Raises:
         UnavailableError: If CUDA has failed, in this work or any before it.
     """
-    status = cupy.cuda.runtime.eventQuery(event.ptr)
+    status = cuda.cupy().cuda.runtime.eventQuery(event.ptr)
     if status not in (0, _NOT_READY):
         raise UnavailableError(
             f"{what} {way} failed: CUDA's status {status}. The GPU's context is lost: end the job, look for memory "
@@ -39,22 +38,18 @@ def is_complete(cupy: Any, event: Any, what: str, way: str) -> bool:
     return bool(status == 0)
 
 
-def new_stream(cuda: Any) -> Any:
-    """Make a stream that waits for no other one by itself, and whose kernels begin before those of the user's.
-
-    Args:
-        cuda: The module `cupy.cuda`.
-    """
-    return cuda.Stream(non_blocking=True, priority=_PRIORITY)
+def new_stream() -> Any:
+    """Make a stream that waits for no other one by itself, and whose kernels begin before those of the user's."""
+    return cuda.cupy().cuda.Stream(non_blocking=True, priority=_PRIORITY)
 
 
 @contextmanager
-def on_stream(cupy: Any, stream: Any) -> Iterator[Any]:
+def on_stream(stream: Any) -> Iterator[Any]:
     """Make a stream current for the body of a `with` statement, and yield the one that was.
 
     CuPy's own `with stream:` goes back to the last stream that was entered so, not to one made current by `use`.
     """
-    before = cupy.cuda.get_current_stream()
+    before = cuda.cupy().cuda.get_current_stream()
     stream.use()
     try:
         yield before
@@ -64,24 +59,19 @@ def on_stream(cupy: Any, stream: Any) -> Iterator[Any]:
 
 @final
 class Events:
-    """CUDA events, used again: a stream that waits for an event waits for the place that the event marked then.
+    """CUDA events, used again: a stream that waits for an event waits for the place that the event marked then."""
 
-    Args:
-        cuda: What this process has of CuPy.
-    """
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self) -> None:
         self._free: list[Any] = []
 
     def record(self) -> Any:
         """Mark what the current stream holds now."""
-        cuda = self._cuda.cupy.cuda
+        its = cuda.cupy().cuda
         try:
             event = self._free.pop()
         except IndexError:  # not asked before: another thread may take the last one
-            event = cuda.Event(disable_timing=True)
-        event.record(cuda.get_current_stream())
+            event = its.Event(disable_timing=True)
+        event.record(its.get_current_stream())
         return event
 
     def give_back(self, event: Any) -> None:
@@ -90,7 +80,7 @@ class Events:
 
     def follow(self, event: Any) -> None:
         """Let the current stream wait for an event, and give it back."""
-        self._cuda.cupy.cuda.get_current_stream().wait_event(event)
+        cuda.cupy().cuda.get_current_stream().wait_event(event)
         self.give_back(event)
 
 

@@ -99,11 +99,9 @@ template <class To> struct Cast {
 };
 template <> struct Cast<f2> {
     INLINE f2 of(f4 x) { return to_f2(x); }
-    INLINE f2 of(f2 x) { return x; }
 };
 template <> struct Cast<bf> {
     INLINE bf of(f4 x) { return to_bf(x); }
-    INLINE bf of(bf x) { return x; }
 };
 template <> struct Cast<f4> {
     INLINE f4 of(f4 x) { return x; }
@@ -144,8 +142,7 @@ struct Array {
     u8 source, target;  // addresses
     u4 first_row;       // rows of the arrays before it
     u2 last;            // elements of its last row; the other rows are full
-    u1 kind;            // which of the copies below
-    u1 pad;             // elements after it that become 0
+    u2 pad;             // elements after it that become 0
 };
 
 template <int NUM> struct Table { Array arrays[NUM]; };
@@ -218,50 +215,40 @@ template <class From, class To, bool DIVIDES> struct Copy {
     }
 };
 
-// Kind, dtype that is read, dtype that is written. copy_table.py has the same lists.
-#define COPIES(COPY) COPY(0, u1, u1) COPY(1, u2, u2) COPY(2, u4, u4) COPY(3, u8, u8) COPY(4, b16, b16)
-#define CASTS(COPY) COPY(16, f4, f2) COPY(17, f4, bf) COPY(18, f2, f4) COPY(19, bf, f4)
-#define QUOTIENTS(COPY) \
-    COPY(32, f4, f4) COPY(33, f8, f8) COPY(34, c8, c8) COPY(35, c16, c16) \
-    COPY(36, f2, f2) COPY(37, bf, bf) COPY(38, f2, f4) COPY(39, bf, f4)
-
-#define AS_CASE(KIND, FROM, TO, DIVIDES) \
-    case KIND: Copy<FROM, TO, DIVIDES>::row(array, row - array.first_row, is_last, lane, divisor, overflow); break;
-#define AS_IT_IS(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, false)
-#define DIVIDED(KIND, FROM, TO) AS_CASE(KIND, FROM, TO, true)
-
 // The table is a parameter: it needs no memory of its own, and lies in the constant cache, where a warp looks its array up.
-// Several kernels of it, because one with all kinds of copies takes long to compile and many registers.
-#define COPIER(NAME, NUM, CASES) \
+template <class From, class To, bool DIVIDES, int NUM> INLINE void copy(const Table<NUM>& table, const Launch& launch) {
+    const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x;
+    if (thread / WARP >= launch.num_rows) return;
+    const u4 row = (u4)(thread / WARP), lane = (u4)(thread % WARP);
+    u4 at = 0, end = launch.num_arrays;  // the last array that begins at or before the row is in [at, end)
+    while (end - at > 1) {
+        const u4 middle = (at + end) / 2;
+        if (table.arrays[middle].first_row <= row) at = middle; else end = middle;
+    }
+    const Array array = table.arrays[at];
+    const bool is_last = row + 1 == (end < launch.num_arrays ? table.arrays[end].first_row : launch.num_rows);
+    u4 overflow = 0;
+    Copy<From, To, DIVIDES>::row(array, row - array.first_row, is_last, lane, launch.divisor, overflow);
+    if (overflow && launch.overflows_seen) atomicAdd(launch.overflows_seen, overflow);
+}
+
+#define COPIER(NAME, NUM, FROM, TO, DIVIDES) \
     extern "C" __global__ void NAME(const Table<NUM> table, const Launch launch) { \
-        const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x; \
-        if (thread / WARP >= launch.num_rows) return; \
-        const u4 row = (u4)(thread / WARP), lane = (u4)(thread % WARP); \
-        u4 at = 0, end = launch.num_arrays;  /* the last array that begins at or before the row is in [at, end) */ \
-        while (end - at > 1) { \
-            const u4 middle = (at + end) / 2; \
-            if (table.arrays[middle].first_row <= row) at = middle; else end = middle; \
-        } \
-        const Array array = table.arrays[at]; \
-        const bool is_last = row + 1 == (end < launch.num_arrays ? table.arrays[end].first_row : launch.num_rows); \
-        const i8 divisor = launch.divisor; \
-        u4 overflow = 0; \
-        switch (array.kind) { CASES } \
-        if (overflow && launch.overflows_seen) atomicAdd(launch.overflows_seen, overflow); \
+        copy<FROM, TO, DIVIDES>(table, launch); \
     }
 
 // ---- Joining: several pieces, in order, into one.
 
-enum { SUM = 0, PROD = 1, MIN = 2, MAX = 3 };
+enum Op { SUM, PROD, MIN, MAX };
 
 template <class T> struct Of { typedef T Total; };
 template <> struct Of<f2> { typedef f4 Total; };
 template <> struct Of<bf> { typedef f4 Total; };
 
-template <class T> INLINE T joined(i8 op, T a, T b) {  // the first that is no number wins
-    if (op == SUM) return plus(a, b);
-    if (op == PROD) return times(a, b);
-    return is_nan(a) || (op == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
+template <Op OP, class T> INLINE T joined(T a, T b) {  // the first that is no number wins
+    if constexpr (OP == SUM) return plus(a, b);
+    else if constexpr (OP == PROD) return times(a, b);
+    else return is_nan(a) || (OP == MIN ? is_less(a, b) : is_less(b, a)) ? a : b;
 }
 
 template <class T> INLINE T divided(T x, i8 n) { return n == 1 ? x : quotient(x, n); }
@@ -270,23 +257,22 @@ struct Parts { u8 addresses[480]; };
 
 // Elements `begin` to `end`, N at a time. `out` may be one of the parts: what goes into a result is read before it is
 // written, by the same thread.
-template <class Part, class Out, int N> INLINE void combine(
-    const Parts& parts, i8 number, u8 begin, u8 end, Out* out, i8 op, i8 divisor, bool is_out_aligned, u4& overflow
+template <Op OP, int N, class T> INLINE void combine(
+    const Parts& parts, i8 number, u8 begin, u8 end, T* out, i8 divisor, bool is_out_aligned, u4& overflow
 ) {
-    typedef typename Of<Part>::Total Total;
-    typedef Several<Part, N> Read;
-    typedef Several<Out, N> Written;
+    typedef typename Of<T>::Total Total;
+    typedef Several<T, N> Together;
     constexpr int DEPTH = 4;  // parts
     const u8 thread = (u8)blockIdx.x * blockDim.x + threadIdx.x, num_threads = (u8)gridDim.x * blockDim.x;
     for (u8 at = begin + thread * N; at + N <= end; at += num_threads * N) {
         Total totals[N] = {};
         #pragma unroll 1
         for (i8 first = 0; first < number; first += DEPTH) {
-            Read held[DEPTH];  // all are under way before one is joined, as the memory takes long to answer
+            Together held[DEPTH];  // all are under way before one is joined, as the memory takes long to answer
             #pragma unroll
             for (int ahead = 0; ahead < DEPTH; ahead++) {
                 const i8 which = first + ahead < number ? first + ahead : number - 1;
-                held[ahead] = *(const Read*)((const Part*)parts.addresses[which] + at);
+                held[ahead] = *(const Together*)((const T*)parts.addresses[which] + at);
             }
             #pragma unroll
             for (int ahead = 0; ahead < DEPTH; ahead++) {
@@ -294,19 +280,19 @@ template <class Part, class Out, int N> INLINE void combine(
                 #pragma unroll
                 for (int its = 0; its < N; its++) {
                     const Total next = Cast<Total>::of(held[ahead].at[its]);
-                    totals[its] = first + ahead ? joined(op, totals[its], next) : next;
+                    totals[its] = first + ahead ? joined<OP>(totals[its], next) : next;
                 }
             }
         }
-        Written written;
+        Together written;
         #pragma unroll
         for (int its = 0; its < N; its++) {
             const Total total = divided(totals[its], divisor);
-            written.at[its] = Cast<Out>::of(total);
+            written.at[its] = Cast<T>::of(total);
             overflow += overflows(total, written.at[its]);
         }
         if (is_out_aligned) {
-            *(Written*)(out + at) = written;
+            *(Together*)(out + at) = written;
         } else {
             #pragma unroll
             for (int its = 0; its < N; its++) out[at + its] = written.at[its];
@@ -314,15 +300,15 @@ template <class Part, class Out, int N> INLINE void combine(
     }
 }
 
-#define COMBINE(NAME, PART, OUT) \
-    extern "C" __global__ void mpidist_combine_##NAME( \
-        const Parts parts, i8 number, i8 count, OUT* out, i8 op, i8 divisor, i8 are_parts_aligned, u4* overflows_seen \
+#define COMBINER(NAME, T, OP) \
+    extern "C" __global__ void NAME( \
+        const Parts parts, i8 number, i8 count, T* out, i8 divisor, i8 are_parts_aligned, u4* overflows_seen \
     ) { \
-        constexpr int N = sizeof(PART) < 16 ? 16 / sizeof(PART) : 1; \
+        constexpr int N = 16 / sizeof(T); \
         const u8 whole = are_parts_aligned ? (u8)count / N * N : 0; \
-        const bool is_out_aligned = is_aligned<Several<OUT, N>>(out); \
+        const bool is_out_aligned = is_aligned<Several<T, N>>(out); \
         u4 overflow = 0; \
-        combine<PART, OUT, N>(parts, number, 0, whole, out, op, divisor, is_out_aligned, overflow); \
-        combine<PART, OUT, 1>(parts, number, whole, (u8)count, out, op, divisor, true, overflow); \
+        combine<OP, N>(parts, number, 0, whole, out, divisor, is_out_aligned, overflow); \
+        combine<OP, 1>(parts, number, whole, (u8)count, out, divisor, true, overflow); \
         if (overflow && overflows_seen) atomicAdd(overflows_seen, overflow); \
     }

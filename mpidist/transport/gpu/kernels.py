@@ -7,32 +7,23 @@ written, 24 bytes (`copy_table.py`), or the addresses of the pieces. Nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
-from mpidist.transport.gpu.compiled import COMBINED, KERNELS, LONG, SHORT_TABLE, compile_kernel, longest_table
-from mpidist.transport.gpu.copy_table import (
-    BLOCK,
-    CopyTables,
-    Numbers,
-    by_value,
-    copy_kind,
-    dtype_code,
-    kernel_of_copies,
-)
+from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
+from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, by_value
 from mpidist.transport.gpu.pack_layout import PackLayout
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, accumulator_dtype
 
 __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]
 
 _MAX_BLOCKS: Final = 1 << 16  # of a kernel whose threads take several numbers in turn
 _COUNTER_BYTES: Final = 512  # the least that is allocated
-_OPS: Final = {"sum": 0, "prod": 1, "min": 2, "max": 3}
 _MAX_PARTS: Final = 480  # as in kernels.cu
 _MAX_ALIKE: Final = 16  # lists of copies whose tables are kept
 
@@ -47,24 +38,20 @@ DeviceCopy: TypeAlias = tuple[np.dtype[Any], np.dtype[Any], bool]
 class DeviceKernels:
     """Copies and combines arrays of device memory, many of them in one launch on the current stream.
 
-    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays, or 1,363 where CUDA and the GPU
-    take parameters of 32 KiB; a longer list takes several.
+    Nothing waits: a call returns when it is launched. A launch takes up to 168 arrays of one dtype, or 1,363 where CUDA
+    and the GPU take parameters of 32 KiB; a longer list takes several.
     Dtypes without a kernel, integers above all, go by CuPy's own operations, one for each array.
 
     All arrays lie on the current device, and must stay there until the launch is done, which memory of CuPy's pool
-    does by itself on the stream that it came from.
-
-    Args:
-        cuda: What this process has of CuPy. Nothing of it is touched before the first call; the first launch of a
-            kernel compiles it, which takes some tenths of a second and is remembered on disk by CuPy.
+    does by itself on the stream that it came from. The first launch of a kernel compiles it, which takes a tenth of
+    a second and is remembered on disk by CuPy.
 
     Attributes:
         num_launches: How many kernels of `kernels.cu` were launched.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._kernel = cache(partial(compile_kernel, cuda))
+    def __init__(self) -> None:
+        self._kernel = cache(compile_kernel)
         self._tables_alike = lru_cache(_MAX_ALIKE)(CopyTables.between)
         self._layout_alike = lru_cache(_MAX_ALIKE)(PackLayout)
         self._lists = ArrayLists()
@@ -73,7 +60,7 @@ class DeviceKernels:
     def compile(self, kernels: Iterable[str]) -> None:
         """Compile kernels, as the first use of each would: for the current device. Leaves out what it cannot take."""
         for kernel in kernels:
-            if not kernel.endswith(LONG) or longest_table(self._cuda) > SHORT_TABLE:
+            if not kernel.endswith(LONG) or longest_table() > SHORT_TABLE:
                 self._kernel(kernel)
 
     def pack(
@@ -95,10 +82,7 @@ class DeviceKernels:
         written, given = buffer.dtype, self._lists.of(sources)
         tables = layout.tables(given.dtypes, is_in=True)
         if tables is None or not given.are_plain:
-            sources = [
-                _plain(its) if copy_kind(its.dtype, written, False) is not None else its.astype(written)
-                for its in sources
-            ]
+            sources = [_plain(its) if copier(its.dtype, written, False) else its.astype(written) for its in sources]
             given = self._lists.of(sources)
             tables = layout.tables(given.dtypes, is_in=True)
         counter = self._counter_for(written, counts_overflow)
@@ -155,7 +139,7 @@ class DeviceKernels:
             given = self._lists.of(sources)
         tables = self._tables_alike(sizes, tuple((dtype, dtype) for dtype in taken.dtypes), divide_by != 1)
         if tables is None:
-            odd = next(dtype for dtype in taken.dtypes if copy_kind(dtype, dtype, True) is None)
+            odd = next(dtype for dtype in taken.dtypes if copier(dtype, dtype, True) is None)
             raise TypeError(f"cannot divide {odd}: its quotients are no {odd}")
         self._copy(tables, given.places, taken.places, divide_by)
 
@@ -163,65 +147,61 @@ class DeviceKernels:
         """Join pieces in order, half precision in float32, divide by `reduction.divisor`, and round once.
 
         The numbers are those of `Reduction.combine`, bit by bit, but for products of complex numbers, which a GPU may
-        round once, and for which of two zeros or of two NaNs the minimum is. Floating-point numbers and sums of complex
-        ones take one launch, and two more for each 479 pieces beyond 480; others go by CuPy's operations, one for each
-        piece, and so do all with a `fold`.
+        round once, and for which of two zeros or of two NaNs the minimum is. Up to 480 pieces of floating-point
+        numbers take one launch, as do sums of complex ones; others go by CuPy's operations, some for each piece, and
+        so do all with a `fold`.
 
         Args:
             parts: [P, m], whose rows are contiguous, or P contiguous arrays [m]. 16-byte aligned ones are faster.
             reduction: How.
-            out: [m], contiguous, of the dtype of the parts; float32 for parts of half precision, and half precision
-                for parts of float32, can be had too. It may be one of the parts.
+            out: [m], contiguous, of the dtype of the parts. It may be one of the parts.
 
         Raises:
             TypeError: If such dtypes cannot be joined in this way.
             ValueError: If the sizes do not fit.
         """
         rows: Sequence[Array] = parts if isinstance(parts, (list, tuple)) else [parts[at] for at in range(len(parts))]
-        if any(part.size != out.size or part.dtype != rows[0].dtype for part in rows) or not rows:
+        if any(part.size != out.size or part.dtype != out.dtype for part in rows) or not rows:
             raise ValueError(
-                f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes"
+                f"cannot combine {[_text(part) for part in rows]} into {_text(out)}: needed the same sizes and dtype"
             )
         if not all(map(is_plain, (*rows, out))):
             raise ValueError("cannot combine arrays that are not contiguous and aligned; pass array.copy()")
+        kernel = combiner(out.dtype, reduction.op)
         if reduction.fold is not None:
             reduction.fold.combine(reduction.ufunc, rows, (out,))
-            return
-        dtype = out.dtype
-        if dtype.kind == "c" and reduction.op == "sum" and rows[0].dtype == dtype:  # the pair of the parts' sums
-            real = np.dtype(f"f{dtype.itemsize // 2}")
-            rows, out = [row.view(real) for row in rows], out.view(real)
-        pair = f"{dtype_code(rows[0].dtype)} {dtype_code(out.dtype)}"
-        if pair in COMBINED:
-            if out.size:
-                self._combine(rows, reduction, out)
-            return
-        if rows[0].dtype != dtype or (dtype.kind == "c" and reduction.op != "prod"):
-            raise TypeError(f"cannot combine {rows[0].dtype} into {dtype} by {reduction.op}")
-        if reduction.divisor != 1:
-            raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
-        total = rows[0] if len(rows) == 1 else reduction.ufunc(rows[0], rows[1])
-        for row in rows[2:]:
-            reduction.ufunc(total, row, out=total)
-        out[...] = total  # not before all rows have been read, as it may be one of them
+        elif kernel is None or len(rows) > _MAX_PARTS:
+            self._combine_by_cupy(rows, reduction, out)
+        elif out.size:
+            self._combine(kernel, rows, reduction, out)
 
-    def _combine(self, rows: Sequence[Array], reduction: Reduction, out: Array) -> None:
-        while len(rows) > _MAX_PARTS:  # which are joined first, not yet rounded
-            wide = np.dtype(np.float32) if rows[0].itemsize == 2 else rows[0].dtype
-            joined = self._cuda.cupy.empty((1 + len(rows) - _MAX_PARTS, out.size), wide)
-            self._combine(rows[:_MAX_PARTS], Reduction(reduction.op), joined[0])
-            self.pack(rows[_MAX_PARTS:], joined[1:].reshape(-1))
-            rows = list(joined)
+    def _combine(self, kernel: str, rows: Sequence[Array], reduction: Reduction, out: Array) -> None:
         addresses = np.zeros(_MAX_PARTS, np.uint64)
         addresses[: len(rows)] = places = list(map(address_of, rows))
         are_aligned = int(not any(place % 16 for place in places))
+        count = 2 * out.size if out.dtype.kind == "c" else out.size
         arguments = (
-            by_value(addresses), len(rows), out.size, address_of(out), _OPS[reduction.op], reduction.divisor,
-            are_aligned, self._counter_for(out.dtype, reduction.counts_overflow),
+            by_value(addresses), len(rows), count, address_of(out), reduction.divisor, are_aligned,
+            self._counter_for(out.dtype, reduction.counts_overflow),
         )  # fmt: skip
-        pair = f"{dtype_code(rows[0].dtype)}_{dtype_code(out.dtype)}"
-        num_blocks = min(_MAX_BLOCKS, -(-out.size * rows[0].itemsize // (16 * BLOCK)))
-        self._launch(f"combine_{pair}", num_blocks, arguments)
+        num_blocks = min(_MAX_BLOCKS, -(-out.nbytes // (16 * BLOCK)))
+        self._launch(kernel, num_blocks, arguments)
+
+    def _combine_by_cupy(self, rows: Sequence[Array], reduction: Reduction, out: Array) -> None:
+        dtype, wide = out.dtype, accumulator_dtype(out.dtype)
+        if dtype.kind == "c" and reduction.op in ("min", "max"):
+            raise TypeError(f"cannot combine {dtype} by {reduction.op}")
+        total = rows[0].astype(wide)
+        for row in rows[1:]:
+            reduction.ufunc(total, row.astype(wide, copy=False), out=total)
+        if reduction.divisor != 1:
+            if dtype.kind in "iu":
+                raise TypeError(f"cannot divide {dtype}: its quotients are no {dtype}")
+            total /= reduction.divisor
+        if wide == dtype:
+            out[...] = total  # not before all rows have been read, as it may be one of them
+        else:
+            self.pack([total], out, reduction.counts_overflow)
 
     @property
     def overflowed(self) -> int:
@@ -241,11 +221,11 @@ class DeviceKernels:
 
         Where there is no pinned memory, it is in device memory, and the host waits for a copy of it.
         """
-        cuda = self._cuda.cupy.cuda
+        its = cuda.cupy().cuda
         try:
-            memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(_COUNTER_BYTES), 0)
+            memory = its.PinnedMemoryPointer(its.PinnedMemory(_COUNTER_BYTES), 0)
         except (RuntimeError, MemoryError):
-            return self._cuda.cupy.asarray(np.zeros(1, np.int32))
+            return cuda.cupy().asarray(np.zeros(1, np.int32))
         counter: np.ndarray[Any, Any] = np.ndarray(1, np.int32, buffer=memory)
         counter[0] = 0
         return counter
@@ -291,13 +271,10 @@ def kernels_needed(copies: Iterable[DeviceCopy], sums: Iterable[tuple[np.dtype[A
         sums: The dtype of parts that `combine` joins to one of the same dtype, and the operation.
         num: Number of arrays that are copied together.
     """
-    needed = {kernel_of_copies(kind) for copy in copies if (kind := copy_kind(*copy)) is not None}
-    needed |= {kernel + LONG for kernel in needed if num > SHORT_TABLE}
-    for dtype, op in sums:
-        is_of_pairs = dtype.kind == "c" and op == "sum"
-        code = dtype_code(np.dtype(f"f{dtype.itemsize // 2}") if is_of_pairs else dtype)
-        needed |= {f"combine_{code}_{code}"} & set(KERNELS)
-    return needed
+    needed = {copier(*copy) for copy in copies}
+    needed |= {kernel + LONG for kernel in needed if kernel is not None and num > SHORT_TABLE}
+    needed |= {combiner(dtype, op) for dtype, op in sums}
+    return {kernel for kernel in needed if kernel is not None}
 
 
 def _plain(array: Array) -> Array:

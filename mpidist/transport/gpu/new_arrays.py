@@ -58,7 +58,7 @@ class NewArrays:
 
     def take(self) -> list[Any]:
         """Return C-contiguous arrays on the current device, uninitialised."""
-        cupy = cuda.current().cupy
+        cupy = cuda.cupy()
         arrays: list[Any] = [None] * len(self._forms)
         for dtype, rest, bounds, places in self._blocks:
             pieces = cupy.split(cupy.empty((bounds[-1], *rest), dtype), bounds)

@@ -11,11 +11,12 @@ from functools import cached_property, partial
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError, UnavailableError
+from mpidist.transport import cuda
 from mpidist.transport.agreement import Agreement
 from mpidist.transport.arrays import require_not_capturing
 from mpidist.transport.communicator import Communicator, SoloCommunicator
 from mpidist.transport.costs import CostModel
-from mpidist.transport.cuda import INSTALL_CUPY, Cuda
+from mpidist.transport.cuda import INSTALL_CUPY
 from mpidist.transport.device_over_mpi import MessagedCommunicator, Staging, StagingSizes, wait_for_event
 from mpidist.transport.devices import Device
 from mpidist.transport.gpu import Background, DeviceKernels, Events, new_stream, on_stream
@@ -56,7 +57,6 @@ class DeviceLevels:
     Args:
         host: The levels for host memory.
         topology: The placement of the ranks.
-        cuda: What this process has of CuPy and NCCL.
         agreement: That of the ranks.
         settings: What the environment says.
         cost_model: The speeds of the machine.
@@ -69,21 +69,19 @@ class DeviceLevels:
         self,
         host: Levels,
         topology: Topology,
-        cuda: Cuda,
         agreement: Agreement,
         settings: Settings,
         cost_model: CostModel,
     ) -> None:
         self._host = host
         self._topology = topology
-        self._cuda = cuda
         self._agreement = agreement
         self._settings = settings
-        self._kernels = DeviceKernels(cuda)
+        self._kernels = DeviceKernels()
         is_alone = topology.num_nodes == 1
         speed = cost_model.stream_bytes_per_second if is_alone else cost_model.link_bytes_per_second
         sizes = StagingSizes(settings.staging_bytes, speed)
-        self._staging_by = partial(Staging, cuda, sizes, self._kernels, self._wait_for_stream)
+        self._staging_by = partial(Staging, sizes, self._kernels, self._wait_for_stream)
         self._staging = self._staging_by()
         self._levels: dict[bool, Levels] = {}
         self._own: list[NcclCommunicator | GpusOfProcess] = []
@@ -91,7 +89,7 @@ class DeviceLevels:
         self._device: int | None = None
         self._compiled: set[str] = set()
         self._queue: DeviceQueue | None = None
-        self.events = Events(cuda)
+        self.events = Events()
 
     def work_on(self, device: Device) -> None:
         """Make a device of a strategy the current one, and the one of all calls, where it is a GPU. Local.
@@ -106,15 +104,15 @@ class DeviceLevels:
     def use(self) -> None:
         """Make the GPU of all calls the current device of this thread. Local."""
         if self._device is not None:
-            self._cuda.cupy.cuda.Device(self._device).use()
+            cuda.cupy().cuda.Device(self._device).use()
 
     def private_stream(self) -> AbstractContextManager[Any]:
         """Make a stream current that waits for none by itself: for work that must not wait for the caller's. Local."""
-        return on_stream(self._cuda.cupy, self._stream)
+        return on_stream(self._stream)
 
     @cached_property
     def _stream(self) -> Any:
-        return new_stream(self._cuda.cupy.cuda)
+        return new_stream()
 
     def require_usable(self, call: str) -> None:
         """Refuse a call with arrays of a GPU in a CUDA graph, or with another GPU than the strategy's. Local.
@@ -127,7 +125,7 @@ class DeviceLevels:
             RuntimeError: If the call is made in a graph, or with another GPU.
         """
         require_not_capturing(call)
-        current = int(self._cuda.cupy.cuda.runtime.getDevice())
+        current = int(cuda.cupy().cuda.runtime.getDevice())
         if self._device is None:
             self._device = current
         if current != self._device:
@@ -173,7 +171,7 @@ class DeviceLevels:
 
     def compile_by(self, work: Callable[[], None]) -> None:
         """Let each rank do work that compiles kernels, while no deadline runs. Collective; raises as `compile` does."""
-        self._wait_for_all(_KERNELS, Background(self._cuda, "mpidist kernels", work))
+        self._wait_for_all(_KERNELS, Background("mpidist kernels", work))
 
     def has_compiled(self, kernels: set[str]) -> bool:
         """Whether `compile` has been called with these kernels. Local, and equal on all ranks."""
@@ -193,13 +191,13 @@ class DeviceLevels:
             UnavailableError: If NCCL cannot be started.
         """
         if indices not in self._gpus_of_process:
-            reason = self._cuda.support.reason if self._settings.nccl else "MPIDIST_NCCL=0 asks to do without NCCL"
+            reason = cuda.current().support.reason if self._settings.nccl else "MPIDIST_NCCL=0 asks to do without NCCL"
             made = None
             if reason:
                 logger.warning("replicas on several GPUs of one rank are added on the first one of them: %s", reason)
             else:
                 patience = Patience(self._settings.stall_seconds, self._settings.timeout_seconds)
-                made = GpusOfProcess(self._cuda, indices, patience)
+                made = GpusOfProcess(indices, patience)
                 self._own.append(made)
             self._gpus_of_process[indices] = made
         return self._gpus_of_process[indices]
@@ -222,7 +220,7 @@ class DeviceLevels:
         if self._queue is not None:
             self._queue.drain()
         event = self.events.record()
-        wait_for_event(self._cuda.cupy, event, what, self._agreement.check_peers)
+        wait_for_event(event, what, self._agreement.check_peers)
         self.events.give_back(event)
 
     def free(self) -> None:
@@ -255,7 +253,7 @@ class DeviceLevels:
         topology, host = self._topology, self._host
         if topology.size == 1:
             return Levels.solo(self._kernels)
-        self.compile({"copy"})
+        self.compile({"copy_4"})  # by which ranks without NVRTC are found
         spans_nodes = topology.num_nodes > 1
         groups: list[Sequence[int]] = [range(topology.size)] if everywhere else list(topology.nodes)
         reason = self._reason([ranks for ranks in groups if len(ranks) > 1])
@@ -268,7 +266,7 @@ class DeviceLevels:
         if everywhere and not spans_nodes:
             return self.levels()
         if self._queue is None:
-            self._queue = DeviceQueue(self._cuda, self.events)
+            self._queue = DeviceQueue(self.events)
         reach, across = NcclReach.WORLD, None
         if everywhere:
             within = self.levels().within_node
@@ -305,7 +303,7 @@ class DeviceLevels:
             return ""
         if not self._settings.nccl:
             return "MPIDIST_NCCL=0 asks to do without NCCL"
-        facts = GpuFacts.here(self._cuda, os.environ, self._topology.hostnames[self._topology.rank])
+        facts = GpuFacts.here(cuda.current(), os.environ, self._topology.hostnames[self._topology.rank])
         return reason_against_nccl(self._agreement.all_gather_object(facts), groups, self._topology.hostnames)
 
     def _connect(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator:
@@ -317,14 +315,15 @@ class DeviceLevels:
         if len(ranks) == 1:
             self._wait_for_all(_NCCL.format(name), None)
             return SoloCommunicator(name, device=True)
-        device = int(self._cuda.cupy.cuda.runtime.getDevice())
-        init = nccl_handles.start_init(self._cuda, len(ranks), offers[ranks[0]][1], {place: device})
+        device = int(cuda.cupy().cuda.runtime.getDevice())
+        init = nccl_handles.start_init(len(ranks), offers[ranks[0]][1], {place: device})
         try:
             self._wait_for_all(_NCCL.format(name), init)
         except BaseException:
             init.cancel()
             raise
         (handle,) = init.take()
+        assert self._queue is not None
         communicator = NcclCommunicator(handle, name, place, len(ranks), self._queue, self._kernels)
         communicator.set_wait_hook(self._agreement.check_peers)
         self._own.append(communicator)
@@ -334,7 +333,7 @@ class DeviceLevels:
 
     def _offer(self) -> tuple[str, bytes]:
         try:
-            return "", bytes(self._cuda.nccl.get_unique_id())
+            return "", bytes(cuda.nccl().get_unique_id())
         except Exception as error:  # whatever it is, the other ranks must learn of it
             return first_line(error), b""
 

@@ -13,7 +13,6 @@ from threading import get_ident
 from typing import final
 
 from mpidist.errors import DeadlineExceededError, TopologyError, UnavailableError
-from mpidist.transport import cuda
 from mpidist.transport.agreement import CLOSE, END, Agreement, Call, CallRecord, MpiAgreement, NodeRounds, SoloAgreement
 from mpidist.transport.costs import CostModel
 from mpidist.transport.failures import GroupFlight, OpenGroup, Watchdog, ends_normally, open_groups
@@ -397,4 +396,4 @@ class SyncGroup(OpenGroup):
         self.devices, self.calls = self._device_levels(), PendingCalls(self.agreement)
 
     def _device_levels(self) -> DeviceLevels:
-        return DeviceLevels(self.levels, self.topology, cuda.current(), self.agreement, self.settings, self.cost_model)
+        return DeviceLevels(self.levels, self.topology, self.agreement, self.settings, self.cost_model)

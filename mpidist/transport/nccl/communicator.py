@@ -9,8 +9,9 @@ from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
+from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
-from mpidist.transport.gpu import DeviceKernels
+from mpidist.transport.gpu import DeviceKernels, address_of
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.handles import Handle
 from mpidist.transport.nccl.launch_queue import DeviceQueue
@@ -33,11 +34,11 @@ _Part: TypeAlias = tuple[int, int, int]  # another rank, the address here, and t
 class NcclCommunicator(Communicator):
     """Ranks of an NCCL communicator.
 
-    NCCL reduces integers of 8, 32 and 64 bits, sums and products of float32 and float64, and sums of complex numbers,
-    as pairs. Everything else is joined in rank order: every rank receives all ranks' parts of its shard, joins them
-    on the GPU, and the shards are gathered. Those are float16 and bfloat16, which NCCL would round at every hop and
-    which here have a float32 accumulator; minima and maxima of floating-point numbers, of which NCCL may lose a NaN;
-    the dtypes that NCCL lacks (16-bit integers, other complex operations); and reductions that ask for rank order.
+    NCCL reduces integers of 8, 32 and 64 bits, and sums and products of float32 and float64. Everything else is joined
+    in rank order: every rank receives all ranks' parts of its shard, joins them on the GPU, and the shards are
+    gathered. Those are float16 and bfloat16, which NCCL would round at every hop and which here have a float32
+    accumulator; minima and maxima of floating-point numbers, of which NCCL may lose a NaN; the dtypes that NCCL lacks
+    (16-bit integers, complex numbers); and reductions that ask for rank order.
     That moves no more than NCCL's own all-reduce, 2 S (P - 1) / P bytes a rank, but needs memory for S bytes more.
 
     Work goes to NCCL's own stream, after what the caller's current stream holds, which then waits for it. Within
@@ -50,29 +51,20 @@ class NcclCommunicator(Communicator):
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
-        queue: The queue for all communicators of this rank; by default a new one.
-        kernels: What joins parts; by default new ones.
+        queue: The queue for all communicators of this rank.
+        kernels: What joins parts.
     """
 
     def __init__(
-        self,
-        handle: Handle,
-        name: str,
-        rank: int,
-        size: int,
-        queue: DeviceQueue | None = None,
-        kernels: DeviceKernels | None = None,
+        self, handle: Handle, name: str, rank: int, size: int, queue: DeviceQueue, kernels: DeviceKernels
     ) -> None:
         super().__init__(name, rank, size)
-        self._handle = handle
-        self._nccl = handle.cuda.nccl
-        self._cupy = handle.cuda.cupy
-        self._queue = DeviceQueue(handle.cuda) if queue is None else queue
-        self._queue.add(handle, f"rank {rank} of {size} ({name})")
-        self._ops = {op: int(getattr(self._nccl, f"NCCL_{op.upper()}")) for op in _OPS}
-        self._codes = {code: int(getattr(self._nccl, name)) for code, name in _DTYPES.items()}
+        self._handle, self._queue, self._kernels = handle, queue, kernels
+        queue.add(handle, f"rank {rank} of {size} ({name})")
+        nccl = cuda.nccl()
+        self._ops = {op: int(getattr(nccl, f"NCCL_{op.upper()}")) for op in _OPS}
+        self._codes = {code: int(getattr(nccl, name)) for code, name in _DTYPES.items()}
         self._byte = self._codes["u1"]
-        self._kernels = DeviceKernels(handle.cuda) if kernels is None else kernels
 
     def set_wait_hook(self, check_peers: Callable[[], None]) -> None:
         super().set_wait_hook(check_peers)
@@ -91,8 +83,8 @@ class NcclCommunicator(Communicator):
         if native is None:
             self._all_gather(buffer, self._join_in_place(buffer, reduction))
             return
-        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
-        self._run("all_reduce", [buffer], lambda comm, to: comm.allReduce(at, at, buffer.size * width, code, op, to))
+        at, op = address_of(buffer), self._ops[reduction.op]
+        self._run("all_reduce", [buffer], lambda comm, to: comm.allReduce(at, at, buffer.size, native, op, to))
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         self.traffic.add("reduce", buffer.nbytes)
@@ -100,8 +92,8 @@ class NcclCommunicator(Communicator):
         if native is None:
             self._collect(buffer, self._join_in_place(buffer, reduction), root)
             return
-        at, (code, width), op = _address(buffer), native, self._ops[reduction.op]
-        self._run("reduce", [buffer], lambda comm, to: comm.reduce(at, at, buffer.size * width, code, op, root, to))
+        at, op = address_of(buffer), self._ops[reduction.op]
+        self._run("reduce", [buffer], lambda comm, to: comm.reduce(at, at, buffer.size, native, op, root, to))
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
@@ -114,15 +106,15 @@ class NcclCommunicator(Communicator):
         if native is None:
             self._join_shard(buffer, bounds, reduction, shard)
             return shard
-        to_shard, (code, width), op = _address(shard), native, self._ops[reduction.op]
+        to_shard, op = address_of(shard), self._ops[reduction.op]
 
         def launch(comm: Any, to: int) -> None:
             if _are_even(bounds):
-                comm.reduceScatter(_address(buffer), to_shard, bounds[1] * width, code, op, to)
+                comm.reduceScatter(address_of(buffer), to_shard, bounds[1], native, op, to)
                 return
             for root, sent, nbytes in _shards(buffer, bounds):
                 received = to_shard if root == self.rank else sent
-                comm.reduce(sent, received, nbytes // buffer.itemsize * width, code, op, root, to)
+                comm.reduce(sent, received, nbytes // buffer.itemsize, native, op, root, to)
 
         self._run("reduce_scatter", (buffer, shard), launch)
         return shard
@@ -133,16 +125,16 @@ class NcclCommunicator(Communicator):
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         buffer = self._start_broadcast(buffer, root, into)
-        at = _address(buffer)
+        at = address_of(buffer)
         self._run("broadcast", [buffer], lambda comm, to: comm.bcast(at, buffer.nbytes, self._byte, root, to))
 
     def gather(self, buffer: Array, root: int) -> Array | None:
         is_root = self.rank == root
         self.traffic.add("gather", buffer.nbytes * (self.size - 1 if is_root else 1))
         if not is_root:
-            self._exchange("gather", [buffer], [(root, _address(buffer), buffer.nbytes)], [])
+            self._exchange("gather", [buffer], [(root, address_of(buffer), buffer.nbytes)], [])
             return None
-        rows = self._cupy.empty((self.size, buffer.size), buffer.dtype)
+        rows = cuda.cupy().empty((self.size, buffer.size), buffer.dtype)
         rows[root] = buffer
         bounds = [row * buffer.size for row in range(self.size + 1)]
         self._exchange("gather", [rows], [], _shards(rows, bounds, without=root))
@@ -153,24 +145,19 @@ class NcclCommunicator(Communicator):
         if to == source == self.rank:
             incoming[...] = outgoing
             return
-        sends, receives = (to, _address(outgoing), outgoing.nbytes), (source, _address(incoming), incoming.nbytes)
+        sends, receives = (to, address_of(outgoing), outgoing.nbytes), (source, address_of(incoming), incoming.nbytes)
         self._exchange("exchange", (outgoing, incoming), [sends], [receives])
 
     def free(self) -> None:
         nccl_handles.destroy([self._handle])
         self._queue.remove(self._handle)
 
-    def _native(self, dtype: np.dtype[Any], reduction: Reduction) -> tuple[int, int] | None:
-        """Return NCCL's dtype for a reduction, and how many numbers make an element; `None` if NCCL cannot do it."""
-        if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype):
+    def _native(self, dtype: np.dtype[Any], reduction: Reduction) -> int | None:
+        """Return NCCL's dtype for a reduction; `None` if NCCL cannot do it."""
+        may_lose_nan = dtype.kind == "f" and reduction.op in ("min", "max")
+        if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype) or may_lose_nan:
             return None
-        if dtype.kind == "c":  # the sum of pairs is the pair of sums
-            code = self._codes.get(f"f{dtype.itemsize // 2}")
-            return None if code is None or reduction.op != "sum" else (code, 2)
-        if dtype.kind == "f" and reduction.op in ("min", "max"):
-            return None
-        code = self._codes.get(f"{dtype.kind}{dtype.itemsize}")
-        return None if code is None else (code, 1)
+        return self._codes.get(f"{dtype.kind}{dtype.itemsize}")
 
     def _join_in_place(self, buffer: Array, reduction: Reduction) -> Sequence[int]:
         bounds = shard_bounds(buffer.size, self.size)
@@ -188,7 +175,7 @@ class NcclCommunicator(Communicator):
         memory = self._queue.buffer("parts", self.size * step)
         parts = memory.view(buffer.dtype).reshape(self.size, step // width)[:, :count]
         parts[self.rank] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        first, others = _address(parts), (peer for peer in range(self.size) if peer != self.rank)
+        first, others = address_of(parts), (peer for peer in range(self.size) if peer != self.rank)
         receives = [(peer, first + peer * step, nbytes) for peer in others]
         self._exchange("reduce", (buffer, parts), _shards(buffer, bounds, without=self.rank), receives)
         if count:
@@ -197,7 +184,7 @@ class NcclCommunicator(Communicator):
     def _all_gather(self, buffer: Array, bounds: Sequence[int]) -> None:
         def launch(comm: Any, to: int) -> None:
             if _are_even(bounds):
-                at, own = _address(buffer), bounds[1] * buffer.itemsize
+                at, own = address_of(buffer), bounds[1] * buffer.itemsize
                 comm.allGather(at + self.rank * own, at, own, self._byte, to)
                 return
             for root, at, nbytes in _shards(buffer, bounds):
@@ -238,13 +225,9 @@ def _are_even(bounds: Sequence[int]) -> bool:
 
 def _shards(buffer: Array, bounds: Sequence[int], without: int = -1) -> list[_Part]:
     """List the shards of ranks that are not empty, but for one rank's."""
-    at, width = _address(buffer), buffer.itemsize
+    at, width = address_of(buffer), buffer.itemsize
     return [
         (rank, at + start * width, (stop - start) * width)
         for rank, (start, stop) in enumerate(pairwise(bounds))
         if stop > start and rank != without
     ]
-
-
-def _address(array: Array) -> int:
-    return int(array.data.ptr)

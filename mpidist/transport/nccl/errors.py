@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
+from mpidist.transport import cuda
 from mpidist.transport.text import first_line
 
 __all__ = ["translated"]
@@ -15,11 +16,10 @@ _REMOTE: Final = (2, 6)  # statuses: a call of the system failed; another proces
 
 
 @contextmanager
-def translated(nccl: Any, what: str) -> Iterator[None]:
+def translated(what: str) -> Iterator[None]:
     """Raise NCCL's errors as ours.
 
     Args:
-        nccl: The module `cupy.cuda.nccl`.
         what: Which call of which rank, for people.
 
     Raises:
@@ -29,7 +29,7 @@ def translated(nccl: Any, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except nccl.NcclError as error:
+    except cuda.nccl().NcclError as error:
         head = f"{what} failed: {first_line(error)}. "
         if error.status in _REMOTE:
             raise PeerFailedError(

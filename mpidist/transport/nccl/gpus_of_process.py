@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.errors import UnavailableError
+from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
-from mpidist.transport.cuda import Cuda
-from mpidist.transport.gpu import DeviceKernels, is_complete, kernels_needed, new_stream, on_stream
+from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, kernels_needed, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
 from mpidist.transport.nccl.handles import Handle
@@ -47,7 +47,6 @@ class GpusOfProcess:
     first GPU. To broadcast them moves (k - 1) S bytes.
 
     Args:
-        cuda: CuPy and NCCL.
         indices: The GPUs, each once. The first one is the current device, before and after each call.
         patience: How long a call waits for the GPUs.
 
@@ -55,16 +54,15 @@ class GpusOfProcess:
         UnavailableError: If NCCL cannot start.
     """
 
-    def __init__(self, cuda: Cuda, indices: Sequence[int], patience: Patience) -> None:
+    def __init__(self, indices: Sequence[int], patience: Patience) -> None:
         self._patience = patience
-        self._cuda, self._nccl, self._byte = cuda, cuda.nccl, int(cuda.nccl.NCCL_UINT8)
-        self._first = cuda.cupy.cuda.Device(indices[0])
+        self._byte = int(cuda.nccl().NCCL_UINT8)
+        its = cuda.cupy().cuda
+        self._first = its.Device(indices[0])
         self._gpus: list[_Gpu] = []
-        made = cuda.cupy.cuda
         for handle in self._connect(indices):
-            made.Device(handle.device).use()
-            mark = made.Event(disable_timing=True)
-            self._gpus.append(_Gpu(handle, new_stream(made), mark, DeviceKernels(cuda)))
+            its.Device(handle.device).use()
+            self._gpus.append(_Gpu(handle, new_stream(), its.Event(disable_timing=True), DeviceKernels()))
             handle.keeps = self
         self._first.use()
 
@@ -122,11 +120,11 @@ class GpusOfProcess:
             DeadlineExceededError: As for `add`.
         """
         everywhere = [sources, *targets]
-        with self._launches("a broadcast", everywhere), nccl_handles.group_of_calls(self._nccl):
+        with self._launches("a broadcast", everywhere), nccl_handles.group_of_calls():
             for at, source in enumerate(sources):
                 for gpu, arrays in zip(self._gpus, everywhere, strict=True):
                     if source.size:
-                        gpu.handle.comm.bcast(_address(arrays[at]), source.nbytes, self._byte, 0, gpu.stream.ptr)
+                        gpu.handle.comm.bcast(address_of(arrays[at]), source.nbytes, self._byte, 0, gpu.stream.ptr)
 
     def free(self) -> None:
         """Destroy the communicators."""
@@ -134,7 +132,7 @@ class GpusOfProcess:
 
     def _connect(self, indices: Sequence[int]) -> list[Handle]:
         """Make the communicators, all in one group, in a daemon thread, as NCCL may block for ever."""
-        init = nccl_handles.start_init(self._cuda, len(indices), None, dict(enumerate(indices)))
+        init = nccl_handles.start_init(len(indices), None, dict(enumerate(indices)))
         check_time = Patience(timeout_seconds=_START_SECONDS).watch("NCCL's start", "see what NCCL_DEBUG=WARN says")
         try:
             poll(lambda: init.outcome()[0], check_time, is_message=False)
@@ -156,45 +154,45 @@ class GpusOfProcess:
                 parts = self._empty(self.size, stop - start, buffers[at].dtype)
             parts[at] = buffers[at][start:stop]
             received.append(parts)
-        with nccl_handles.group_of_calls(self._nccl):
+        with nccl_handles.group_of_calls():
             for at, buffer in enumerate(buffers):
                 for peer in (peer for peer in range(self.size) if peer != at):
-                    self._send(at, _address(buffer) + bounds[peer] * width, peer, received[peer][at])
+                    self._send(at, address_of(buffer) + bounds[peer] * width, peer, received[peer][at])
         return received
 
     def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
         """Send the shards of the rows to the first GPU."""
-        with nccl_handles.group_of_calls(self._nccl):
+        with nccl_handles.group_of_calls():
             for at in range(1, self.size):
                 for shard, row in zip(shards[at], rows, strict=True):
-                    self._send(at, _address(shard), 0, row[bounds[at] : bounds[at + 1]])
+                    self._send(at, address_of(shard), 0, row[bounds[at] : bounds[at + 1]])
 
     def _send(self, at: int, address: int, peer: int, into: Array) -> None:
         """Send bytes from an address of one GPU to an array of another one."""
         if into.nbytes:
             sender, receiver = self._gpus[at], self._gpus[peer]
             sender.handle.comm.send(address, into.nbytes, self._byte, peer, sender.stream.ptr)
-            receiver.handle.comm.recv(_address(into), into.nbytes, self._byte, at, receiver.stream.ptr)
+            receiver.handle.comm.recv(address_of(into), into.nbytes, self._byte, at, receiver.stream.ptr)
 
     def _flat(self, at: int, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         """Return arrays of a GPU one after the other: a single one without a copy where possible."""
         if len(arrays) == 1 and arrays[0].dtype == dtype and arrays[0].flags.c_contiguous:
             return arrays[0].reshape(-1)
         with self._on(at):
-            buffer = self._cuda.cupy.empty(sum(array.size for array in arrays), dtype)
+            buffer = cuda.cupy().empty(sum(array.size for array in arrays), dtype)
             self._gpus[at].kernels.pack(arrays, buffer)
         return buffer
 
     def _empty(self, number: int, count: int, dtype: np.dtype[Any]) -> list[Array]:
-        return [self._cuda.cupy.empty(count, dtype) for _ in range(number)]
+        return [cuda.cupy().empty(count, dtype) for _ in range(number)]
 
     @contextmanager
     def _on(self, at: int) -> Iterator[Any]:
         """Make a GPU and its stream current for the body, with the caller's stream there, and then the first GPU."""
         gpu = self._gpus[at]
-        self._cuda.cupy.cuda.Device(gpu.handle.device).use()
+        cuda.cupy().cuda.Device(gpu.handle.device).use()
         try:
-            with on_stream(self._cuda.cupy, gpu.stream) as callers:
+            with on_stream(gpu.stream) as callers:
                 yield callers
         finally:
             self._first.use()
@@ -206,7 +204,7 @@ class GpusOfProcess:
         text = f"{what} over GPUs {names} of one process"
         self._require_usable(text)
         try:
-            with translated(self._nccl, text):
+            with translated(text):
                 for at, gpu in enumerate(self._gpus):
                     with self._on(at) as callers:
                         gpu.mark.record(callers)
@@ -222,20 +220,16 @@ class GpusOfProcess:
         for at, gpu in enumerate(self._gpus):
             with self._on(at):
                 gpu.mark.record(gpu.stream)
-        cupy, check_time = self._cuda.cupy, self._patience.watch(what, _ADVICE)
+        check_time = self._patience.watch(what, _ADVICE)
 
         def check() -> None:
             for gpu in self._gpus:
                 gpu.handle.check()
             check_time()
 
-        poll(lambda: all(is_complete(cupy, gpu.mark, what, "with NCCL") for gpu in self._gpus), check, is_message=False)
+        poll(lambda: all(is_complete(gpu.mark, what, "with NCCL") for gpu in self._gpus), check, is_message=False)
         self._require_usable(what)  # an abort ends work, too
 
     def _require_usable(self, what: str) -> None:
         for gpu in self._gpus:
             gpu.handle.require_usable(what)
-
-
-def _address(array: Array) -> int:
-    return int(array.data.ptr)

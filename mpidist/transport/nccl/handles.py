@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 
 from mpidist.errors import UnavailableError
-from mpidist.transport.cuda import Cuda
+from mpidist.transport import cuda
 from mpidist.transport.gpu import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
@@ -46,7 +46,6 @@ class Handle:
     """One communicator of NCCL, with the device that it works on.
 
     Attributes:
-        cuda: What made it.
         comm: CuPy's `NcclCommunicator`.
         device: The index of its GPU.
         ended: Why it cannot be used any more; empty while it can.
@@ -54,8 +53,7 @@ class Handle:
         keeps: What may not be collected before it.
     """
 
-    def __init__(self, cuda: Cuda, comm: Any, device: int) -> None:
-        self.cuda = cuda
+    def __init__(self, comm: Any, device: int) -> None:
         self.comm = comm
         self.device = device
         self.ended = ""
@@ -84,41 +82,7 @@ class Handle:
 
 _lock: Final = threading.Lock()
 _open: Final[list[Handle]] = []
-_ending: Final[list[_Ending]] = []
-
-
-@final
-class _Ending(threading.Thread):
-    """The end of communicators, which may hang, in a daemon thread. `work`: does it, with the handles."""
-
-    def __init__(self, what: str, work: Callable[[list[Handle]], None], handles: list[Handle]) -> None:
-        super().__init__(name=f"mpidist {what}", daemon=True)
-        self._what, self._work, self._handles = what, work, handles
-        self._until = time.monotonic() + LIMIT_SECONDS
-        with _lock:
-            _ending.append(self)
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._work(self._handles)
-        except Exception as error:
-            logger.warning("NCCL: %s failed: %s", self._what, error)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for at most so long. After all the time that it may take, it is left alone for ever."""
-        self.join(min(seconds, max(0.0, self._until - time.monotonic())))
-        is_late = self.is_alive()
-        if is_late and time.monotonic() < self._until:
-            return
-        with _lock:  # two threads may see it end
-            if self not in _ending:
-                return
-            _ending.remove(self)
-        if is_late:
-            never_free((self,))
-            late = "NCCL: %s did not end within %g s; end this process soon, its GPU is not free"
-            logger.warning(late, self._what, LIMIT_SECONDS)
+_ending: Final[list[tuple[str, float, threading.Thread]]] = []  # what ends, until when it may, and the thread
 
 
 def num_open() -> int:
@@ -135,37 +99,56 @@ def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = No
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
-    _end("the abort of communicators", _abort, handles, reason, _PROMPT_SECONDS)
+    _end("the abort of communicators", _abort, handles, reason)
 
 
 def destroy(handles: Iterable[Handle]) -> None:
     """Destroy communicators that nothing is under way in. All their ranks must do so. Waits."""
-    _end("the end of communicators", _destroy, handles, "it was freed", LIMIT_SECONDS)
+    _end("the end of communicators", _destroy, handles, "it was freed")
+    wait_for_endings()
 
 
 def wait_for_endings() -> None:
-    """Wait for aborts that still go on, as long as they may take. Local."""
-    for ending in list(_ending):
-        ending.wait(LIMIT_SECONDS)
+    """Wait for what still ends, as long as it may take; then it is left alone for ever. Local."""
+    with _lock:
+        endings = _ending[:]
+        _ending.clear()
+    for what, until, thread in endings:
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            never_free((thread,))
+            late = "NCCL: %s did not end within %g s; end this process soon, its GPU is not free"
+            logger.warning(late, what, LIMIT_SECONDS)
 
 
-def _end(
-    what: str, work: Callable[[list[Handle]], None], handles: Iterable[Handle] | None, reason: str, seconds: float
-) -> None:
-    """Take handles out of use, all of them for `None`, let `work` end them, and wait for so long."""
+def _end(what: str, work: Callable[[list[Handle]], None], handles: Iterable[Handle] | None, reason: str) -> None:
+    """Take handles out of use, all of them for `None`, and let `work` end them in a daemon thread, as it may hang."""
     with _lock:
         wanted = set(_open if handles is None else handles)
         taken = [handle for handle in _open if handle in wanted]
         for handle in taken:
             _open.remove(handle)
             handle.ended = reason
-    if taken:
-        _Ending(what, work, taken).wait(seconds)
+    if not taken:
+        return
+
+    def run() -> None:
+        try:
+            work(taken)
+        except Exception as error:
+            logger.warning("NCCL: %s failed: %s", what, error)
+
+    thread = threading.Thread(target=run, name=f"mpidist {what}", daemon=True)
+    with _lock:
+        _ending.append((what, time.monotonic() + LIMIT_SECONDS, thread))
+    thread.start()
+    thread.join(_PROMPT_SECONDS)
 
 
 @contextmanager
-def group_of_calls(nccl: Any) -> Iterator[None]:
+def group_of_calls() -> Iterator[None]:
     """Make NCCL's calls as one group, which is launched at the end: an error in the middle ends the group, too."""
+    nccl = cuda.nccl()
     nccl.groupStart()
     try:
         yield
@@ -174,28 +157,26 @@ def group_of_calls(nccl: Any) -> Iterator[None]:
 
 
 def _abort(handles: list[Handle]) -> None:
-    first = handles[0]
-    first.cuda.cupy.cuda.Device(first.device).use()
-    with group_of_calls(first.cuda.nccl):
+    cuda.cupy().cuda.Device(handles[0].device).use()
+    with group_of_calls():
         for handle in handles:
             handle.comm.abort()
 
 
 def _destroy(handles: list[Handle]) -> None:
-    with group_of_calls(handles[0].cuda.nccl):  # GPUs of one process wait for each other
+    with group_of_calls():  # GPUs of one process wait for each other
         for handle in handles:
-            handle.cuda.cupy.cuda.Device(handle.device).use()
+            cuda.cupy().cuda.Device(handle.device).use()
             handle.comm.destroy()
 
 
-def start_init(cuda: Cuda, size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:
+def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -> Background[list[Handle]]:
     """Start to make communicators in a daemon thread, all in one group: NCCL waits for all ranks, for ever.
 
     NCCL connects the ranks for collectives then, unless the user says otherwise. Else the first call of each algorithm
     does that, and waits for the other ranks in `ncclGroupEnd`, without end.
 
     Args:
-        cuda: What makes them.
         size: Number of ranks.
         unique_id: NCCL's, which the first of the ranks made; `None` to make one, if all ranks are here.
         devices: The index of the GPU of each rank of this process. The first one is the current device.
@@ -203,24 +184,24 @@ def start_init(cuda: Cuda, size: int, unique_id: bytes | None, devices: Mapping[
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
     def make() -> list[Handle]:
+        nccl, device_of = cuda.nccl(), cuda.cupy().cuda.Device
         comms: list[Any] = []
-        device_of = cuda.cupy.cuda.Device
         try:
-            shared = bytes(cuda.nccl.get_unique_id()) if unique_id is None else unique_id
-            with group_of_calls(cuda.nccl):
+            shared = bytes(nccl.get_unique_id()) if unique_id is None else unique_id
+            with group_of_calls():
                 for rank, device in devices.items():
                     device_of(device).use()
-                    comms.append(cuda.nccl.NcclCommunicator(size, shared, rank))
+                    comms.append(nccl.NcclCommunicator(size, shared, rank))
                 device_of(next(iter(devices.values()))).use()
         except BaseException as error:
             never_free(tuple(comms))
             if isinstance(error, KeyError):  # CuPy has no word for NCCL's newer ones
                 raise UnavailableError(f"NCCL's status {error}") from error
             raise
-        return [Handle(cuda, comm, device) for comm, device in zip(comms, devices.values(), strict=True)]
+        return [Handle(comm, device) for comm, device in zip(comms, devices.values(), strict=True)]
 
     late = "it came too late, or not all ranks could make it"
-    return Background(cuda, "mpidist NCCL", make, lambda handles: abort_all(late, handles))
+    return Background("mpidist NCCL", make, lambda handles: abort_all(late, handles))
 
 
 @atexit.register

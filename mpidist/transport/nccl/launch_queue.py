@@ -22,8 +22,8 @@ from typing import Any, Final, final
 import numpy as np
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError
+from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.cuda import Cuda
 from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.errors import translated
@@ -42,19 +42,19 @@ class DeviceQueue:
     """The launches of one rank and group on one GPU. For one thread: the thread that calls the strategy.
 
     Args:
-        cuda: CuPy and NCCL.
         events: Where events come from.
 
     Attributes:
         stream: NCCL's stream.
     """
 
-    def __init__(self, cuda: Cuda, events: Events | None = None) -> None:
-        self._cuda = cuda
-        self._events = Events(cuda) if events is None else events
-        cupy = cuda.cupy.cuda
-        self._packs, self.stream, self._unpacks = (new_stream(cupy) for _ in range(3))
-        self._begin, self._ready, self._done, *self._unpacked = (cupy.Event(disable_timing=True) for _ in range(5))
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._cuda = cuda.cupy().cuda
+        self._packs, self.stream, self._unpacks = (new_stream() for _ in range(3))
+        self._begin, self._ready, self._done, *self._unpacked = (
+            self._cuda.Event(disable_timing=True) for _ in range(5)
+        )
         self._turn = 0  # which of two packs in memory is the last one
         self._memory: dict[tuple[str, Any], Array] = {}
         self._names: dict[Handle, str] = {}
@@ -85,11 +85,11 @@ class DeviceQueue:
         Outside of `launch` the host waits for that use. Memory lent there is never lent within: CuPy allocated the
         memory on the caller's stream, and could give it away while a stream of the queue still works on it.
         """
-        in_turn = self._turn if self._cuda.cupy.cuda.get_current_stream() == self._packs else None
+        in_turn = self._turn if self._cuda.get_current_stream() == self._packs else None
         key = what, "outside" if self._held is None else in_turn
         buffer = self._memory.get(key)
         if buffer is None or buffer.size < nbytes:
-            self._memory[key] = buffer = self._cuda.cupy.empty(nbytes, np.uint8)
+            self._memory[key] = buffer = cuda.cupy().empty(nbytes, np.uint8)
         return buffer[:nbytes]
 
     def launch(self, what: str, work: Callable[[], Any], memory: Any = None, after: Any = None) -> Launched:
@@ -107,7 +107,7 @@ class DeviceQueue:
         Returns:
             The work under way, for `wait` or `is_complete`.
         """
-        current = self._cuda.cupy.cuda.get_current_stream()
+        current = self._cuda.get_current_stream()
         self._require_usable(what)
         if after is None:
             self._begin.record(current)
@@ -115,7 +115,7 @@ class DeviceQueue:
         try:
             for stream in (self._packs, self.stream):
                 stream.wait_event(self._begin if after is None else after)
-            with on_stream(self._cuda.cupy, self.stream):
+            with on_stream(self.stream):
                 result = work()
                 with self.unpacking():
                     event = self._events.record()
@@ -142,7 +142,7 @@ class DeviceQueue:
         """Pack within `launch`, when the pack before the last one is unpacked; what comes then waits."""
         self._turn ^= 1
         self._packs.wait_event(self._unpacked[self._turn])
-        with on_stream(self._cuda.cupy, self._packs):
+        with on_stream(self._packs):
             yield
         self._ready.record(self._packs)
         self.stream.wait_event(self._ready)
@@ -152,7 +152,7 @@ class DeviceQueue:
         """Unpack the last pack within `launch`, after all that was launched; nothing waits for it."""
         self._done.record(self.stream)
         self._unpacks.wait_event(self._done)
-        with on_stream(self._cuda.cupy, self._unpacks):
+        with on_stream(self._unpacks):
             yield
         self._unpacked[self._turn].record(self._unpacks)
 
@@ -186,10 +186,10 @@ class DeviceQueue:
         self._held.append(memory)
 
         def group() -> None:
-            with nccl_handles.group_of_calls(self._cuda.nccl):
+            with nccl_handles.group_of_calls():
                 launch(handle.comm, self.stream.ptr)
 
-        with translated(self._cuda.nccl, f"{what} with NCCL on {self._names[handle]}"):
+        with translated(f"{what} with NCCL on {self._names[handle]}"):
             if (kind or what) in handle.connected:
                 group()
             else:
@@ -205,7 +205,7 @@ class DeviceQueue:
         if launched not in self._flying:
             return True
         try:
-            if not is_complete(self._cuda.cupy, launched.event, launched.what, "with NCCL"):
+            if not is_complete(launched.event, launched.what, "with NCCL"):
                 self._check(launched.what)
                 return False
             self._require_usable(launched.what)  # an abort ends work, too
@@ -264,7 +264,7 @@ class DeviceQueue:
             self._check(what)
             self._check_peers()
 
-        making = Background(self._cuda, _CONNECTS, group)
+        making = Background(_CONNECTS, group)
         poll(lambda: making.outcome()[0], look, is_message=False)
         making.take()
 
@@ -274,7 +274,7 @@ class DeviceQueue:
             return
         self._next_check = time.monotonic() + _CHECK_SECONDS
         for handle, name in self._names.items():
-            with translated(self._cuda.nccl, f"{what} with NCCL on {name}"):
+            with translated(f"{what} with NCCL on {name}"):
                 handle.check()
 
     def _require_usable(self, what: str) -> None:

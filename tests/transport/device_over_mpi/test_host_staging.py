@@ -30,6 +30,7 @@ from mpidist.transport.device_over_mpi.messages import MessagedCommunicator
 from mpidist.transport.device_over_mpi.pieces import cut_evenly, cut_shards
 from mpidist.transport.device_over_mpi.sizes import StagingSizes
 from mpidist.transport.device_over_mpi.staging import Staging
+from mpidist.transport.gpu import DeviceKernels
 from mpidist.transport.group import SyncGroup
 from mpidist.transport.mpi import MpiCommunicator
 from mpidist.transport.node_memory import Slots
@@ -53,7 +54,7 @@ OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # CUDA's
 class Rig:
     """A staged communicator, with what it is made of."""
 
-    def __init__(self, provider: cuda.Cuda, comm: Intracomm, kind: str, sizes: StagingSizes | None = None) -> None:
+    def __init__(self, comm: Intracomm, kind: str, sizes: StagingSizes | None = None) -> None:
         self.mpi = MpiCommunicator(comm.Dup(), "all")
         self.host: Any = self.mpi
         if kind == "shared memory adds":
@@ -61,7 +62,7 @@ class Rig:
             self.host = SharedMemoryCommunicator(self.mpi, FusedReducer(slots, comm.size, 64, self.mpi.traffic))
         join = 1 if kind == "GPUs add" else NO_JOIN
         sizes = StagingSizes(CHUNK, join_bytes=join) if sizes is None else sizes
-        self.staging = Staging(provider, sizes, is_direct=kind == DIRECT)
+        self.staging = Staging(sizes, DeviceKernels(), lambda what: None, is_direct=kind == DIRECT)
         self.its: Any = MessagedCommunicator(self.host, self.staging)
 
     def free(self) -> None:
@@ -73,7 +74,7 @@ class Rig:
 def rig(request: pytest.FixtureRequest, gpus: cuda.Cuda, comm: Intracomm) -> Iterator[Rig]:
     if request.param == DIRECT and not are_emulated() and not hint().works:  # every MPI takes the host's memory
         pytest.skip("needs a GPU, and MPI that takes its memory")
-    made = Rig(gpus, comm, request.param)
+    made = Rig(comm, request.param)
     yield made
     made.free()
 
@@ -102,7 +103,7 @@ def test_what_every_communicator_of_device_memory_must_do(rig: Rig, check: str) 
 
 
 def test_messages_are_counted_as_without_chunks(gpus: cuda.Cuda, comm: Intracomm) -> None:
-    rig = Rig(gpus, comm, "GPUs add")
+    rig = Rig(comm, "GPUs add")
     its, size, count = rig.its, comm.size, 12 * comm.size * CHUNK
     nbytes = 4 * count
     buffer = up(np.ones(count, np.float32))
@@ -139,7 +140,7 @@ def test_as_many_bytes_are_sent_as_are_counted(
         transfer(its, sends, receives)
 
     monkeypatch.setattr(MpiCommunicator, "transfer", count)
-    rig = Rig(cuda.current(), comm, "GPUs add")
+    rig = Rig(comm, "GPUs add")
     size, nbytes = comm.size, 4 * 8 * comm.size * CHUNK
     chunks = nbytes // CHUNK
     buffer = up(np.ones(nbytes // 4, np.float32))
@@ -163,7 +164,7 @@ def test_copies_down_and_up_move_what_they_must(emulated: Emulated, comm: Intrac
         ("GPUs add", others + own * (size > 1), (size - 1) * own + others),
         ("shared memory adds", nbytes, nbytes),
     ):
-        rig = Rig(cuda.current(), comm, kind)
+        rig = Rig(comm, kind)
         buffer = up(np.ones(nbytes // 4, np.float32))
         emulated.forget()
         rig.its.all_reduce(buffer, Reduction())
@@ -177,7 +178,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Copies of the chunks to come are begun before a chunk is moved, and none waits for the last one to be up."""
-    rig = Rig(cuda.current(), comm, kind)
+    rig = Rig(comm, kind)
     depth, chunks = rig.staging.sizes.depth, 8
     down_before: list[int] = []
     name = "transfer" if kind == "GPUs add" else "all_reduce"
@@ -202,7 +203,7 @@ def test_the_next_chunk_is_on_its_way_while_one_is_moved(
 
 
 def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intracomm) -> None:
-    rig = Rig(cuda.current(), comm, "GPUs add")
+    rig = Rig(comm, "GPUs add")
     buffer = up(np.ones(10 * CHUNK, np.float32))
     for _ in range(3):
         rig.its.all_reduce(buffer, Reduction())
@@ -217,7 +218,7 @@ def test_slots_are_few_and_made_once(emulated: Emulated, pinned: Any, comm: Intr
 
 
 def test_memory_grows_when_it_must(emulated: Emulated, pinned: Any, comm: Intracomm) -> None:
-    rig = Rig(cuda.current(), comm, "GPUs add", StagingSizes(join_bytes=1))
+    rig = Rig(comm, "GPUs add", StagingSizes(join_bytes=1))
     for count in (10, 1000, 100, 70_000, 60_000, 2_000_000, 300):
         buffer = up(np.ones(count, np.float32))
         rig.its.all_reduce(buffer, Reduction())
@@ -234,7 +235,7 @@ def test_a_rank_without_pinned_memory_does_with_pageable(
     emulated: Emulated, pinned: Any, comm: Intracomm, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     emulated.wish("cudaHostAlloc", OUT_OF_MEMORY * (comm.rank == 0))
-    rig = Rig(cuda.current(), comm, kind)
+    rig = Rig(comm, kind)
     for count in (50, 5000):
         buffer = mine(comm.rank, count, F64)
         rig.its.all_reduce(buffer, Reduction())
@@ -316,7 +317,7 @@ def test_large_arrays_on_every_placement(
 def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
     emulated: Emulated, pinned: Any, comm: Intracomm, kind: str
 ) -> None:
-    rig = Rig(cuda.current(), comm, kind)
+    rig = Rig(comm, kind)
     buffer = up(np.ones(20 * CHUNK, np.float32))
     rig.its.all_reduce(buffer, Reduction())
     start = time.monotonic()
@@ -342,7 +343,7 @@ def test_a_missing_rank_ends_in_a_deadline_and_nothing_is_used_again(
 
 @pytest.mark.ranks(min=2)
 def test_a_failed_copy_breaks_the_staging_alone(emulated: Emulated, comm: Intracomm) -> None:
-    rig = Rig(cuda.current(), comm, "GPUs add")
+    rig = Rig(comm, "GPUs add")
     buffer = up(np.ones(20 * CHUNK, np.float32))
     emulated.wish("copy down", ILLEGAL_ADDRESS)  # before any message
     with raises_everywhere(comm, RuntimeError, "cudaErrorIllegalAddress"):
@@ -355,7 +356,7 @@ def test_a_failed_copy_breaks_the_staging_alone(emulated: Emulated, comm: Intrac
 def test_an_error_of_cuda_is_told_from_work_that_is_not_done(
     emulated: Emulated, comm: Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(cuda.current(), comm, "GPUs add")
+    rig = Rig(comm, "GPUs add")
     monkeypatch.setattr(cuda.current().cupy.cuda.runtime, "eventQuery", lambda ptr: 700)
     with raises_everywhere(
         comm, RuntimeError, "all_reduce of device memory through the host failed: CUDA's status 700"

@@ -25,7 +25,7 @@ SIZES = [1, 0, 2, 3, 15, 16, 17, 31, 33, 511, 513, ROW // 4 - 1, ROW // 4, ROW /
 
 @pytest.fixture
 def kernels(gpus: cuda.Cuda) -> DeviceKernels:
-    return DeviceKernels(gpus)
+    return DeviceKernels()
 
 
 def empty(size: int, dtype: Any) -> Any:

@@ -32,61 +32,64 @@ __all__ = ["gpus", "kernels"]  # fixtures
 
 pytestmark = pytest.mark.ranks(1)
 
-WITH_KERNELS = [tuple(DTYPES[code] for code in pair.split()) for pair in COMBINED]
-WITHOUT = [(dtype, dtype) for dtype in ON_DEVICE if (dtype, dtype) not in WITH_KERNELS]
-JOINED = [
-    (*pair, op) for pair, op in product(WITH_KERNELS + WITHOUT, UFUNCS) if pair[0].kind != "c" or op in ("sum", "prod")
-]
+WITH_KERNELS = [DTYPES[code] for code in COMBINED]
+JOINED = [(dtype, op) for dtype, op in product(ON_DEVICE, UFUNCS) if dtype.kind != "c" or op in ("sum", "prod")]
 
 
-def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, written: Any, divisor: int = 1) -> None:
+def check_joined(kernels: DeviceKernels, rows: list[Any], op: str, divisor: int = 1) -> None:
     """Join the rows of an array, and arrays that lie anywhere; compare with NumPy's numbers, and the host's."""
-    reduction, read = Reduction(op, divisor), rows[0].dtype
+    reduction, dtype = Reduction(op, divisor), rows[0].dtype
     with np.errstate(all="ignore"):
-        expected = in_rank_order(UFUNCS[op], rows, written, divisor)
+        expected = in_rank_order(UFUNCS[op], rows, dtype, divisor)
         results = []
-        if read == written and (divisor == 1 or read in HALVES):
-            reduction.combine(rows, on_host := np.empty(expected.size, written))
+        if divisor == 1 or dtype in HALVES:
+            reduction.combine(rows, on_host := np.empty(expected.size, dtype))
             results.append(on_host)
         for parts in (up(np.stack(rows)), [up(row) for row in rows]):
-            kernels.combine(parts, reduction, out := empty(expected.size, written))
+            kernels.combine(parts, reduction, out := empty(expected.size, dtype))
             results.append(down(out))
         if op in ("min", "max"):  # which of two zeros is less is nobody's promise
-            expected, *results = (its + written.type(0) for its in (expected, *results))
+            expected, *results = (its + dtype.type(0) for its in (expected, *results))
         for result in results:
-            if written.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
-                limit = 8 * len(rows) * np.finfo(written).eps * abs(expected)
+            if dtype.kind == "c" and op == "prod":  # processors differ in whether they fuse its products
+                limit = 8 * len(rows) * np.finfo(dtype).eps * abs(expected)
                 assert (abs(result - expected) <= limit).all()
             else:
                 assert same(result, expected), (len(rows), expected.size, divisor)
 
 
-@pytest.mark.parametrize(("read", "written", "op"), JOINED, ids=str)
-def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, read: Any, written: Any, op: str) -> None:
+@pytest.mark.parametrize(("dtype", "op"), JOINED, ids=str)
+def test_pieces_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: Any, op: str) -> None:
     """In one launch if there is a kernel: half precision in float32, divided, and rounded once."""
-    divisors = (1, 8, 3) if (read, written) in WITH_KERNELS else (1,)
+    divisors = (1, 8, 3) if dtype in WITH_KERNELS else (1,)
     num_joined = 0
     for count, num_parts, divisor in product((1, 7, 64, 5003), (1, 2, 3, 8), divisors):
-        check_joined(kernels, [numbers_of(read, count, seed) for seed in range(num_parts)], op, written, divisor)
+        check_joined(kernels, [numbers_of(dtype, count, seed) for seed in range(num_parts)], op, divisor)
         num_joined += 2
-    is_kernels = len(divisors) > 1 or (read.kind == "c" and op == "sum")
+    is_kernels = len(divisors) > 1 or (dtype.kind == "c" and op == "sum")
     assert kernels.num_launches == num_joined * is_kernels
 
 
-@pytest.mark.parametrize(
-    ("read", "written", "op"), [its for its in JOINED if its[0].kind != "c" or its[2] == "sum"], ids=str
-)
-def test_odd_numbers_are_joined_as_on_the_host(kernels: DeviceKernels, read: Any, written: Any, op: str) -> None:
+@pytest.mark.parametrize(("dtype", "op"), [its for its in JOINED if its[0].kind != "c" or its[1] == "sum"], ids=str)
+def test_odd_numbers_are_joined_as_on_the_host(kernels: DeviceKernels, dtype: Any, op: str) -> None:
     """Each with each, as the first, second or third piece: one that is no number wins."""
-    odd = odd_numbers_of(read)
+    odd = odd_numbers_of(dtype)
     rows = [np.repeat(odd, odd.size), np.tile(odd, odd.size)]
     for pieces in (rows, [np.ones_like(rows[0]), *rows], [*rows, np.ones_like(rows[0])]):
-        check_joined(kernels, pieces, op, written)
+        check_joined(kernels, pieces, op)
 
 
-def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels) -> None:
-    """In any order: their addresses are no row of even steps."""
-    check_joined(kernels, [numbers_of(F16, 5, seed) for seed in range(500)], "sum", F16, 500)
+@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=str)
+def test_more_pieces_than_a_launch_takes(kernels: DeviceKernels, dtype: Any) -> None:
+    """In any order: their addresses are no row of even steps. Numbers that become infinite are counted, too."""
+    rows = [numbers_of(dtype, 5, seed) for seed in range(500)]
+    for divisor in (1, 500):
+        check_joined(kernels, rows, "sum", divisor)
+    assert kernels.overflowed == 0
+    large = [up(np.full(5, 1000, dtype))] * 500
+    kernels.combine(large, Reduction(counts_overflow=True), out := empty(5, dtype))
+    down(out)
+    assert kernels.overflowed == (5 if dtype == F16 else 0)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, np.dtype(np.int16)], ids=str)

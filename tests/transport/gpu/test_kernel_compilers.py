@@ -33,20 +33,20 @@ Emulated().wish("the compute capability", 60)
 from mpidist.transport import cuda
 from mpidist.transport.gpu.compiled import compile_kernel, longest_table
 try:
-    compile_kernel(cuda.current(), "copy_long").kernel
+    compile_kernel("copy_4_long").kernel
 except cuda.current().cupy.cuda.compiler.CompileException as error:
-    print(longest_table(cuda.current()), type(error).__name__)
+    print(longest_table(), type(error).__name__)
 """
 
 
 def test_a_kernel_is_compiled_when_it_is_needed(compiler: Compiler, kernels: DeviceKernels) -> None:
-    """All of them take NVRTC seconds. The mean of float32 takes the two that are compiled soonest."""
+    """All of them take NVRTC seconds. The mean of float32 takes two."""
     arrays, buffer = [up(np.ones(5, np.float32)) for _ in range(3)], empty(15, np.float32)
     assert compiler.compiled == set()
     kernels.pack(arrays, buffer)
-    assert compiler.compiled == {"copy"}
+    assert compiler.compiled == {"copy_4"}
     kernels.unpack(buffer, arrays, 2)
-    assert compiler.compiled == {"copy", "divide_f4"}
+    assert compiler.compiled == {"copy_4", "divide_f4_f4"}
 
 
 @pytest.mark.gpu
@@ -86,14 +86,14 @@ def test_nvcc_compiles_the_kernels(arch: str, tmp_path: Path) -> None:
     entries = {entry.split("(")[0].strip(): entry for entry in ptx.split(".visible .entry")[1:]}
     assert set(entries) == {f"mpidist_{kernel}" for kernel in KERNELS}
     assert ".local" not in ptx, "tables are read where they come, and copied by no thread"
-    for name in ("mpidist_copy", "mpidist_cast", "mpidist_combine_bf_bf", "mpidist_combine_f4_f4"):
+    for name in ("mpidist_copy_4", "mpidist_cast_f4_bf", "mpidist_combine_bf_sum", "mpidist_combine_f4_sum"):
         assert re.search(r"ld(\.global)?\.v4\.[uf]32", entries[name]), name
     require_reads_ahead(ptx)
 
 
 def require_reads_ahead(ptx: str) -> None:
     """Four reads of 16 bytes are under way before the first part is joined: one does not fill the memory's roof."""
-    for kernel in ("combine_f4_f4", "combine_bf_bf"):
+    for kernel in ("combine_f4_sum", "combine_bf_sum"):
         entry = ptx.split(f".visible .entry mpidist_{kernel}(")[1].split(".visible .entry")[0]
         words = re.findall(r"\b(ld(?:\.global)?\.v4|ld(?:\.global)?\.[fu]\d+|add\.rn|st(?:\.global)?\.)", entry)
         kinds = "".join("R" if ".v4" in word else "+" if word == "add.rn" else "" for word in words)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist.transport import cuda
+from mpidist.transport.gpu import DeviceKernels, Events
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.launch_queue import DeviceQueue
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -17,8 +19,10 @@ __all__ = ["connect", "make_handle"]
 def make_handle(provider: cuda.Cuda, comm: Intracomm) -> Handle:
     unique_id = comm.bcast(provider.nccl.get_unique_id() if comm.rank == 0 else None)
     device = int(provider.cupy.cuda.runtime.getDevice())
-    return Handle(provider, provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
+    return Handle(provider.nccl.NcclCommunicator(comm.size, unique_id, comm.rank), device)
 
 
 def connect(provider: cuda.Cuda, comm: Intracomm, name: str = "all") -> NcclCommunicator:
-    return NcclCommunicator(make_handle(provider, comm), name, comm.rank, comm.size)
+    return NcclCommunicator(
+        make_handle(provider, comm), name, comm.rank, comm.size, DeviceQueue(Events()), DeviceKernels()
+    )

@@ -48,7 +48,7 @@ def make(request: pytest.FixtureRequest, gpus: Any) -> Iterator[Any]:
             pytest.skip(f"needs a GPU: {count} of them")
         indices = list(range(count)) if request.param == "a GPU each" else [0] * count
         gpus.cupy.cuda.Device(0).use()
-        made.append(GpusOfProcess(gpus, indices, Patience()))
+        made.append(GpusOfProcess(indices, Patience()))
         return made[-1], indices
 
     yield several
@@ -101,7 +101,7 @@ def test_arrays_are_broadcast(make: Any, gpus: Any, count: int) -> None:
 
 def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulated) -> None:
     before = gpus.cupy.cuda.get_current_stream()
-    its = GpusOfProcess(cuda.current(), [0, 1, 2], Patience())
+    its = GpusOfProcess([0, 1, 2], Patience())
     fold = FOLDS[1]
 
     def add() -> None:
@@ -125,7 +125,7 @@ def test_error_of_nccl_ends_the_communicators(gpus: cuda.Cuda, emulated: Emulate
 def test_gpus_that_do_not_end_are_told_and_given_up(
     emulated: Emulated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall: float, timeout: float
 ) -> None:
-    its = GpusOfProcess(cuda.current(), [0, 1], Patience(stall, timeout))
+    its = GpusOfProcess([0, 1], Patience(stall, timeout))
 
     def broadcast() -> None:
         its.broadcast([put(cuda.current(), 0, np.ones(9))], [[put(cuda.current(), 1, np.zeros(9))]])

@@ -217,13 +217,13 @@ def test_nobody_looks_for_errors_of_a_communicator_that_is_being_aborted(emulate
 def test_a_constructor_that_was_given_up_is_aborted_when_it_returns(emulated: Emulated, comm: Intracomm) -> None:
     unique_id = comm.bcast(cuda.current().nccl.get_unique_id() if comm.rank == 0 else None)
     if comm.rank == 0:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {0: 0})
+        making = nccl_handles.start_init(comm.size, unique_id, {0: 0})
         time.sleep(0.1)
         assert making.outcome() == (False, "")
         making.cancel()
     comm.Barrier()
     if comm.rank:
-        making = nccl_handles.start_init(cuda.current(), comm.size, unique_id, {comm.rank: 0})
+        making = nccl_handles.start_init(comm.size, unique_id, {comm.rank: 0})
         while not making.outcome()[0]:
             time.sleep(0.01)
         making.cancel()
