@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -212,6 +213,8 @@ class MpiAgreement(Agreement):
             fields["error"] = f"{type(error).__name__}: {error}"
         else:
             fields.update(record.describe())
+        if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
+            fields.setdefault("exception", text_of(handled))
         gathered = self.all_gather_object((record.is_last, fields, self._posted, self.notice.own))
         if all(posted == self._posted for _, _, posted, _ in gathered):
             self.notice.settle(own for _, _, _, own in gathered)
