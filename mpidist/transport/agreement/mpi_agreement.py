@@ -16,7 +16,7 @@ from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
 from mpidist.transport.failures import BROKE_OFF, CallWatchdog
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
-from mpidist.transport.shared_errors import is_shared_by, mark_shared
+from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.text import text_of
 from mpidist.transport.waiting import never_free, poll
 
@@ -244,4 +244,4 @@ class MpiAgreement(Agreement):
         return vars(error).get("refusal", self) is self._last_refusal
 
     def _repeated(self, first: Exception) -> Exception:
-        return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
+        return repeat_of(first, "an earlier call failed, and strategy.reset() was not called since: ")
