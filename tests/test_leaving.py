@@ -279,6 +279,20 @@ def test_ranks_that_leave_say_why_where_one_rank_handles_what_all_have(comm: Int
 
 
 @several
+def test_call_of_a_finally_clause_that_no_other_rank_makes_names_the_exception(comm: Intracomm) -> None:
+    def fail() -> None:
+        try:
+            raise KeyError("labels")
+        finally:
+            strategy.reduce("sum", 1.0)
+
+    with MultiWorker(comm=comm) as strategy:
+        with raises_everywhere(comm, InvalidArgumentError, "exception: rank 0: KeyError: 'labels'; ranks? [0-9-]+: -"):
+            fail() if comm.rank == 0 else strategy.barrier()
+        assert strategy.reduce("sum", 1) == comm.size
+
+
+@several
 def test_strategy_that_an_exception_ended_gives_its_memory_back(comm: Intracomm) -> None:
     def shared_kib() -> int:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem")]

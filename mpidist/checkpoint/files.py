@@ -12,9 +12,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -81,13 +81,17 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
     file = folder / f"{name}.safetensors"
-    with ThreadPoolExecutor(1, "mpidist.checksums") as pool:  # while the disk writes
-        checksums = pool.map(_checksum, plain.values())
-        try:
-            save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+    checksums: list[int] = []
+    # While the disk writes. No pool of threads, which takes no more work once the program has come to its end.
+    adding = Thread(target=lambda: checksums.extend(map(_checksum, plain.values())), name="mpidist.checksums")
+    adding.start()
+    try:
+        save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
         _sync(file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        adding.join()
     about = {
         key: [array.dtype.name, list(array.shape), checksum]
         for (key, array), checksum in zip(plain.items(), checksums, strict=True)

@@ -32,12 +32,18 @@ __all__ = [
 ]
 
 _PUT_IN_A_LIST: Final = "put batches in a list: [batch, ...]"
+_FORM: Final = "form of the first batch"
+_MAX_ARRAYS: Final = 8  # that a form names
 
-# What users can do if ranks differ in the step itself, in the number of batches or rows, or in their content.
+# What users can do if ranks differ in the step itself, in the number of batches or rows, in their form, or content.
 IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
 _SAME_SIZES: Final = (
     "Give every rank the same global batches: as many, with as many rows. Compare what the ranks read: files, rows and "
     "batch size"
+)
+_SAME_FORM: Final = (
+    "Give every rank the same global batches: as many arrays, with the same dtypes and shapes. Compare what the ranks "
+    "read"
 )
 _SAME_CONTENT: Final = (
     "Give every rank the same global batches: shuffle with the same seed on all ranks, and copy a part, which is a "
@@ -154,7 +160,9 @@ class GlobalBatches(BatchSource):
     def common_fields(self, batch: Any, num_in_batch: int, is_first: bool) -> dict[str, str]:
         fields = {"global batch": f"{num_in_batch} rows"}
         if is_first and self._compares_numbers:
-            fields["checksum of the first batch"] = f"{_checksum(nest.flatten(batch)[0]):08x}"
+            leaves, _ = nest.flatten(batch)
+            fields[_FORM] = _form_of(leaves)
+            fields["checksum of the first batch"] = f"{_checksum(leaves):08x}"
         return fields
 
     @property
@@ -162,7 +170,9 @@ class GlobalBatches(BatchSource):
         return {"global batch": "none"}
 
     def advice_for(self, everyone: list[dict[str, str]]) -> str:
-        return _SAME_CONTENT if len({fields["global batch"] for fields in everyone}) == 1 else _SAME_SIZES
+        if len({fields["global batch"] for fields in everyone}) > 1:
+            return _SAME_SIZES
+        return _SAME_CONTENT if len({fields.get(_FORM) for fields in everyone}) == 1 else _SAME_FORM
 
 
 class WholeBatches(BatchSource, ABC):
@@ -324,6 +334,12 @@ def _length_of(leaves: list[Any]) -> int:
             f"if these are the arrays of one batch, {_PUT_IN_A_LIST}"
         )
     return int(lengths.pop())
+
+
+def _form_of(leaves: list[Any]) -> str:
+    """Write the dtypes and shapes of a batch's arrays, without the number of rows."""
+    forms = [f"{getattr(leaf, 'dtype', 'rows')}{list(leaf.shape[1:])}" for leaf in leaves[:_MAX_ARRAYS]]
+    return ", ".join(forms) + (f" and {len(leaves) - _MAX_ARRAYS} more" if len(leaves) > _MAX_ARRAYS else "")
 
 
 def _checksum(leaves: list[Any]) -> int:

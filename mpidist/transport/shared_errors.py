@@ -76,8 +76,13 @@ def has_left(error: BaseException) -> bool:
     return bool(vars(error).get("has_left"))
 
 
-def repeat_of(error: _Error) -> _Error:
-    """Make an error like one that was raised before, marked alike, to be raised by a later call."""
-    again = type(error)(str(error))
+def repeat_of(error: _Error, reason: str = "") -> _Error:
+    """Make an error like one that was raised before, marked alike, to be raised by a later call.
+
+    Args:
+        error: The error.
+        reason: What the text begins with: why the later call raises the error.
+    """
+    again = type(error)(f"{reason}{error}")
     vars(again).update(vars(error))
     return again

@@ -80,8 +80,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
         if self._replicas is None:
             self._write_aggregate(array, array, ufunc, error)
             return
-        how = "" if ufunc is None else f" by {ufunc.__name__}"
-        self._meet(f"assignment to variable {self._name!r}{how}", partial(self._write_together, ufunc), array, error)
+        self._meet(self._call_of(ufunc), partial(self._write_together, ufunc), array, error)
 
     def _write_aggregate(self, values: Any, first: Any, ufunc: np.ufunc | None, error: Exception | None) -> None:
         """Aggregate what replicas assign, and write it.
@@ -92,7 +91,7 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
             ufunc: As in `_assign_in_replica`.
             error: What is wrong on this rank.
         """
-        ops, call = self._strategy.extended.cross_device_ops, f"assignment to variable {self._name!r}"
+        ops, call = self._strategy.extended.cross_device_ops, self._call_of(ufunc)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             self._write(ops.broadcast(first, "all", call=call, error=error), ufunc)
         else:
@@ -100,6 +99,10 @@ class MirroredVariable(Variable, synchronization=VariableSynchronization.ON_WRIT
 
     def _write_together(self, ufunc: np.ufunc | None, given: Sequence[Any], error: Exception | None) -> None:
         self._write_aggregate(Contributions(given), given[0], ufunc, error)
+
+    def _call_of(self, ufunc: np.ufunc | None) -> str:
+        """Name an assignment, which must be of one kind on all replicas."""
+        return f"assignment to variable {self._name!r}" + ("" if ufunc is None else f" by {ufunc.__name__}")
 
     def _change_here(self, change: Callable[[Any], None]) -> None:
         """Change the copy as the current replica alone sees it."""

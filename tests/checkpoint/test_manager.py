@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from jobs.failing import Job, job  # noqa: F401
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy, Variable
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 pytestmark = pytest.mark.core
+
+ENDS_EARLY = """
+import sys, time
+import numpy as np
+import mpidist
+from mpidist.checkpoint import Checkpoint, CheckpointManager, saving
+really = saving.write_part
+def write_part(*arguments):
+    time.sleep(1)  # the program comes to its end meanwhile
+    really(*arguments)
+saving.write_part = write_part
+with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+    own = np.array([strategy.topology.rank])
+    CheckpointManager(Checkpoint(own=own), sys.argv[0] + ".saved", background=True).save()
+"""
 
 
 @pytest.fixture
@@ -343,6 +359,13 @@ def test_what_another_manager_is_writing_stays(comm: Intracomm, folder: Path, mo
         comm.Barrier()
         assert [Path(path).name for path in one.checkpoints] == ["ckpt-100", "ckpt-101"]
         comm.Barrier()
+
+
+@pytest.mark.no_mpi
+def test_background_writes_what_a_program_saved_last_also_after_its_end(job: Job, tmp_path: Path) -> None:  # noqa: F811
+    ended = job("", ranks=2, head=ENDS_EARLY)
+    assert (ended.status, ended.err) == (0, "")
+    assert (tmp_path / "program.py.saved/ckpt-1/manifest.json").exists()
 
 
 def test_background_removes_in_the_folder_in_which_the_program_was(

@@ -89,6 +89,18 @@ def test_unlike_global_batches_are_told(comm: Intracomm, placement: tuple[int, .
 
 
 @several
+def test_global_batches_of_unlike_form_are_told(comm: Intracomm) -> None:
+    batches = [np.zeros((4, 3), "f4" if comm.rank else "f8"), (np.zeros(4), np.zeros(4))[: 1 + bool(comm.rank)]]
+    texts = [r"rank 0: float64\[3\]; rank.*: float32\[3\]", r"rank 0: float64\[\]; rank.*: float64\[\], float64\[\]"]
+    with MultiWorker(comm=comm) as strategy:
+        for batch, text in zip(batches, texts, strict=True):
+            unlike = strategy.experimental_distribute_dataset([batch])
+            advice = "(?s:(?!seed).)*the same dtypes and shapes"  # and nothing of seeds
+            with raises_everywhere(comm, InvalidArgumentError, f"form of the first batch: {text}{advice}"):
+                next(iter(unlike))
+
+
+@several
 @pytest.mark.parametrize("kind", ["structured", "nested", "long double"])
 def test_padding_is_not_compared(comm: Intracomm, kind: str) -> None:
     """Ranks have the same numbers, and other bytes between them, as in memory of `np.empty`."""

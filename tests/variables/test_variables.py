@@ -323,6 +323,20 @@ def test_wrong_shape_on_one_rank_is_an_error_on_all(
     strategy.run(lambda: variable.assign_add(np.zeros(2)))
 
 
+@every_combining
+@only_several
+def test_assignment_of_another_kind_on_one_rank_is_an_error_on_all(
+    make: Callable[..., Variable], strategy: Strategy, aggregation: str
+) -> None:
+    """The copies would differ from then on."""
+    variable = make([1.0, 2.0], aggregation)
+    with raises_everywhere(WORLD, InvalidArgumentError, r"rank 0: assignment to variable '\w+' by add; rank"):
+        strategy.run(lambda: (variable.assign_sub if RANK else variable.assign_add)(np.ones(2)))
+    with raises_everywhere(WORLD, InvalidArgumentError, r"rank 0: assignment to variable '\w+'; rank.* by add"):
+        strategy.run(lambda: (variable.assign_add if RANK else variable.assign)(np.ones(2)))
+    assert variable.local_value().tolist() == [1, 2]
+
+
 @every_synchronization
 @every_aggregation
 @pytest.mark.parametrize("value", [np.ones(3), np.ones((1, 2)), np.ones((2, 1)), [1.0], object(), None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.agreement.mismatch_report import have_same_kind_of_error, mismatch_error, peer_left_error
 from mpidist.transport.failures import BROKE_OFF, CallWatchdog
 from mpidist.transport.mpi import Intracomm, load_mpi, ranks_in_world
-from mpidist.transport.shared_errors import is_shared_by, mark_shared
+from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
 from mpidist.transport.text import text_of
 from mpidist.transport.waiting import never_free, poll
 
@@ -211,6 +212,8 @@ class MpiAgreement(Agreement):
             fields["error"] = f"{type(error).__name__}: {error}"
         else:
             fields.update(record.describe())
+        if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
+            fields.setdefault("exception", text_of(handled))
         gathered = self.all_gather_object((record.is_last, fields, self._posted, self.notice.own))
         if all(posted == self._posted for _, _, posted, _ in gathered):
             self.notice.decide(own for _, _, _, own in gathered)
@@ -240,4 +243,4 @@ class MpiAgreement(Agreement):
         return vars(error).get("refusal", self) is self._last_refusal
 
     def _repeated(self, first: Exception) -> Exception:
-        return type(first)(f"an earlier call failed, and strategy.reset() was not called since: {first}")
+        return repeat_of(first, "an earlier call failed, and strategy.reset() was not called since: ")

@@ -54,6 +54,31 @@ with strategy, strategy.scope():
     assert ended.err.count("Traceback") == 1
 
 
+def test_exception_between_start_and_wait_is_the_one_that_is_shown(job: Job) -> None:
+    """Also where other ranks learn of it in a started call, and raise in the call after that one."""
+    program = """
+import numpy
+def step(number):
+    context = mpidist.get_replica_context()
+    handle = context.start_all_reduce("sum", numpy.ones(300_000))
+    if rank == 1 and number == 3:
+        raise KeyError("mine")
+    context.all_reduce("sum", 1.0)
+    handle.wait()
+for number in range(5):
+    strategy.run(step, args=(number,))
+"""
+    ended = job(program)
+    assert ended.status == 1
+    assert ended.lines_of(1)[-1] == "KeyError: 'mine'"
+    assert ended.err.count("Traceback") == 1
+    for other in (0, 2):
+        (line,) = ended.lines_of(other)
+        assert re.fullmatch(
+            rf"PeerFailedError: \w+ \(call \d+\) on rank {other} .* rank 1 ended: KeyError: 'mine'", line
+        )
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_exception_under_way_in_close_is_shown(job: Job, rank: int) -> None:
     """The commonest form of such a program: the exception must not be lost, nor another rank's be shown for it."""
