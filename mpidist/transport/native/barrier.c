@@ -83,8 +83,9 @@ static PyObject *call_copy(Barrier *self, PyObject *const *given, Py_ssize_t num
         return NULL;
     }
     PyArrayObject *into = (PyArrayObject *)given[0], *source = (PyArrayObject *)given[1];
-    if (!PyArray_Check(source) || PyArray_DESCR(into) != PyArray_DESCR(source) || PyArray_SIZE(into) != PyArray_SIZE(source) ||
-        PyDataType_REFCHK(PyArray_DESCR(into)) || !PyArray_IS_C_CONTIGUOUS(into) || !PyArray_IS_C_CONTIGUOUS(source))
+    if (!PyArray_Check(source) || PyArray_SIZE(into) != PyArray_SIZE(source) || PyDataType_REFCHK(PyArray_DESCR(into)) ||
+        !PyArray_EquivTypes(PyArray_DESCR(into), PyArray_DESCR(source)) || !PyArray_IS_C_CONTIGUOUS(into) ||
+        !PyArray_IS_C_CONTIGUOUS(source) || !PyArray_ISWRITEABLE(into))
         Py_RETURN_FALSE;
     Choice *choice = &self->choices[COPIES];
     const Timing timing = timing_begin(choice, self->forced_way, PyArray_NBYTES(into));

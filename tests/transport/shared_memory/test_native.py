@@ -97,6 +97,28 @@ def test_same_bits_as_numpy(comm: Intracomm, ranks_with_it: str, dtype: np.dtype
 
 
 @is_left_out
+@pytest.mark.ranks(1)
+def test_copies_of_arrays_side_by_side() -> None:
+    """Whatever they are, and whichever object their dtype is; NumPy copies the others."""
+    barrier = native.Barrier([np.zeros(256, np.uint8)], 0, 1)
+    source = np.arange(6000, dtype=np.float32)
+    into = np.zeros(6000, np.dtype("<f4").newbyteorder("="))
+    assert into.dtype is not source.dtype
+    for barrier.forced_way in (0, 1):
+        into[...] = 0
+        assert barrier.copy(into[1:], source[:-1])
+        assert (into[1:] == source[:-1]).all()
+        assert into[0] == 0
+    assert not barrier.copy(into, source[:-1])
+    assert not barrier.copy(into, source.astype(">f4"))
+    assert not barrier.copy(into, source.astype(np.int32))
+    assert not barrier.copy(into[::2], source[::2])
+    assert not barrier.copy(np.empty(2, object), np.array([1, "one"], object))
+    with pytest.raises(TypeError, match="two arrays"):
+        barrier.copy([], source)
+
+
+@is_left_out
 @several
 @pytest.mark.parametrize("way", WAYS_TO_WRITE)
 def test_what_numpy_reduces_and_gathers_is_written_in_either_way(comm: Intracomm, ranks_with_it: str, way: str) -> None:
