@@ -12,6 +12,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -81,20 +82,26 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     """Write a part into a folder, and wait until it is on the disk. Its JSON file is there when all of it is."""
     plain = {key: np.ascontiguousarray(array).reshape(array.shape) for key, array in part.arrays.items()}
     file = folder / f"{name}.safetensors"
-    checksums: list[int] = []
+    checksums: Future[list[int]] = Future()
+
+    def add() -> None:
+        try:
+            checksums.set_result(list(map(_checksum, plain.values())))
+        except BaseException as error:
+            checksums.set_exception(error)
+
     # While the disk writes. No pool of threads, which takes no more work once the program has come to its end.
-    adding = Thread(target=lambda: checksums.extend(map(_checksum, plain.values())), name="mpidist.checksums")
-    adding.start()
+    Thread(target=add, name="mpidist.checksums").start()
     try:
         save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
         _sync(file)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
-        adding.join()
+        wait([checksums])
     about = {
         key: [array.dtype.name, list(array.shape), checksum]
-        for (key, array), checksum in zip(plain.items(), checksums, strict=True)
+        for (key, array), checksum in zip(plain.items(), checksums.result(), strict=True)
     }
     _write_json(folder / f"{name}.json", {"arrays": about, "values": part.values})
 

@@ -60,9 +60,10 @@ class DistributedDataset:
         self._extended = extended
         self._source = source
         fetch, is_placed = options.experimental_fetch_to_device, options.experimental_place_dataset_on_device
-        copies_to_found_gpus, copies = bool(fetch), fetch is not False and not is_placed
-        self._fetches_to_device = copies and any(
-            device.is_gpu and (device.is_named or copies_to_found_gpus) for device in extended.devices_here
+        self._fetches_to_device = (
+            fetch is not False
+            and not is_placed
+            and any(device.is_gpu and (fetch or device.is_named) for device in extended.devices_here)
         )
         self._num_ahead = options.experimental_per_replica_buffer_size - 1
         self._number = extended.next_dataset_number()

@@ -79,8 +79,8 @@ class InputOptions:
     ) -> None:
         place, size = experimental_place_dataset_on_device, experimental_per_replica_buffer_size
         fetch = experimental_fetch_to_device
-        for name, flag in (("fetch_to_device", fetch or False), ("place_dataset_on_device", place)):
-            if not isinstance(flag, bool):
+        for name, flag in (("fetch_to_device", fetch), ("place_dataset_on_device", place)):
+            if not isinstance(flag, bool) and (flag is not None or name == "place_dataset_on_device"):
                 raise TypeError(f"experimental_{name} is a bool, not {flag!r}")
         mode = InputReplicationMode(experimental_replication_mode)
         size = whole_number("experimental_per_replica_buffer_size, in batches,", size, 1)

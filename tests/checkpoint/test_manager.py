@@ -210,6 +210,23 @@ def test_waiting_after_the_strategy_is_closed_is_local(
     comm.Barrier()
 
 
+@pytest.mark.ranks(1)
+def test_error_of_a_checksum_is_the_error_of_the_save(
+    comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums are added in a thread of their own, while the disk writes."""
+
+    def fail(array: Any) -> int:
+        raise MemoryError("no room for a checksum")
+
+    monkeypatch.setattr("mpidist.checkpoint.files._checksum", fail)
+    with (
+        MultiWorkerMirroredStrategy(comm=comm) as strategy,
+        pytest.raises(MemoryError, match="no room for a checksum"),
+    ):
+        CheckpointManager(made(strategy, comm.rank), folder).save(1)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_rank_that_cannot_write_is_told_on_all_ranks(
     comm: Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool

@@ -252,6 +252,8 @@ def test_wrong_options_are_refused() -> None:
         (ValueError, {"experimental_per_replica_buffer_size": 0}),
         (TypeError, {"experimental_per_replica_buffer_size": 1.5}),
         (TypeError, {"experimental_fetch_to_device": "yes"}),
+        (TypeError, {"experimental_fetch_to_device": 0}),
+        (TypeError, {"experimental_place_dataset_on_device": None}),
     ):
         with pytest.raises(error):
             InputOptions(**wrong)  # type: ignore[arg-type]

@@ -3,11 +3,12 @@
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.barrier import Barrier, Fence, NodeBarrier
 from mpidist.transport.node_memory.result_block import ResultBlock
-from mpidist.transport.node_memory.staging_slots import Slots
+from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
 from mpidist.transport.node_memory.symmetric import Place, Run, SharedArrays, places_digest
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow, file_system_bytes
 
 __all__ = [
+    "BLOCK_BYTES",
     "Barrier",
     "Fence",
     "LINE_BYTES",

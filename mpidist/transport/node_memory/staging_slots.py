@@ -12,9 +12,9 @@ from mpidist.transport.mpi import Intracomm
 from mpidist.transport.node_memory.barrier import Fence, make_barrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow
 
-__all__ = ["Slots"]
+__all__ = ["BLOCK_BYTES", "Slots"]
 
-_BLOCK_BYTES: Final = 128 << 10  # stays in the cache of a core
+BLOCK_BYTES: Final = 128 << 10  # what is added, divided and copied to several places while it is in the cache
 
 # A slot is read until two barriers after its own, or three if a deadline adds one; then it can be filled again.
 _LEAST_SLOTS: Final = 4
@@ -63,7 +63,7 @@ class Slots:
         """View private memory that stays in the cache: flat, for what `write` copies next."""
         block = self._blocks.get(dtype)
         if block is None:
-            block = self._blocks[dtype] = np.empty(_BLOCK_BYTES // dtype.itemsize, dtype)
+            block = self._blocks[dtype] = np.empty(BLOCK_BYTES // dtype.itemsize, dtype)
         return block
 
     def next_views(self, dtype: np.dtype[Any]) -> list[Array]:

@@ -9,9 +9,9 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.native import native
-from mpidist.transport.node_memory import Run, Slots
+from mpidist.transport.node_memory import BLOCK_BYTES, Run, Slots
 from mpidist.transport.reduction import Reduction, is_low_precision
-from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, chunk_bounds
+from mpidist.transport.shared_memory.schedule import chunk_bounds
 
 __all__ = ["InPlace"]
 

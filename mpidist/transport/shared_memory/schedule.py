@@ -15,7 +15,6 @@ from typing import Final, NamedTuple, final
 from mpidist.transport.communicator import Array, shard_bounds
 
 __all__ = [
-    "BLOCK_BYTES",
     "Chunk",
     "Move",
     "Schedule",
@@ -25,7 +24,6 @@ __all__ = [
     "scatter_schedule",
 ]
 
-BLOCK_BYTES: Final = 128 << 10  # of one block, which is added, divided and copied while it is in the cache
 _ROUND: Final = 16  # elements: shards begin at whole cache lines where the arrays do
 
 

@@ -25,11 +25,11 @@ import numpy as np
 
 from mpidist.transport.communicator import Array
 from mpidist.transport.native import native
-from mpidist.transport.node_memory import Slots
+from mpidist.transport.node_memory import BLOCK_BYTES, Slots
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
-from mpidist.transport.shared_memory.schedule import BLOCK_BYTES, Chunk, Schedule, pieces_of
+from mpidist.transport.shared_memory.schedule import Chunk, Schedule, pieces_of
 
 __all__ = ["TwoShot"]
 
