@@ -326,16 +326,21 @@ def test_a_closed_strategy_says_so(comm: Intracomm) -> None:
 
 @several
 def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> None:
-    """Their number is the time of a small call: each takes 0.1 us."""
-    calls: dict[str, int] = {}
+    """Their number is the time of a small call: each takes 0.1 us. What a rank does while it waits is not counted."""
+    calls: set[str] = set()
+    waits: list[Any] = []  # the frame of a wait, while it runs
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            calls[frame.f_code.co_name] = frame.f_lineno
+        if event == "call" and not waits:
+            calls.add(frame.f_code.co_name)
+            if frame.f_code.co_name == "_wait":
+                waits.append(frame)
+        elif event == "return" and waits == [frame]:
+            waits.clear()
 
     def step() -> int:
         context, value, least = mpidist.get_replica_context(), np.ones(5), 1000
-        for _ in range(50):  # a rank that waits looks after other things meanwhile
+        for _ in range(50):
             calls.clear()
             sys.setprofile(note)
             try:
@@ -346,5 +351,4 @@ def test_a_repeated_call_passes_through_few_functions(strategy: Strategy) -> Non
         return least
 
     of_barrier = 0 if native is not None else 10
-    of_wait = 3  # of a rank that waits in every call, where there are more ranks than cores
-    assert strategy.run(step) <= 20 + of_wait + of_barrier
+    assert strategy.run(step) <= 22 + of_barrier  # with `_wait`
