@@ -18,6 +18,7 @@
 
 #define LINE_BYTES 128           /* of a rank's part that are the barrier's: window.py */
 #define MOST_PARTS 1024
+#define CACHE_LINE 64
 #define FREES_GIL_BYTES (64 << 10)
 
 static inline Py_ssize_t least(Py_ssize_t one, Py_ssize_t other)
@@ -65,11 +66,13 @@ void choice_init(Choice *choice);
 /* Begins to write that many bytes, in the way that is taken; `forced` is that way if it is not negative. */
 Timing timing_begin(const Choice *choice, int forced, Py_ssize_t nbytes);
 
-/* Learns from the time since `timing_begin`. */
+/* Ends the streams, and learns from the time since `timing_begin`. */
 void timing_end(Choice *choice, Timing timing);
 
-/* Copies past the caches: without reading the lines that are written, or taking them from other cores one by one. */
+/* Copies past the caches: without reading the lines that are written, or taking them from other cores one by one. Before
+ * another rank may read them, `end_streams` follows. */
 void stream(char *to, const char *from, Py_ssize_t nbytes);
+void end_streams(void);
 
 static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbytes)
 {

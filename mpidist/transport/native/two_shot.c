@@ -3,7 +3,8 @@
 
 #define ROUND 16           /* elements: schedule.py */
 #define STREAMS_BYTES (16 << 20)    /* from here on, results are not in the cache when they are written */
-#define COPIED_BLOCK (16 << 10)     /* added, and copied to other places while it is in the cache */
+#define COPIED_BLOCK (16 << 10)     /* bytes that are added, and copied to other places while they are in the cache */
+#define STREAMED_BLOCK 512          /* bytes: so few that a core reads the next numbers while it writes the last ones */
 
 typedef struct {
     PyObject *arrays;    /* a tuple, which keeps the memory */
@@ -136,16 +137,21 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
         self->add(parts, num_parts, count, self->divide_by, out, second);
         return;
     }
-    char *blocks[MOST_PARTS], block[COPIED_BLOCK] __attribute__((aligned(64)));
-    const Py_ssize_t step = COPIED_BLOCK / self->itemsize;
-    for (Py_ssize_t begin = 0; begin < count; begin += step) {
-        const Py_ssize_t at = begin * self->itemsize, length = least(step, count - begin), nbytes = length * self->itemsize;
-        char *const sums = own && !self->streams ? own + at : block;
+    char *blocks[MOST_PARTS], block[COPIED_BLOCK] __attribute__((aligned(CACHE_LINE)));
+    const int streams_own = own && self->streams;
+    const Py_ssize_t most = (streams_own || way == STREAMED ? STREAMED_BLOCK : COPIED_BLOCK) / self->itemsize;
+    /* Blocks end where a line of the cache does, as streams write whole lines alone at full speed. */
+    const npy_uintp first_line = (npy_uintp)(streams_own ? own : shared[0]) % CACHE_LINE;
+    for (Py_ssize_t begin = 0, length; begin < count; begin += length) {
+        length = least(begin ? most : most - (Py_ssize_t)first_line / self->itemsize, count - begin);
+        const Py_ssize_t at = begin * self->itemsize, nbytes = length * self->itemsize;
+        char *const sums = own && !streams_own ? own + at : block;
         for (int part = 0; part < num_parts; part++) blocks[part] = parts[part] + at;
         self->add(blocks, num_parts, length, self->divide_by, sums, NULL);
         for (int place = 0; place < num_shared; place++) copy_by(way, shared[place] + at, sums, nbytes);
-        if (own && self->streams) stream(own + at, sums, nbytes);
+        if (streams_own) stream(own + at, sums, nbytes);
     }
+    if (streams_own) end_streams();
 }
 
 static Kind kind_of_sums(const TwoShot *self)
@@ -203,6 +209,7 @@ static void copy_out(TwoShot *self)
             copy_by(self->streams ? STREAMED : CACHED, result, slot + at * self->itemsize, left * self->itemsize);
         }
     }
+    if (self->streams) end_streams();
 }
 
 /* Goes on until this rank has to wait. Returns whether everything is done. */

@@ -38,6 +38,7 @@ Timing timing_begin(const Choice *choice, int forced, Py_ssize_t nbytes)
 
 void timing_end(Choice *choice, Timing timing)
 {
+    if (timing.way == STREAMED) end_streams();
     if (!timing.begun) return;
     const Way other = timing.way == CACHED ? STREAMED : CACHED;
     const double cost = (double)(nanoseconds() - timing.begun) / (double)timing.nbytes * (timing.way == CACHED ? WORTH : 1);
@@ -63,9 +64,15 @@ void stream(char *to, const char *from, Py_ssize_t nbytes)
     for (; at + 64 <= nbytes; at += 64)
         for (int line = 0; line < 64; line += 16)
             _mm_stream_si128((__m128i *)(to + at + line), _mm_loadu_si128((const __m128i *)(from + at + line)));
-    _mm_sfence();
     memcpy(to + at, from + at, nbytes - at);
 #else
     memcpy(to, from, nbytes);
+#endif
+}
+
+void end_streams(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence();
 #endif
 }
