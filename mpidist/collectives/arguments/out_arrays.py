@@ -317,6 +317,8 @@ def _owners(arrays: Sequence[Any]) -> set[int] | None:
     """Return what owns the memory of arrays, by `id`; `None` if something else may own some of it."""
     if arrays and native_arrays.is_device(arrays[0]):
         return native_arrays.allocations_of_gpu(arrays)
+    if set(map(type, arrays)) == {np.ndarray} and all(map(_owns_data, arrays)):
+        return set(map(id, arrays))
     owners = set(map(_owner, arrays))
     return None if None in owners else {owner for owner in owners if owner is not None}
 
