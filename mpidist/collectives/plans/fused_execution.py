@@ -165,9 +165,12 @@ class FusedExecution(Execution):
             new = [memory.lend() if at or lent is None else lent for at, memory in enumerate(self._memories)]
         transfers: list[tuple[TwoShot | InPlace, bool]] = []
         for at, fused in enumerate(self._lists):
+            if writes_outs:
+                transfers.append((self._shared_transfer(fused, arrays, None, places), False))
+                continue
             into = new[at] if new else LentArrays([results[index] for index in fused.indices])
-            if writes_outs or places.sources is not None:
-                transfers.append((self._shared_transfer(fused, arrays, into, places, writes_outs), False))
+            if places.sources is not None:
+                transfers.append((self._shared_transfer(fused, arrays, into, places), False))
             else:
                 begun = None if at else staged
                 transfers.append((self._private_transfer(fused, begun, arrays, into), begun is not None))
@@ -243,12 +246,13 @@ class FusedExecution(Execution):
         return transfer
 
     def _shared_transfer(
-        self, fused: FusedList, arrays: Sequence[Any], into: LentArrays, places: Places, writes_outs: bool
+        self, fused: FusedList, arrays: Sequence[Any], into: LentArrays | None, places: Places
     ) -> TwoShot:
+        """Return the transfer of values in shared memory, or to outs in shared memory if `into` is `None`."""
         given = FusedArrays(fused.wire, _flat(arrays, fused), result_dtype=fused.result_dtype)
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
-        if writes_outs:
+        if into is None:
             assert places.outs is not None
             given.shared = self._shared_outs(places.outs, fused)
         elif self._wants_results:
