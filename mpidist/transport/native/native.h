@@ -85,7 +85,7 @@ static inline void copy_by(Way way, char *to, const char *from, Py_ssize_t nbyte
 /* ------------------------------------------------------------------------------------------------ barrier.c */
 
 /* What is written. */
-typedef enum { SUMS_IN_SLOTS, SUMS_IN_ONE_PLACE, SUMS_IN_RESULTS, LARGE_SUMS_IN_RESULTS, COPIES, NUM_KINDS } Kind;
+typedef enum { SUMS_IN_SLOTS, SUMS_IN_ONE_PLACE, SUMS_IN_RESULTS, COPIES, NUM_KINDS } Kind;
 
 typedef struct {
     PyObject_HEAD

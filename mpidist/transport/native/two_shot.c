@@ -156,9 +156,7 @@ static void add_to(const TwoShot *self, char *const *parts, Py_ssize_t count, ch
 
 static Kind kind_of_sums(const TwoShot *self)
 {
-    if (self->is_one_place) return SUMS_IN_ONE_PLACE;
-    if (!self->is_direct) return SUMS_IN_SLOTS;
-    return self->stages_in_results ? SUMS_IN_RESULTS : LARGE_SUMS_IN_RESULTS;
+    return self->is_one_place ? SUMS_IN_ONE_PLACE : self->is_direct ? SUMS_IN_RESULTS : SUMS_IN_SLOTS;
 }
 
 /* Adds this rank's shard of all ranks: into its slot and its results, into the results of all ranks, or into the one place
@@ -171,7 +169,10 @@ static void fold(TwoShot *self)
     const Py_ssize_t start = bound(count, size, rank), end = bound(count, size, rank + 1);
     char *parts[MOST_PARTS], *shared[MOST_PARTS];
     Choice *choice = &barrier->choices[kind_of_sums(self)];
-    const Timing timing = timing_begin(choice, barrier->forced_way, (end - start) * self->itemsize);
+    /* Large results are in no cache, and both ways take about as long: copies tell better whether the cores share one. */
+    const int is_large = self->is_direct && self->streams, is_forced = barrier->forced_way >= 0;
+    const int way = is_large && !is_forced ? (int)barrier->choices[COPIES].way : barrier->forced_way;
+    const Timing timing = timing_begin(choice, way, (end - start) * self->itemsize);
     for (Py_ssize_t at = start, left, room; at < end; at += left) {
         char *const source = seek(&self->own, first + at, self->itemsize, &left), *result = NULL;
         left = least(left, end - at);
