@@ -108,7 +108,7 @@ class Work:
     def _wait(self, what: str, test: Callable[[], bool]) -> None:
         awaited, watchdog = self._awaited, self._group.watchdog
         awaited.ranks, awaited.what, awaited.is_ended_by_program = (self._mail.rank,), what, False
-        awaited.timeout = math.inf  # a chief that schedules nothing is no stall
+        awaited.timeout, awaited.serving = math.inf, None  # a chief that schedules nothing is no stall
         watchdog.begin()
         poll(test, self._check_chief)
 

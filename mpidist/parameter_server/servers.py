@@ -187,6 +187,9 @@ class RemoteServers(Servers):
         self.num_servers = len(channels)
         self._group, self._channels = group, list(channels)
         self._goes_on, self._has_bound = goes_on, has_bound
+        self._grace = (
+            GRACE_SECONDS if has_bound else 0.0
+        )  # of reads, which wait for other workers where there is a bound
         self._lists: list[dict[tuple[int, ...], KnownList]] = [{} for _ in channels]
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
@@ -223,7 +226,7 @@ class RemoteServers(Servers):
         call = f"read of rows of {location.name!r}"
         channel = self._channels[location.server]
         channel.start(call, Op.READ_ROWS, location.key, [indices])
-        channel.finish(GRACE_SECONDS)
+        channel.finish(self._grace)
         channel.data([rows])
         return rows
 
@@ -349,7 +352,7 @@ class RemoteServers(Servers):
     def _finish_read(self, server: int, arrays: Sequence[Array], places: tuple[int, ...] = ()) -> None:
         """Wait for what was read. `places`: those of a list; of one variable, the answer tells."""
         channel = self._channels[server]
-        channel.finish(GRACE_SECONDS)
+        channel.finish(self._grace)
         channel.data(arrays, places or (channel.number,))
 
     def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, KnownList]:
