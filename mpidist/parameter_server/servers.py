@@ -14,7 +14,7 @@ from mpidist.parameter_server.messages import (
     GRACE_SECONDS,
     Change,
     Channel,
-    KnownList,
+    KnownLists,
     Location,
     Op,
     Push,
@@ -30,7 +30,6 @@ from mpidist.transport import ServiceGroup, mark_left, mark_shared, text_of
 __all__ = ["LocalServers", "RemoteServers", "Servers"]
 
 Array = np.ndarray[Any, Any]
-_MAX_LISTS = 64  # of variables, that a server remembers of a worker
 
 
 class Servers(ABC):
@@ -190,7 +189,7 @@ class RemoteServers(Servers):
         self._grace = (
             GRACE_SECONDS if has_bound else 0.0
         )  # of reads, which wait for other workers where there is a bound
-        self._lists: list[dict[tuple[int, ...], KnownList]] = [{} for _ in channels]
+        self._lists = KnownLists(self._channels)
         self._rules: list[dict[str, int]] = [{} for _ in channels]
 
     def allocate(self, location: Location, value: Array) -> None:
@@ -208,7 +207,7 @@ class RemoteServers(Servers):
             self._finish_read(location.server, arrays)
             return arrays
         parts = by_server(locations)
-        lists = self._known_lists(locations, parts)
+        lists = self._lists.of(locations, parts)
         for server, places in parts.items():
             self._channels[server].start(f"read of {len(places)} variables", Op.READ, lists[server].number)
         error: Exception | None = None
@@ -238,7 +237,7 @@ class RemoteServers(Servers):
             self._channels[location.server].start(call, Op.CHANGE, location.key, values, change=change, numbers=numbers)
             return
         parts = by_server(locations)
-        lists = self._known_lists(locations, parts)
+        lists = self._lists.of(locations, parts)
         for server, places in parts.items():
             change, numbers = self._code(server, how)
             data, call = [values[place] for place in places], f"change of {len(places)} variables"
@@ -354,33 +353,6 @@ class RemoteServers(Servers):
         channel = self._channels[server]
         channel.finish(self._grace)
         channel.data(arrays, places or (channel.number,))
-
-    def _known_lists(self, locations: Sequence[Location], parts: Mapping[int, Sequence[int]]) -> dict[int, KnownList]:
-        """Return each server's list, once nothing is under way: errors come before anything is asked."""
-        lists = {
-            server: self._known_list(server, [locations[place].key for place in places])
-            for server, places in parts.items()
-        }
-        for server in parts:
-            self._channels[server].finish()
-        return lists
-
-    def _known_list(self, server: int, keys: Sequence[int]) -> KnownList:
-        """Return the list of variables as a server knows it; tell the server the list where it is new."""
-        if len(keys) == 1:
-            return KnownList(keys[0], ())
-        lists, wanted = self._lists[server], tuple(keys)
-        known = lists.get(wanted)
-        if known is None:
-            number = -1 - len(lists)
-            if len(lists) >= _MAX_LISTS:
-                number = lists.pop(next(iter(lists))).number
-            channel, places = self._channels[server], np.empty(len(keys), np.int64)
-            channel.start("numbering of variables", Op.NAME_LIST, number, [np.array(keys, np.int64)])
-            channel.finish()
-            channel.data([places])
-            known = lists[wanted] = KnownList(number, tuple(places.tolist()))
-        return known
 
     def _code(self, server: int, how: int | Rule) -> tuple[int, tuple[float, ...]]:
         if not isinstance(how, Rule):

@@ -3,8 +3,9 @@
 from mpidist.parameter_server.messages.calls import Calls
 from mpidist.parameter_server.messages.channel import GRACE_SECONDS, Channel
 from mpidist.parameter_server.messages.connection import Connection
+from mpidist.parameter_server.messages.known_lists import KnownLists
 from mpidist.parameter_server.messages.lane import LANE_BYTES, Lane, lanes_to
-from mpidist.parameter_server.messages.locations import KnownList, Location, RowsChange, by_server
+from mpidist.parameter_server.messages.locations import Location, RowsChange, by_server
 from mpidist.parameter_server.messages.protocol import (
     CHUNK_BYTES,
     HEADER_BYTES,
@@ -39,7 +40,7 @@ __all__ = [
     "INLINE_BYTES",
     "IN_PLACE_BYTES",
     "LANE_BYTES",
-    "KnownList",
+    "KnownLists",
     "Lane",
     "Location",
     "MAX_NUMBERS",
