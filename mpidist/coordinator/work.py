@@ -45,7 +45,9 @@ class Work:
 
         Raises:
             PeerFailedError: If the chief is lost.
+            RuntimeError: In a function that the chief has scheduled.
         """
+        self._caller.require_no_function("serve() of a coordinator")
         while not self._has_chief_ended:
             letter = self._next_letter("serve() of the coordinator")
             if letter.kind == Kind.END:

@@ -211,6 +211,8 @@ class Role(Service):
     def close(self, error: BaseException | None) -> None:
         """End this rank's part. A server that has not served serves now."""
         group, server = self.group, self.server
+        if self.servers is not None:
+            self.servers.require_no_function("close()")
         is_open = group is not None and group.is_open
         if group is not None and is_open:
             group.enter("close()")

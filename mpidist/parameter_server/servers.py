@@ -33,9 +33,23 @@ Array = np.ndarray[Any, Any]
 
 
 class Servers(ABC):
-    """What a worker asks of the servers. A change returns before the server has made it; reads see it."""
+    """What a worker asks of the servers. A change returns before the server has made it; reads see it.
+
+    Attributes:
+        num_servers: How many they are.
+        function: The name of the function that this worker calls because the chief has scheduled it; "" for none.
+    """
 
     num_servers: int
+    function = ""
+
+    def require_no_function(self, call: str) -> None:
+        """Raise if this worker makes a call of all workers in a function that the chief has scheduled. Local."""
+        if self.function:
+            raise RuntimeError(
+                f"{call} in {self.function!r}, which the chief has scheduled: it is a call of all workers, and "
+                "the chief waits for the function; make the call outside of functions"
+            )
 
     @property
     def broken(self) -> Exception | None:
@@ -150,6 +164,7 @@ class LocalServers(Servers):
             self._store.change_rows(stored, change, indices, values, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        self.require_no_function(call)
         if error is not None:
             raise error
 
@@ -256,6 +271,7 @@ class RemoteServers(Servers):
             self._channels[server].start(call, Op.CHANGE_ROWS, 0, data, len(some), number, numbers)
 
     def meet(self, call: str, fields: Mapping[str, str], error: Exception | None = None, chief: bool = False) -> None:
+        self.require_no_function(call)
         failure = self._first_failure()
         error = failure if error is None else error
         told = {"call": call, "error": text_of(error)} if error is not None else {"call": call, **fields}
