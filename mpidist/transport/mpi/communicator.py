@@ -21,7 +21,7 @@ from mpidist.transport.waiting import poll_or_keep
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_CHUNK_BYTES", "MpiCommunicator"]
+__all__ = ["MAX_CHUNK_BYTES", "NEWS_SECONDS", "MpiCommunicator"]
 
 # Open MPI 5 refuses calls of 2^31 bytes and more, whatever MPI 4 says; half of that leaves room for displacements.
 MAX_CHUNK_BYTES: Final = 1 << 30
@@ -30,7 +30,7 @@ _DIRECT_BYTES: Final = 256 << 10  # all-reduces from this size on go directly: s
 _DIRECT_RANKS: Final = 16  # with more ranks, each would get many small parts
 _MOST_CUT_BYTES: Final = 4 << 20  # longer arrays are not cut: the rendezvous is a small part of their time
 _SHORT_SECONDS: Final = 0.002
-_NEWS_SECONDS: Final = 1.0  # after an error of MPI, in which other ranks tell which rank is lost
+NEWS_SECONDS: Final = 1.0  # after an error of MPI, in which other ranks tell which rank is lost
 _SLOW_BYTES_PER_SECOND: Final = 50e6  # the slowest network whose messages are polled without naps
 
 _OPS: Final = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
@@ -266,7 +266,7 @@ class MpiCommunicator(Communicator):
         Raises:
             PeerFailedError: What the wait hook raises, which names the rank; else what MPI says.
         """
-        until = time.monotonic() + _NEWS_SECONDS
+        until = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < until:
             self._check_peers()
             time.sleep(_SHORT_SECONDS)

@@ -22,7 +22,7 @@ def test_error_of_mpi_becomes_the_loss_of_a_rank(
     comm: Intracomm, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     """MPI finds the loss in a message before the rank looks at the processes of others, and names no rank."""
-    monkeypatch.setattr(module, "_NEWS_SECONDS", 60.0 if is_told else 0.01)
+    monkeypatch.setattr(module, "NEWS_SECONDS", 60.0 if is_told else 0.01)
     own = comm.Split(comm.rank)
     communicator, number_of_looks = MpiCommunicator(own, "across_nodes"), 0
 
