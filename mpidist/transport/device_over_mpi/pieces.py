@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from mpidist.transport.communicator import shard_bounds
 
@@ -18,19 +17,12 @@ Piece: TypeAlias = tuple[int, int]  # of a flat array: from one element to befor
 
 
 @final
-@dataclass(frozen=True)
-class Pieces:
-    """Pieces of one device array, as MPI takes them.
+class Pieces(NamedTuple):
+    """Pieces of one device array, as MPI takes them. Where MPI takes device memory, there are only parts."""
 
-    Attributes:
-        parts: What goes to MPI, for each piece.
-        copies: What passes between the device and the slot, one for each piece; none where MPI takes device memory.
-        whole: All parts as one array of bytes; `None` where MPI takes device memory.
-    """
-
-    parts: Sequence[Any]
-    copies: Sequence[Copy] = ()
-    whole: Any = None
+    parts: Sequence[Any]  # what goes to MPI, for each piece
+    copies: Sequence[Copy] = ()  # what passes between the device and the slot, for each piece
+    whole: Any = None  # all parts as one array of bytes
 
     def copies_of(self, numbers: Iterable[int]) -> list[Copy]:
         """List the copies of some pieces; copies of adjacent memory are joined."""

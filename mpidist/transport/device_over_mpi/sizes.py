@@ -22,20 +22,13 @@ class StagingSizes:
     A message of n bytes goes in chunks of c = sqrt(n a B / 2), between 256 KiB and 8 MiB: three stages (down, network,
     up) take (n / c + 2) (a + c / B), which is least there. a is a chunk's own cost, 20 us; B the speed of the slowest
     stage, taken to be the network. There are at least 4 chunks, or, below 1 MiB, one.
-
-    Attributes:
-        chunk_bytes: The size of all chunks, whatever the formula says; 0 for the formula.
-        bytes_per_second: B.
-        join_bytes: Size from which on GPUs add what MPI brings; MPI adds what is smaller.
-        join_ranks: Number of ranks up to which GPUs add: every rank sends a part to each other rank.
-        depth: Number of chunks under way at once.
     """
 
-    chunk_bytes: int = 0
-    bytes_per_second: float = 1.25e9
-    join_bytes: int = 256 << 10
-    join_ranks: int = 32
-    depth: int = 3
+    chunk_bytes: int = 0  # of all chunks, whatever the formula says; 0 for the formula
+    bytes_per_second: float = 1.25e9  # B
+    join_bytes: int = 256 << 10  # from which on GPUs add what MPI brings; MPI adds what is smaller
+    join_ranks: int = 32  # up to which GPUs add: every rank sends a part to each other rank
+    depth: int = 3  # chunks under way at once
 
     def num_chunks(self, nbytes: int) -> int:
         """Say in how many chunks a message goes; 0 for an empty one."""

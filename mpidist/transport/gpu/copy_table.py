@@ -25,22 +25,16 @@ Dtypes: TypeAlias = tuple[np.dtype[Any], ...]  # of each array; one for all
 
 @final
 class CopyTable(NamedTuple):
-    """The copies of one launch.
-
-    Attributes:
-        kernel: The kernel that makes such copies.
-        num_blocks: How many blocks of threads it needs.
-        arguments: What it is given.
-    """
+    """The copies of one launch."""
 
     kernel: str
-    num_blocks: int
+    num_blocks: int  # of threads
     arguments: tuple[Any, ...]
 
 
 @final
 class CopyTables:
-    """The tables of copies whose sizes stay the same: each call fills in what has changed since the last one.
+    """The tables of copies whose sizes stay the same: each call fills in addresses.
 
     Args:
         counts: The number of elements of each array, [n]; none is 0.
@@ -70,15 +64,12 @@ class CopyTables:
         self._slots: Any = slice(counts.size) if is_in_order else slots  # a slice is written sooner
         self._whole["pad"][self._slots] = pads
         self._whole["last"][self._slots] = counts - (rows - 1) * most
-        self._sources: Numbers = ()
-        self._targets: Numbers = ()
-        self._told = 1, 0
 
     @classmethod
     def between(
         cls, counts: Numbers, pairs: Sequence[tuple[np.dtype[Any], np.dtype[Any]]], divides: bool, pads: Numbers = (0,)
     ) -> CopyTables | None:
-        """Make tables for dtypes that are read and written, [n] or [1]; `None` if no kernel makes such a copy."""
+        """Make tables for dtypes that are read and written, [n] or [1]; `None` if a copy has no kernel."""
         kernels = [kernel for pair in pairs if (kernel := copier(*pair, divides)) is not None]
         widths = [max(one.itemsize, other.itemsize) for one, other in pairs]
         return cls(counts, kernels, widths, pads) if len(kernels) == len(pairs) else None
@@ -87,18 +78,14 @@ class CopyTables:
         """Fill in what the kernels are told, and return the tables, which are good until the next call.
 
         Args:
-            sources: The address of each array that is read, [n]. The same object has the same numbers.
-            targets: The address to which it is copied, [n]; as above.
+            sources: The address of each array that is read, [n].
+            targets: The address to which it is copied, [n].
             divisor: What numbers are divided by.
             counter: The address of a number to which overflows are added; 0 for none.
         """
-        if sources is not self._sources:
-            self._whole["source"][self._slots] = self._sources = sources
-        if targets is not self._targets:
-            self._whole["target"][self._slots] = self._targets = targets
-        if (divisor, counter) != self._told:
-            self._told = divisor, counter
-            self._launches["divisor"], self._launches["counter"] = divisor, counter
+        self._whole["source"][self._slots] = sources
+        self._whole["target"][self._slots] = targets
+        self._launches["divisor"], self._launches["counter"] = divisor, counter
         return self._tables
 
 

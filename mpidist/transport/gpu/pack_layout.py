@@ -1,8 +1,9 @@
-"""Where each array of a list lies in a buffer: found out once for lists of the same sizes."""
+"""Where each array of a list lies in a buffer: found once for lists of the same sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final, final
 
 import numpy as np
@@ -25,8 +26,6 @@ class PackLayout:
             the sizes of the arrays before it. What lies between arrays is 0.
 
     Attributes:
-        counts: As above.
-        dtype: As above.
         offsets: The byte of the buffer at which each array begins, [n].
         size: Number of elements of the buffer.
     """
@@ -39,25 +38,9 @@ class PackLayout:
         self.offsets = (ends - taken) * dtype.itemsize
         self.size = int(ends[-1]) if counts else 0
         self._pads = taken - counts
-        self._address, self._places = 0, self.offsets
-        self._tables: dict[tuple[Dtypes, bool, bool], CopyTables | None] = {}
+        self.tables = cache(self._make_tables)
 
-    def places(self, address: int) -> np.ndarray[Any, Any]:
-        """Return the address of each array in a buffer, [n]: the same object as at the last call, if the buffer is."""
-        if address != self._address:
-            self._address, self._places = address, self.offsets + address
-        return self._places
-
-    def tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
-        """Return the tables of copies between arrays and the buffer; `None` if there is a dtype without a kernel.
-
-        Args:
-            dtypes: Those of the arrays.
-            is_in: Whether the buffer is written, and not the arrays.
-            divides: Whether the numbers are divided.
-        """
-        key = dtypes, is_in, divides
-        if key not in self._tables:
-            pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
-            self._tables[key] = CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])
-        return self._tables[key]
+    def _make_tables(self, dtypes: Dtypes, is_in: bool, divides: bool = False) -> CopyTables | None:
+        """Make the tables of copies from arrays to the buffer, or back; `None` if there is a dtype without a kernel."""
+        pairs = [(dtype, self.dtype) if is_in else (self.dtype, dtype) for dtype in dtypes]
+        return CopyTables.between(self.counts, pairs, divides, self._pads if is_in else [0])

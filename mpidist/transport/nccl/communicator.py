@@ -47,7 +47,7 @@ class NcclCommunicator(Communicator):
     process are aborted.
 
     Args:
-        handle: NCCL's communicator of the ranks. This object owns it and ends it.
+        handle: NCCL's communicator of the ranks, which this object owns and ends.
         name: For logs and errors.
         rank: This rank in it.
         size: Number of ranks.
@@ -213,7 +213,7 @@ class NcclCommunicator(Communicator):
         self._run(what, memory, launch, tuple(peers))
 
     def _run(self, what: str, memory: Sequence[Array], launch: Launch, kind: Any = "") -> None:
-        """Issue calls of NCCL to its queue, unless all arrays are empty: see `DeviceQueue.issue`."""
+        """Issue calls, unless all arrays are empty: see `DeviceQueue.issue`."""
         if any(array.size for array in memory):
             self._queue.issue(what, self._handle, memory, launch, kind)
 

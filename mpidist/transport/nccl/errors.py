@@ -17,10 +17,7 @@ _REMOTE: Final = (2, 6)  # statuses: a call of the system failed; another proces
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raise NCCL's errors as ours.
-
-    Args:
-        what: Which call of which rank, for people.
+    """Raise NCCL's errors as ours. `what`: which call of which rank, for people.
 
     Raises:
         PeerFailedError: If another rank or the network failed.

@@ -28,8 +28,6 @@ _ADVICE: Final = "NCCL_P2P_DISABLE=1 does without copies between GPUs, MPIDIST_N
 
 @final
 class _Gpu(NamedTuple):
-    """One of the GPUs."""
-
     handle: Handle
     stream: Any  # NCCL's stream on this GPU, which also carries the kernels around NCCL's work
     mark: Any  # the event of what a caller's stream holds, and then of the end of the work
@@ -44,7 +42,8 @@ class GpusOfProcess:
     a tree. Work comes after what the current streams of the GPUs hold, and the host waits for its end.
 
     To add arrays of S bytes of k GPUs moves (k - 1) S bytes to the shards, and (k - 1) / k S bytes for each row to the
-    first GPU. To broadcast them moves (k - 1) S bytes.
+    first GPU. To broadcast them moves (k - 1) S bytes. After a failure, such as `DeadlineExceededError`, the
+    communicators are aborted.
 
     Args:
         indices: The GPUs, each once. The first one is the current device, before and after each call.
@@ -79,9 +78,6 @@ class GpusOfProcess:
             ufunc: The elementwise operation.
             parts: [GPUs][arrays], of equal shapes on all GPUs.
             rows: [rows], flat arrays on the first GPU, of the dtype in which the arrays are added.
-
-        Raises:
-            DeadlineExceededError: If the GPUs did not do it in time. The communicators are aborted.
         """
         count, dtype = rows[0].size, rows[0].dtype
         if not count:
@@ -110,15 +106,7 @@ class GpusOfProcess:
                 fold.combine(ufunc, self._empty(fold.num_parts, 1, dtype), self._empty(fold.num_rows, 1, dtype))
 
     def broadcast(self, sources: Sequence[Array], targets: Sequence[Sequence[Array]]) -> None:
-        """Copy arrays of the first GPU to the others.
-
-        Args:
-            sources: [arrays], contiguous.
-            targets: [other GPUs][arrays], contiguous, of the same sizes and dtypes.
-
-        Raises:
-            DeadlineExceededError: As for `add`.
-        """
+        """Copy contiguous arrays of the first GPU to those of the others [other GPUs][arrays], of the same sizes."""
         everywhere = [sources, *targets]
         with self._launches("a broadcast", everywhere), nccl_handles.group_of_calls():
             for at, source in enumerate(sources):

@@ -24,16 +24,7 @@ from mpidist.transport.gpu import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
-__all__ = [
-    "LIMIT_SECONDS",
-    "Handle",
-    "abort_all",
-    "destroy",
-    "group_of_calls",
-    "num_open",
-    "start_init",
-    "wait_for_endings",
-]
+__all__ = ["Handle", "abort_all", "destroy", "group_of_calls", "num_open", "start_init", "wait_for_endings"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -43,22 +34,13 @@ _PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an 
 
 @final
 class Handle:
-    """One communicator of NCCL, with the device that it works on.
-
-    Attributes:
-        comm: CuPy's `NcclCommunicator`.
-        device: The index of its GPU.
-        ended: Why it cannot be used any more; empty while it can.
-        connected: The kinds of calls for which it has its connections to other ranks: see `DeviceQueue.issue`.
-        keeps: What may not be collected before it.
-    """
+    """One communicator of NCCL, which CuPy made, with the index of the GPU that it works on."""
 
     def __init__(self, comm: Any, device: int) -> None:
-        self.comm = comm
-        self.device = device
-        self.ended = ""
-        self.connected: set[Any] = set()
-        self.keeps: Any = None
+        self.comm, self.device = comm, device
+        self.ended = ""  # why it cannot be used any more
+        self.connected: set[Any] = set()  # the kinds of calls for which it has connections: see `DeviceQueue.issue`
+        self.keeps: Any = None  # what may not be collected before it
         with _lock:
             _open.append(self)
 
@@ -74,10 +56,8 @@ class Handle:
     def require_usable(self, what: str, kind: type[Exception] = RuntimeError) -> None:
         """Raise an error of a kind, if the communicator has ended. `what`: the call, for people."""
         if self.ended:
-            raise kind(
-                f"{what}: the communicator cannot be used any more, because {self.ended}; call strategy.reset() on all "
-                "ranks"
-            )
+            text = f"{what}: the communicator cannot be used any more, because {self.ended}"
+            raise kind(f"{text}; call strategy.reset() on all ranks")
 
 
 _lock: Final = threading.Lock()
@@ -91,11 +71,9 @@ def num_open() -> int:
 
 
 def abort_all(reason: str | BaseException, handles: Iterable[Handle] | None = None) -> None:
-    """Abort communicators of this process, in one group, after a failure. Local; returns soon.
+    """Abort communicators of this process, by default all, in one group, after a failure. Local; returns soon.
 
-    Args:
-        reason: What the error of a later use says, or the failure itself.
-        handles: Those that are aborted, if nothing has ended them yet; by default all.
+    `reason`: what the error of a later use says, or the failure itself.
     """
     if isinstance(reason, BaseException):
         reason = f"an earlier call failed ({type(reason).__name__}: {first_line(reason)})"
@@ -178,8 +156,8 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
 
     Args:
         size: Number of ranks.
-        unique_id: NCCL's, which the first of the ranks made; `None` to make one, if all ranks are here.
-        devices: The index of the GPU of each rank of this process. The first one is the current device.
+        unique_id: NCCL's, of the first rank; `None` to make one, if all ranks are here.
+        devices: The GPU of each rank of this process. The first one is the current device.
     """
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
