@@ -1,10 +1,7 @@
 """Check mpidist on a GPU in at most eight minutes: right numbers, and how fast, beside other libraries.
 
-    python benchmarks/gpu_check.py                 # results in $OUT, or ./gpu-results
-    python benchmarks/gpu_check.py --only kernels overlap
-
-Results are written after each part: `gpu_check.md`, and `gpu_check.log`. It ends with 0 if everything was measured and
-is right, with 1 if not, and with 3 without a GPU. README.md says what the parts are.
+`gpu_check.md` and `gpu_check.log` are written after each part, into $OUT or ./gpu-results. Ends with 0 if everything
+was measured and is right, with 1 if not, and with 3 without a GPU. README.md says what the parts are.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from gpu.running import PARTS, Part  # noqa: E402
 from record import commit_of  # noqa: E402
 
 LIMIT_SECONDS = 470.0
-NO_GPU = 3
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "mpi4py", "ml-dtypes")
 LANES = 2  # parts that do not measure run so many at a time
 FIND = "from mpidist.transport.cuda import current; s = current().support; print('GPUs:', s.num_devices, s.reason)"
@@ -110,7 +106,7 @@ def main() -> int:
         number, _, reason = found.strip().partition(" ")
         if not number.isdecimal() or not int(number):
             print(f"nothing can be checked here: {reason}", flush=True)
-            return NO_GPU
+            return 3
         check.run(environment, Path(folder))
     print((given.out / "gpu_check.md").read_text())
     return int(not check.is_all_right)

@@ -16,8 +16,7 @@ from gpu.report import NOT_MEASURED, Report
 
 if __name__ == "__main__":
     faulthandler.enable()
-    has_ranks = os.environ.get("GPU_CHECK_RANKS", "0") != "0"
-    comm = import_module("mpi4py.MPI").COMM_WORLD if has_ranks else None
+    comm = import_module("mpi4py.MPI").COMM_WORLD if os.environ.get("GPU_CHECK_RANKS", "0") != "0" else None
     bench, out = Bench(os.environ.get("GPU_CHECK_TINY") == "1", comm), os.environ.get("GPU_CHECK_OUT")
     report = Report(Path(out) if out and bench.rank == 0 else None, bench.rank == 0, not bench.is_tiny)
     module, _, function = sys.argv[1].partition(":")

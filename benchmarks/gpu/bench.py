@@ -1,8 +1,6 @@
-"""How work on a GPU is timed: between two CUDA events, or by the host.
+"""How work on a GPU is timed: between events, behind a kernel that waits until all is in the queue, or by the host.
 
-A kernel that only waits is launched first, and made longer until everything is in the queue when the first event comes,
-so that no time of the host is in between. What is compared is measured in turns, A B C A B C, each on the next set of
-arrays, so that the caches hold none of it.
+What is compared takes turns, A B C A B C, each on the next set of arrays, so that the caches hold none of it.
 """
 
 from __future__ import annotations
@@ -20,19 +18,16 @@ import numpy as np
 from gpu.report import Report, text_of
 from mpidist.transport import cuda
 
-__all__ = ["Bench", "Call", "compare", "torch_of_gpus"]
+__all__ = ["Bench", "Call", "Times", "compare", "torch_of_gpus"]
 
-NOT_READY = 600  # of CUDA, for an event that has not come
-LAST_HOLD = 20e-3
-HOLD = r"""
-extern "C" __global__ void hold(long long nanoseconds) {
+NOT_READY, LAST_HOLD = 600, 20e-3  # CUDA's status of an event that has not come; seconds
+HOLD = r"""extern "C" __global__ void hold(long long nanoseconds) {
     long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < nanoseconds);
-}
-"""
-
+}"""
 Call = Callable[[], object]
+Times = dict[str, np.ndarray]  # seconds, of each way
 
 
 class Bench:
@@ -42,8 +37,7 @@ class Bench:
         self.cuda, self.is_tiny, self.comm = cuda.current(), is_tiny, comm
         self.rank, self.size = (0, 1) if comm is None else (comm.Get_rank(), comm.Get_size())
         self.random = np.random.default_rng()
-        self._hold_seconds = 100e-6
-        self.roof = cache(self._roof)
+        self._hold_seconds, self.roof = 100e-6, cache(self._roof)
 
     @cached_property
     def cupy(self) -> Any:
@@ -76,21 +70,20 @@ class Bench:
         """Keep the current stream busy for so long, with one thread."""
         self._hold((1,), (1,), (round(seconds * 1e9),))
 
-    def times(self, ways: Mapping[str, Sequence[Call]], turns: int, clock: str) -> dict[str, np.ndarray]:
-        """Time ways in turns, in seconds; each has a call for each set of arrays. Of ranks the slowest one counts.
+    def times(self, ways: Mapping[str, Call | Sequence[Call]], turns: int, clock: str = "end") -> Times:
+        """Time ways in turns; some have a call for each set of arrays. Of ranks the slowest one counts.
 
         Clocks: `GPU`, what the work of the current stream takes; `host`, what launching it takes, the GPU being idle
         before; `end`, from launch to end.
         """
-        for call in chain(*ways.values()):
+        calls_of = [[calls] if callable(calls) else calls for calls in ways.values()]
+        for call in chain(*calls_of):
             call()
         clocks = {"GPU": self._on_gpu, "host": partial(self._on_host, waits=False), "end": self._on_host}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(3 if self.is_tiny else turns):
-            for name, calls in ways.items():
-                taken[name].append(clocks[clock](calls[turn % len(calls)]))
+        turns = 3 if self.is_tiny else turns
+        rows = [[clocks[clock](calls[turn % len(calls)]) for calls in calls_of] for turn in range(turns)]
         self.synchronize()
-        return {name: np.array(its) for name, its in taken.items()}
+        return dict(zip(ways, np.array(rows).T, strict=True))
 
     def _on_gpu(self, call: Call) -> float:
         while True:
@@ -115,6 +108,10 @@ class Bench:
         call()
         if waits:
             self.synchronize()
+        return self.since(start)
+
+    def since(self, start: float) -> float:
+        """Say how many seconds that is ago, on the slowest rank. Collective."""
         took = perf_counter() - start
         return took if self.comm is None else max(self.comm.allgather(took))
 
@@ -128,9 +125,7 @@ class Bench:
         return float(np.median(self.times({"roof": calls}, 40, "GPU")["roof"]))
 
 
-def compare(
-    report: Report, question: str, times: Mapping[str, np.ndarray], least: float | None, note: str = ""
-) -> None:
+def compare(report: Report, question: str, times: Times, least: float | None, note: str = "") -> None:
     """Say how long each other way takes beside `ours`: at least so many times as long, or just how long."""
     ours = times["ours"]
     for name, its in times.items():

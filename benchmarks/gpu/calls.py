@@ -1,7 +1,7 @@
 """What calls cost on a GPU: for the caller, beside others, through the host, behind a backward pass, after a failure.
 
-Two ranks that share the GPU pretend to be on two nodes, so that MPI carries between them, through shared memory. They
-take turns on the GPU, which real ranks do not: of the overlap, the hidden part is what is looked at, not the times.
+Two ranks that share the GPU pretend to be on two nodes, so that MPI carries between them. They take turns on the GPU,
+which real ranks do not: of the overlap, the hidden part is what is looked at, not the times.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.kernels import shapes_of
 from gpu.report import Report, text_of
 from gpu.running import HOSTIDS, settings_of
-from mpidist.errors import DeadlineExceededError, PeerFailedError
 
 __all__ = ["faults", "overlap", "peers", "public_call", "staging"]
 
-PIECE = 4 << 20  # of a message between hosts
-PACK = 40  # gradients: the first ones, of the last layers, are the large ones
+PIECE, PACK = 4 << 20, 40  # bytes of a message between hosts; gradients, of which the first ones are the large ones
 MOST_HOST = 0.4e-3  # seconds that the caller of 161 arrays waits
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes of an array
 LEAST_OF_PEERS = 0.9  # of what NCCL and torch take, which compare no calls between ranks
 DEADLINE, HELD, MOST_RESET = 1.0, 4.0, 10.0
-COUNT = 1 << 18
-
 Peer = Callable[[Sequence[Any]], Call]  # makes the call that reduces arrays in place
 
 
@@ -64,11 +60,6 @@ def strategy_over_mpi(bench: Bench) -> Any:
     return mpidist.MultiWorkerMirroredStrategy()
 
 
-def once(bench: Bench, ways: dict[str, Call], turns: int, clock: str = "end") -> dict[str, np.ndarray]:
-    """Time calls that use the same arrays in each turn."""
-    return bench.times({name: [call] for name, call in ways.items()}, turns, clock)
-
-
 def public_call(bench: Bench, report: Report) -> None:
     """Time what the caller of 161 arrays waits. For one rank: it looks at arguments, and makes results."""
     arrays = [bench.cupy.ones(shape, np.float32) for shape in shapes_of(bench)]
@@ -83,7 +74,7 @@ def public_call(bench: Bench, report: Report) -> None:
             "in place": partial(mean, out=arrays),
             "started, and waited for": lambda: strategy.run(start, (arrays, outs, "mean")).wait(),
         }
-        for name, times in once(bench, ways, 50, "host").items():
+        for name, times in bench.times(ways, 50, "host").items():
             question = f"all_reduce of {len(arrays)} arrays, 1 rank, {name}: what the caller waits"
             report.at_most(question, times, MOST_HOST)
         for array in (*arrays, *outs):
@@ -110,7 +101,7 @@ def peers(bench: Bench, report: Report) -> None:
                 sums(bench, arrays, way)
             for array in arrays:
                 array[...] = 0  # and stays it, however often it is added
-            compare(report, f"all_reduce of {name}, {bench.size} ranks", once(bench, ways, 40), least, note)
+            compare(report, f"all_reduce of {name}, {bench.size} ranks", bench.times(ways, 40), least, note)
 
 
 def over_nccl(bench: Bench) -> Peer:
@@ -172,12 +163,12 @@ def staging(bench: Bench, report: Report) -> None:
             sums(bench, [array], call)
         array[...] = 0
         stages: dict[str, Call] = {"down": lambda: room.get(out=sent), "up": lambda: room.set(sent), "MPI": exchange}
-        times = once(bench, ways | stages, 8)
+        times = bench.times(ways | stages, 8)
         slowest = max(stages, key=lambda name: np.median(times[name]))
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
+        question = f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI"
         for name, least in ((slowest, 0.8), ("whole messages", 1.5)):
-            both = {"ours": times["ours"], name: times[name]}
-            compare(report, f"all-reduce of {nbytes / 1e6:.0f} MB, 2 ranks over MPI", both, least, note)
+            compare(report, question, {"ours": times["ours"], name: times[name]}, least, note)
 
 
 def overlap(bench: Bench, report: Report) -> None:
@@ -206,8 +197,8 @@ def overlap(bench: Bench, report: Report) -> None:
 
         sums(bench, gradients, after)
         sums(bench, gradients, early)
-        seconds = 2 * float(np.median(once(bench, {"": after}, 5)[""])) / bench.size
-        times = once(bench, {"compute": compute, "after": after, "early": early}, 8)
+        seconds = 2 * float(np.median(bench.times({"": after}, 5)[""])) / bench.size
+        times = bench.times({"compute": compute, "after": after, "early": early}, 8)
         sums(bench, gradients, early)
         alone, late, soon = (float(np.median(its)) for its in times.values())
         note = ", ".join(f"{name} {text_of(its)}" for name, its in times.items())
@@ -221,22 +212,18 @@ def overlap(bench: Bench, report: Report) -> None:
 def faults(bench: Bench, report: Report) -> None:
     """Over real NCCL: a deadline and an abort with a kernel in flight, and a new start. Collective."""
     os.environ["NCCL_HOSTID"] = f"rank{bench.rank}"  # as NCCL wants a GPU for each rank of a host
-    array = bench.cupy.empty(COUNT, np.float32)
-
-    def took(begun: float) -> np.ndarray:
-        return np.array([max(bench.comm.allgather(perf_counter() - begun))])
-
+    array = bench.cupy.empty(1 << 18, np.float32)
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         call = partial(reduce, strategy, array, out=array)
         sums(bench, [array], call)
         if bench.rank == bench.size - 1:
             bench.hold(HELD)  # so that NCCL's kernels of the others wait
         begun = perf_counter()
-        with suppress(DeadlineExceededError, PeerFailedError):
+        with suppress(mpidist.errors.DeadlineExceededError, mpidist.errors.PeerFailedError):
             call(options=mpidist.CommunicationOptions(timeout_seconds=DEADLINE))
             raise ArithmeticError(f"a call of {HELD:g} s was done before its deadline of {DEADLINE:g} s")
-        report.at_most(f"a deadline of {DEADLINE:g} s with a kernel in flight", took(begun), DEADLINE + 1)
+        report.at_most(f"a deadline of {DEADLINE:g} s with a kernel in flight", bench.since(begun), DEADLINE + 1)
         begun = perf_counter()
         strategy.reset()
         sums(bench, [array], call)
-        report.at_most("reset() after the abort, and a call, on all ranks", took(begun), MOST_RESET)
+        report.at_most("reset() after the abort, and a call, on all ranks", bench.since(begun), MOST_RESET)

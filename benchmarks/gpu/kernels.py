@@ -1,20 +1,16 @@
-"""How fast do the kernels copy lists of tensors into one buffer and back, and add, beside the device's own copy?
-
-And beside `torch._foreach_copy_`, with flat views and a buffer that are prepared, and a copy per tensor by CuPy.
-"""
+"""How fast do the kernels copy lists of tensors into one buffer and back, and add? Beside a device copy, and torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from record import shapes_of_list
-from record import text_of as text_of_time
+import record
 
 from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.report import Report, text_of
@@ -29,39 +25,27 @@ __all__ = ["machine", "measure", "shapes_of"]
 
 UNALIGNED = [(10,), (50_257,), (3,), (20_481,)] * 20  # what follows lies at no multiple of 16 bytes
 LEAST = 0.85  # of the speed of the device's own copy
-# What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays. As long as each
-# array is looked at, and a launch takes but 1,363 of them, it takes more, and the table says that the goal is missed.
+# What launching a pack and an unpack may take the host: of ResNet-50's gradients, and of 10,000 arrays.
 MOST_HOST, MOST_HOST_OF_MANY = 25e-6, 50e-6
-Shape = tuple[int, ...]
-
-
-class Asked(NamedTuple):
-    """A list of tensors, and what is wanted of packing it: a share of the roof, and seconds of the host."""
-
-    shapes: Sequence[Shape]
-    dtype: Any = np.float32  # of the buffer
-    divisor: int = 1
-    is_padded: bool = False
-    sets: int = 3  # used in turn; one set of ResNet-50 is three times the cache
-    least: float = LEAST
-    most_host: float | None = None
+Shapes = list[tuple[int, ...]]
 
 
 class Lists:
     """Sets of tensors with random numbers, laid out once, as the library does it, and the calls that copy them."""
 
-    def __init__(self, bench: Bench, asked: Asked) -> None:
-        self.sizes, self.dtype = list(map(prod, asked.shapes)), np.dtype(asked.dtype)
-        self.layout = PackLayout(self.sizes, self.dtype, asked.is_padded)
-        self.host = [[bench.numbers(shape) for shape in asked.shapes] for _ in range(asked.sets)]
+    def __init__(self, bench: Bench, shapes: Shapes, dtype: Any, divisor: int, pads: bool, sets: int) -> None:
+        self.sizes, self.dtype = list(map(prod, shapes)), np.dtype(dtype)
+        self.layout = PackLayout(self.sizes, self.dtype, pads)
+        self.host = [[bench.numbers(shape) for shape in shapes] for _ in range(sets)]
         self.tensors = [list(map(bench.cupy.asarray, its)) for its in self.host]
         self.buffers = [bench.cupy.empty(self.layout.size, self.dtype) for _ in self.host]
         self.targets = [[bench.cupy.empty(size, np.float32) for size in self.sizes] for _ in self.host]
         kernels = DeviceKernels()
         pack = partial(kernels.pack, layout=self.layout)
-        unpack = partial(kernels.unpack, divide_by=asked.divisor, layout=self.layout)
+        unpack = partial(kernels.unpack, divide_by=divisor, layout=self.layout)
         self.packs: list[Call] = [partial(pack, *its) for its in zip(self.tensors, self.buffers, strict=True)]
         self.unpacks: list[Call] = [partial(unpack, *its) for its in zip(self.buffers, self.targets, strict=True)]
+        self._require_right(bench, divisor)
 
     def cut(self, buffer: Any) -> list[Any]:
         """Return the part of each tensor."""
@@ -75,7 +59,7 @@ class Lists:
             part[...] = numbers.reshape(-1)
         return whole
 
-    def require_right(self, bench: Bench, divisor: int) -> None:
+    def _require_right(self, bench: Bench, divisor: int) -> None:
         """Pack and unpack over what is no result, and look at all numbers."""
         for at, (buffer, targets) in enumerate(zip(self.buffers, self.targets, strict=True)):
             for array in (buffer, *targets):
@@ -89,9 +73,9 @@ class Lists:
                 bench.require_equal(f"unpack from {self.dtype}", target, quotients)
 
 
-def shapes_of(bench: Bench, copies: int = 1) -> list[Shape]:
+def shapes_of(bench: Bench, copies: int = 1) -> Shapes:
     """Return the shapes of ResNet-50's gradients, so many times."""
-    shapes = shapes_of_list("resnet50")
+    shapes = record.shapes_of_list("resnet50")
     return [shape for shape in shapes if prod(shape) <= 512][:20] if bench.is_tiny else shapes * copies
 
 
@@ -99,28 +83,29 @@ def machine(bench: Bench, report: Report) -> None:
     """Note what the GPU is, and time the first launch, which compiles a kernel: CuPy's cache is empty."""
     support, runtime = bench.cuda.support, bench.cupy.cuda.runtime
     its = runtime.getDeviceProperties(int(runtime.getDevice()))
-    memory = f"{its['totalGlobalMem'] / 2**30:.0f} GiB, L2 cache {its['l2CacheSize'] / 2**20:.0f} MiB"
-    versions = f"runtime {support.runtime_version}, NCCL {nccl_version_text(support.nccl_version)}"
-    report.add("GPU", f"{gpus_text(bench.cuda)}, {versions}, {memory}")
+    facts = f"runtime {support.runtime_version}, NCCL {nccl_version_text(support.nccl_version)}, "
+    facts += f"{its['totalGlobalMem'] / 2**30:.0f} GiB, L2 cache {its['l2CacheSize'] / 2**20:.0f} MiB"
+    report.add("GPU", f"{gpus_text(bench.cuda)}, {facts}")
     arrays, buffer = [bench.cupy.zeros(8, np.float32)], bench.cupy.empty(8, np.float32)
     start = perf_counter()
     DeviceKernels().pack(arrays, buffer)
     bench.synchronize()
-    report.at_most("the first launch of a process, with the compiler", np.array([perf_counter() - start]), 1)
+    report.at_most("the first launch of a process, with the compiler", bench.since(start), 1)
 
 
-def lists(bench: Bench, report: Report, asked: Asked) -> Lists:
-    """Time packing into a buffer, and unpacking; on the host, too, where that has a goal."""
-    lists = Lists(bench, asked)
-    lists.require_right(bench, asked.divisor)
+def lists(
+    bench: Bench, report: Report, shapes: Shapes, dtype: Any = np.float32, divisor: int = 1,
+    pads: bool = False, sets: int = 3, least: float = LEAST, most_host: float | None = None,
+) -> Lists:  # fmt: skip
+    """Time packing sets of lists into buffers, and unpacking; on the host, too, where that has a goal."""
+    lists = Lists(bench, shapes, dtype, divisor, pads, sets)
     tensors, nbytes = f"{len(lists.sizes)} tensors", (4 + lists.dtype.itemsize) * sum(lists.sizes)
-    ways = {"pack": lists.packs, "unpack": lists.unpacks}
-    questions = {f"{name}, buffer of {lists.dtype}: {tensors}": calls for name, calls in ways.items()}
-    beside_roof(bench, report, questions, nbytes, asked.least)
-    if asked.most_host is not None:
-        both = [lambda its=its: [call() for call in its] for its in zip(*ways.values(), strict=True)]
+    what = f"buffer of {lists.dtype}: {tensors}"
+    beside_roof(bench, report, {f"pack, {what}": lists.packs, f"unpack, {what}": lists.unpacks}, nbytes, least)
+    if most_host is not None:
+        both = [lambda its=its: [call() for call in its] for its in zip(lists.packs, lists.unpacks, strict=True)]
         question = f"pack and unpack of {tensors}: what launching takes the host"
-        report.at_most(question, bench.times({"": both}, 60, "host")[""], asked.most_host)
+        report.at_most(question, bench.times({"": both}, 60, "host")[""], most_host)
     return lists
 
 
@@ -140,14 +125,14 @@ def beside_roof(bench: Bench, report: Report, ways: Mapping[str, list[Call]], nb
     """Time ways that move so many bytes, and say which share of the device's own speed that is."""
     roof = bench.roof(nbytes)
     for question, times in bench.times(ways, 60, "GPU").items():
-        share = roof / float(np.median(times))
-        got = f"{text_of(times)}, {share:.0%} of the roof: {text_of_time(1e6 * roof)}, {nbytes / roof / 1e12:.2f} TB/s"
+        share, its = roof / float(np.median(times)), record.text_of(1e6 * roof)
+        got = f"{text_of(times)}, {share:.0%} of the roof: {its}, {nbytes / roof / 1e12:.2f} TB/s"
         report.add(f"{question}, {nbytes / 1e6:.1f} MB moved", got, (f"at least {least:.0%}", share >= least))
 
 
 def beside_others(bench: Bench, report: Report) -> None:
     """Time packing ResNet-50's gradients, then beside other libraries."""
-    its = lists(bench, report, Asked(shapes_of(bench), most_host=MOST_HOST))
+    its = lists(bench, report, shapes_of(bench), most_host=MOST_HOST)
     ways: dict[str, list[Call]] = defaultdict(list, ours=its.packs)
     torch = torch_of_gpus(report, "pack")
     for tensors, buffer in zip(its.tensors, its.buffers, strict=True):
@@ -173,12 +158,12 @@ def measure(bench: Bench, report: Report) -> None:
     pack, add = partial(lists, bench, report), partial(sum_of_ranks, bench, report)
     questions: dict[str, Callable[[], object]] = {
         "pack and unpack 161 float32 tensors": partial(beside_others, bench, report),
-        "with a cast to bfloat16": partial(pack, Asked(shapes, half, 8)),
-        "sizes that are no multiples of 16 bytes": partial(pack, Asked(UNALIGNED, is_padded=True)),
-        "pack 10,000 tensors of 256": partial(pack, Asked(many, least=0.5, most_host=MOST_HOST_OF_MANY)),
+        "with a cast to bfloat16": partial(pack, shapes, half, 8),
+        "sizes that are no multiples of 16 bytes": partial(pack, UNALIGNED, pads=True),
+        "pack 10,000 tensors of 256": partial(pack, many, least=0.5, most_host=MOST_HOST_OF_MANY),
         "add the parts of ranks": partial(add, np.float32),
         "add the parts of ranks, bfloat16": partial(add, half),
-        "pack and unpack 1 GB": partial(pack, Asked(shapes_of(bench, 10), sets=1)),
+        "pack and unpack 1 GB": partial(pack, shapes_of(bench, 10), sets=1),
     }
     for question, ask in questions.items():
         with report.question(question):

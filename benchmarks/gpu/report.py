@@ -14,17 +14,16 @@ import record
 
 __all__ = ["NOT_MEASURED", "WRONG", "Report", "Row", "read_rows", "table", "text_of"]
 
-NOT_MEASURED = "not measured"
-WRONG = "**wrong**"
+NOT_MEASURED, WRONG = "not measured", "**wrong**"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer; `verdict` is a goal and whether it is met or missed, or of tests `right` or `WRONG`."""
+    """One answer."""
 
     question: str
     got: str
-    verdict: str = ""
+    verdict: str = ""  # a goal and whether it is met or missed, or of tests `right` or `WRONG`
     note: str = ""
 
 
@@ -46,7 +45,7 @@ class Report:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
 
-    def at_most(self, question: str, times: np.ndarray, most: float) -> None:
+    def at_most(self, question: str, times: np.ndarray | float, most: float) -> None:
         """Note times whose median is to be at most so many seconds."""
         self.add(
             question, text_of(times), goal=(f"at most {record.text_of(1e6 * most)}", bool(np.median(times) <= most))
@@ -83,7 +82,7 @@ def table(facts: Mapping[str, str], rows: Mapping[str, Sequence[Row]], notes: Se
     return "\n".join([*lines, "", *notes, ""])
 
 
-def text_of(times: np.ndarray) -> str:
+def text_of(times: np.ndarray | float) -> str:
     """Write as `47.5 us (47.1 us to 48.9 us)`: the median, and where the middle 90 % lie."""
     low, median, high = (record.text_of(1e6 * one) for one in np.percentile(times, (5, 50, 95)))
     return f"{median} ({low} to {high})"

@@ -26,9 +26,9 @@ def settings_of(text: str) -> Mapping[str, str]:
     return dict(word.split("=", 1) for word in text.split())
 
 
-# NCCL takes little of a GPU that is shared: for right numbers, never for times. Several communicators of one process on
-# one GPU are allowed from 2.30.3 on. Ranks can be on hosts of their own for NCCL: what cannot work between ranks of one
-# GPU is off then, and what asks for the node of memory, which small virtual machines have no call for.
+# NCCL takes little of a GPU that is shared: for right numbers, never for times. From 2.30.3 on a process may have
+# several communicators on one. Where ranks are told to be on hosts of their own, all is off that cannot work then,
+# and what asks for the node of memory, which small virtual machines have no call for.
 SHARED = "NCCL_NVLS_ENABLE=0 NCCL_RAS_ENABLE=0 NCCL_MAX_CTAS=2 NCCL_DEBUG=WARN"
 ONE_PROCESS = f"{SHARED} NCCL_MULTI_RANK_GPU_ENABLE=1"
 HOSTIDS = f"""{SHARED} TEST_HOSTIDS=1 NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
@@ -87,11 +87,9 @@ MEETING = (
     "print('sum', n, *MPI.Get_library_version().split()[:4]) if c.rank == 0 else None"
 )
 ADVICE = "`make gpu-wheels` where there is a network, and carry the folder `wheels`; see benchmarks/README.md"
-TOKEN = "GPU_CHECK_TOKEN"
-OWN = uuid.uuid4().hex  # of this check: its processes are found by it
+TOKEN, OWN = "GPU_CHECK_TOKEN", uuid.uuid4().hex  # in the environment of this check's processes, which it finds them by
 LEAST_SECONDS = 8.0
 GRACE = 8.0  # for a summary of the tests that were done
-LOG = 12_000  # characters at the end of a log that are kept
 TINY_FILE = "tests/collectives/test_device_numbers.py"  # keeps the settings of who starts it, which others take away
 
 
@@ -133,9 +131,7 @@ def prepare(wheels: Path, folder: Path) -> Environment:
     for library in sorted((site / "lib").glob("libmpi.so.*"))[:1]:
         variables["MPI4PY_LIBMPI"] = str(library)
         put_first("LD_LIBRARY_PATH", library.parent, library.parent / "mpich")
-    program = shutil.which("mpiexec", path=variables["PATH"])
-    if program is None:
-        return Environment(variables, (), f"there is no mpiexec; {ADVICE}")
+    program = shutil.which("mpiexec", path=variables["PATH"]) or "mpiexec"
     said = output_of([program, "-n", "2", sys.executable, "-c", MEETING], variables, 60).strip()
     _, met, name = said.partition("sum 2")
     if not met:
@@ -146,9 +142,7 @@ def prepare(wheels: Path, folder: Path) -> Environment:
 def output_of(command: list[str], variables: Mapping[str, str], seconds: float) -> str:
     """Return what a program says, or why it does not."""
     try:
-        done = subprocess.run(
-            command, env=dict(variables), capture_output=True, text=True, timeout=seconds, check=False
-        )
+        done = subprocess.run(command, env={**variables}, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     return done.stdout + done.stderr
@@ -157,7 +151,7 @@ def output_of(command: list[str], variables: Mapping[str, str], seconds: float) 
 def run(part: Part, seconds: float, environment: Environment, folder: Path) -> Outcome:
     """Run a part, within the time that is left for all, with its files in a folder."""
     limit, start, is_tests = min(part.limit, seconds), time.monotonic(), part.ask == "tests"
-    why, said, results = "", "", folder / f"{part.name}.jsonl"
+    said, results = "", folder / f"{part.name}.jsonl"
     if not environment.launcher and (part.ranks or is_tests):
         why = f"needs MPI: {environment.mpi}"
     elif limit < LEAST_SECONDS:
@@ -168,7 +162,7 @@ def run(part: Part, seconds: float, environment: Environment, folder: Path) -> O
     if not rows or (why and not is_tests):
         question = "the rest of this part" if rows else part.question
         rows.append(Row(question, NOT_MEASURED, note=why or "it ended without an answer"))
-    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said[-LOG:])
+    return Outcome(part.name, time.monotonic() - start, why, tuple(rows), said[-12_000:])
 
 
 def _run(part: Part, limit: float, environment: Environment, results: Path) -> tuple[str, str]:
@@ -225,9 +219,7 @@ def kill_all(token: str = OWN) -> None:
     """Kill what was started under a token, and all that it started. Nothing else has it in its environment."""
     for _ in range(3):
         for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
+            with suppress(OSError):  # it has ended, or is another user's
                 if f"{TOKEN}={token}".encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
                     os.kill(int(path.parent.name), signal.SIGKILL)
-            except OSError:  # it has ended, or is another user's
-                continue
         time.sleep(0.05)

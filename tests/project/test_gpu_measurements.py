@@ -57,7 +57,7 @@ def test_public_calls_that_are_timed_write_their_results(emulated: Emulated, mon
     launches = {}
 
     def count(bench: Bench, ways: dict[str, Any], turns: int, clock: str) -> dict[str, Any]:
-        for name, (call,) in ways.items():
+        for name, call in ways.items():
             call()
             emulated.forget()
             call()
