@@ -16,8 +16,8 @@ from gpu.bench import Bench, Call, compare, torch_of_gpus
 from gpu.report import Report, text_of
 from mpidist.cli.rank_facts import gpus_text
 from mpidist.transport.cuda import nccl_version_text
+from mpidist.transport.gpu.copy_table import PackLayout
 from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.gpu.pack_layout import PackLayout
 from mpidist.transport.half import bfloat16
 from mpidist.transport.reduction import Reduction
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
-from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, aligned
-from mpidist.transport.device_over_mpi.sizes import StagingSizes
+from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, StagingSizes, aligned
 from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, new_stream, on_stream
 from mpidist.transport.mpi import load_mpi
 from mpidist.transport.text import first_line, size_text

@@ -16,8 +16,7 @@ import numpy as np
 from mpidist.transport import cuda
 from mpidist.transport.gpu.array_lists import ArrayList, ArrayLists, address_of, is_plain
 from mpidist.transport.gpu.compiled import LONG, SHORT_TABLE, combiner, compile_kernel, copier, longest_table
-from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, by_value
-from mpidist.transport.gpu.pack_layout import PackLayout
+from mpidist.transport.gpu.copy_table import BLOCK, CopyTables, Numbers, PackLayout, by_value
 from mpidist.transport.reduction import Reduction, accumulator_dtype
 
 __all__ = ["DeviceCopy", "DeviceKernels", "kernels_needed"]

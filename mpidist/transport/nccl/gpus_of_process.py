@@ -14,8 +14,7 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.gpu import DeviceKernels, address_of, is_complete, kernels_needed, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.errors import translated
-from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.text import first_line
 from mpidist.transport.tree import Fold
 from mpidist.transport.waiting import Patience, never_free, poll
@@ -65,11 +64,6 @@ class GpusOfProcess:
             handle.keeps = self
         self._first.use()
 
-    @property
-    def size(self) -> int:
-        """Number of GPUs."""
-        return len(self._gpus)
-
     def add(self, fold: Fold, ufunc: np.ufunc, parts: Sequence[Sequence[Array]], rows: Sequence[Array]) -> None:
         """Add arrays of the GPUs in the order of a tree, to rows on the first GPU that hold one array after the other.
 
@@ -83,7 +77,7 @@ class GpusOfProcess:
         if not count:
             return
         with self._launches("a sum", (parts, rows)) as memory:
-            bounds = shard_bounds(count, self.size)
+            bounds = shard_bounds(count, len(self._gpus))
             buffers = [self._flat(at, own, dtype) for at, own in enumerate(parts)]
             memory.append(buffers)
             received = self._scatter(buffers, bounds)
@@ -139,19 +133,19 @@ class GpusOfProcess:
         width, received = buffers[0].itemsize, []
         for at, (start, stop) in enumerate(pairwise(bounds)):
             with self._on(at):
-                parts = self._empty(self.size, stop - start, buffers[at].dtype)
+                parts = self._empty(len(self._gpus), stop - start, buffers[at].dtype)
             parts[at] = buffers[at][start:stop]
             received.append(parts)
         with nccl_handles.group_of_calls():
             for at, buffer in enumerate(buffers):
-                for peer in (peer for peer in range(self.size) if peer != at):
+                for peer in (peer for peer in range(len(self._gpus)) if peer != at):
                     self._send(at, address_of(buffer) + bounds[peer] * width, peer, received[peer][at])
         return received
 
     def _collect(self, shards: Sequence[Sequence[Array]], rows: Sequence[Array], bounds: Sequence[int]) -> None:
         """Send the shards of the rows to the first GPU."""
         with nccl_handles.group_of_calls():
-            for at in range(1, self.size):
+            for at in range(1, len(self._gpus)):
                 for shard, row in zip(shards[at], rows, strict=True):
                     self._send(at, address_of(shard), 0, row[bounds[at] : bounds[at + 1]])
 

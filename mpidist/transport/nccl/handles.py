@@ -1,4 +1,4 @@
-"""NCCL's communicators of this process, from birth to a certain end.
+"""NCCL's communicators of this process, from birth to a certain end, and NCCL's errors as ours.
 
 NCCL can block for ever wherever a peer is gone: in its constructor, and when a communicator is destroyed, which CuPy
 does at garbage collection. So every handle is kept here until it is destroyed or aborted, both happen in a daemon
@@ -18,17 +18,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-from mpidist.errors import UnavailableError
+from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import cuda
 from mpidist.transport.gpu import Background
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
-__all__ = ["Handle", "abort_all", "destroy", "group_of_calls", "num_open", "start_init", "wait_for_endings"]
+__all__ = [
+    "Handle",
+    "abort_all",
+    "destroy",
+    "group_of_calls",
+    "num_open",
+    "start_init",
+    "translated",
+    "wait_for_endings",
+]
 
 logger = logging.getLogger("mpidist.transport")
 
 LIMIT_SECONDS: Final = 10.0  # what an abort or a destruction may take
+_REMOTE: Final = (2, 6)  # NCCL's statuses: a call of the system failed; another process or the network did
 _PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an error to raise
 
 
@@ -121,6 +131,34 @@ def _end(what: str, work: Callable[[list[Handle]], None], handles: Iterable[Hand
         _ending.append((what, time.monotonic() + LIMIT_SECONDS, thread))
     thread.start()
     thread.join(_PROMPT_SECONDS)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raise NCCL's errors as ours. `what`: which call of which rank, for people.
+
+    Raises:
+        PeerFailedError: If another rank or the network failed.
+        DeadlineExceededError: If NCCL's own time is up.
+        UnavailableError: If NCCL failed in another way.
+    """
+    try:
+        yield
+    except cuda.nccl().NcclError as error:
+        head = f"{what} failed: {first_line(error)}. "
+        if error.status in _REMOTE:
+            raise PeerFailedError(
+                f"{head}Look for the first error of another rank, and at the network; NCCL_DEBUG=WARN says more. "
+                "After strategy.reset() on all ranks the calls can be made again"
+            ) from error
+        raise UnavailableError(
+            f"{head}NCCL_DEBUG=WARN says more; MPIDIST_NCCL=0 does without NCCL, through the host"
+        ) from error
+    except KeyError as status:  # CuPy has no word for NCCL's newer ones: 7 in progress, 8 timeout
+        kind = DeadlineExceededError if status.args == (8,) else UnavailableError
+        raise kind(
+            f"{what} failed with NCCL's status {status}; unset NCCL_COMM_BLOCKING, and see what NCCL_DEBUG=WARN says"
+        ) from status
 
 
 @contextmanager

@@ -26,8 +26,7 @@ from mpidist.transport import cuda
 from mpidist.transport.communicator import Array
 from mpidist.transport.gpu import Background, Events, Launched, is_complete, new_stream, on_stream
 from mpidist.transport.nccl import handles as nccl_handles
-from mpidist.transport.nccl.errors import translated
-from mpidist.transport.nccl.handles import Handle
+from mpidist.transport.nccl.handles import Handle, translated
 from mpidist.transport.waiting import never_free, poll
 
 __all__ = ["DeviceQueue"]
