@@ -34,7 +34,7 @@ ONE_PROCESS = f"{SHARED} NCCL_MULTI_RANK_GPU_ENABLE=1"
 HOSTIDS = f"""{SHARED} TEST_HOSTIDS=1 NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
               NCCL_MNNVL_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 NCCL_ALGO=Ring NCCL_PROTO=Simple"""
 TWO_NODES = "MPIDIST_PRETEND_NODES=0,0,1,1"
-DIGITS = "tests/project/test_digits_on_gpus.py"
+DIGITS = "tests/strategies/test_digits_on_gpus.py"
 
 
 @dataclass(frozen=True)
