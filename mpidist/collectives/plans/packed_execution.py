@@ -93,8 +93,13 @@ class PackedExecution(Execution):
             self._group.devices.require_usable(call.name)
             call.state = self._lay_out(call, is_started)
 
+    def begin(self, call: ReductionCall) -> None:
+        """Allocate the results: if a rank has no memory for them, all ranks learn of it before data moves."""
+        if not self._uses_device:  # else `prepare` has done so
+            call.state = self._lay_out(call, is_started=False)
+
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        layout: _Layout = self._lay_out(call, is_started=False) if call.state is None else call.state
+        layout: _Layout = call.state
         queue = self._ready_levels().queue if self._uses_device else None
         if queue is None:
             return self._reduce(call, layout, None)
