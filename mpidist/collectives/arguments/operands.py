@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
@@ -194,10 +195,8 @@ def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory
 
 @cache
 def _node_bytes() -> int:
-    """Return the memory of this rank's node in bytes, with swap space."""
-    with open("/proc/meminfo") as file:
-        kibibytes = {name: int(text.split()[0]) for name, text in (line.split(":", 1) for line in file)}
-    return (kibibytes["MemTotal"] + kibibytes.get("SwapTotal", 0)) << 10
+    """Return the memory of this rank's node in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_memory(call: str, nbytes: int) -> None:
@@ -215,7 +214,7 @@ def require_memory(call: str, nbytes: int) -> None:
     if nbytes > _node_bytes():
         raise MemoryError(
             f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and its node has "
-            f"{size_text(_node_bytes())}, with swap space; pass fewer numbers at a time"
+            f"{size_text(_node_bytes())}; pass fewer numbers at a time"
         )
 
 
