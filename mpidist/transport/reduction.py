@@ -75,7 +75,7 @@ class Reduction:
         Returns:
             How many finite numbers became infinite when rounded to float16; 0 unless `counts_overflow`.
         """
-        if self.is_plain_sum and native is not None and native.add(parts, out, self.divisor, None):
+        if self._adds_compiled(parts, out, self.divisor):
             return 0
         ufunc = self.ufunc
         if self.fold is not None:
@@ -103,12 +103,18 @@ class Reduction:
         Returns:
             As `combine`.
         """
-        if native is not None and self.is_plain_sum and native.add(parts, out, divide_by * self.divisor, None):
+        if self._adds_compiled(parts, out, divide_by * self.divisor):
             return 0
         overflowed = self.combine(parts, out)
         if divide_by != 1:
             without_float_errors(np.true_divide, out, divide_by, out=out)
         return overflowed
+
+    def _adds_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
+        """Add and divide in compiled code, if there is any for the arrays. It does not count what overflows."""
+        if native is None or not self.is_plain_sum or (self.counts_overflow and out.dtype == np.float16):
+            return False
+        return bool(native.add(parts, out, divide_by, None))
 
 
 @final

@@ -325,8 +325,14 @@ def symmetric_spec(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[An
 
     Raises:
         InvalidArgumentError: If there can be no such array.
+        TypeError: If the shape consists of other things than whole numbers.
     """
-    dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(length) for length in shape)
+    lengths = (shape,) if isinstance(shape, (int, np.integer)) else shape
+    try:
+        dims = tuple(map(operator.index, lengths))
+    except TypeError:
+        needed = "a whole number or a sequence of whole numbers, as (2, 3)"
+        raise TypeError(f"symmetric_empty: the shape must be {needed}, got {shape!r}") from None
     native = np.dtype(dtype)
     if any(length < 0 for length in dims) or native.hasobject or prod(dims) * native.itemsize >= 1 << 62:
         raise InvalidArgumentError(f"no shared array of shape {dims} and dtype {native.name} can be made")
