@@ -151,6 +151,17 @@ def test_complex_numbers_in_any_place(group: SyncGroup, comm: Intracomm, dtype: 
             assert all((down(its) == factor * (2 + 1j)).all() for its in ops.all_reduce(op, values, out=values))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float16])
+def test_means_of_transposed_arrays(group: SyncGroup, comm: Intracomm, dtype: Any) -> None:
+    """Numbers that become others in a pack are cast: in the order of the array, whatever the order in its memory."""
+    ops = NcclAllReduce().bound_to(group)
+    given = [np.arange(12).reshape(3, 4).astype(dtype), np.arange(6).reshape(2, 3).astype(dtype)]
+    for _ in range(2):
+        means = ops.all_reduce("MEAN", [up(np.ascontiguousarray(one.T)).T for one in given])
+        for mean, one in zip(means, given, strict=True):
+            assert (down(mean) == one).all()
+
+
 @contextmanager
 def on_gpu(index: int) -> Iterator[None]:
     """Make another GPU the current one, and wait for what is made there."""
