@@ -57,6 +57,11 @@ class Reduction:
         """Whether to add all contributions one after the other, as compiled code does."""
         return self.op == "sum" and self.fold is None
 
+    def is_compiled(self, dtype: np.dtype[Any]) -> bool:
+        """Whether compiled code, which counts no overflow, reduces numbers of a dtype."""
+        is_counted = self.counts_overflow and dtype == np.float16
+        return native is not None and self.is_plain_sum and not is_counted and bool(native.adds(dtype))
+
     @functools.cached_property
     def ufunc(self) -> np.ufunc:
         """The operation on two arrays."""
@@ -111,7 +116,7 @@ class Reduction:
         return overflowed
 
     def _adds_compiled(self, parts: list[Any], out: Any, divide_by: int) -> bool:
-        """Add and divide in compiled code, if there is any for the arrays. It does not count what overflows."""
+        """Add and divide in compiled code, if there is any for the arrays."""
         if native is None or not self.is_plain_sum or (self.counts_overflow and out.dtype == np.float16):
             return False
         return bool(native.add(parts, out, divide_by, None))
