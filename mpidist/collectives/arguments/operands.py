@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
 from copy import copy
-from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -23,6 +21,7 @@ from mpidist.transport import (
     arrays,
     is_of_numpy,
     library_of,
+    node_bytes,
     size_text,
     value_text,
 )
@@ -193,12 +192,6 @@ def result_arrays(specs: Sequence[Spec], dtypes: Sequence[np.dtype[Any]], memory
     return [memory.empty(spec.shape, dtype, spec.device) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-@cache
-def _node_bytes() -> int:
-    """Return the memory of this rank's node in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def require_memory(call: str, nbytes: int) -> None:
     """Check that the new results of a call can fit into this rank's node at all. Local.
 
@@ -211,10 +204,10 @@ def require_memory(call: str, nbytes: int) -> None:
     Raises:
         MemoryError: If the node has less.
     """
-    if nbytes > _node_bytes():
+    if nbytes > node_bytes():
         raise MemoryError(
             f"{call}: the results of one rank need {size_text(nbytes)} of new memory, and its node has "
-            f"{size_text(_node_bytes())}; pass fewer numbers at a time"
+            f"{size_text(node_bytes())}; pass fewer numbers at a time"
         )
 
 
