@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mpi_session import clean_environment
+from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
@@ -74,8 +74,7 @@ def end_of(command: list[str], soon: float = SOON_SECONDS, **variables: str) -> 
     environment = {
         **clean_environment(),
         "PYTHONPATH": PROJECT,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **OPEN_MPI,
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
         **variables,
     }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from mpi_session import clean_environment
+from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
@@ -299,8 +299,7 @@ def environment() -> dict[str, str]:
         # There may be more ranks than cores: one that waits gives its own up soon.
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **OPEN_MPI,
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
     }
 

@@ -25,6 +25,8 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _MPI_PREFIXES = ("_MPIDIST_", "PMI", "OMPI_", "OPAL_", "PRTE_", "HYDRA", "HYDI_", "MPI")
 # These begin like a launcher's variables, but are the user's settings of mpi4py and of the library.
 _SETTINGS = ("MPI4PY_", "MPIDIST_")
+# Of Open MPI: it may run as root; its messages by libfabric, which are not used here, are looked for for a second.
+OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -32,8 +34,7 @@ _DEFAULTS = {
     # MPICH with more ranks than cores: a waiting rank gives its core to the others sooner.
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    **OPEN_MPI,
 }
 
 

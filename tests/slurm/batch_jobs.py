@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 import pytest
-from mpi_session import clean_environment
+from mpi_session import OPEN_MPI, clean_environment
 from slurm.emulated_cluster import ClusterError, EmulatedCluster
 
 import mpidist
@@ -230,6 +230,7 @@ def job_environment(cluster: EmulatedCluster, library: str) -> dict[str, str]:
         # There may be more ranks than cores: one that waits gives its own up soon.
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+        **OPEN_MPI,
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs.failing import HEAD, LONG_SECONDS, Ended, Job, end_of, job
 from mpi4py import MPI
-from mpi_session.launch import Launcher
+from mpi_session.launch import OPEN_MPI, Launcher
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 
@@ -369,8 +369,7 @@ def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job: Job, tmp_
 import subprocess
 if rank == 0:
     environment = {{name: value for name, value in os.environ.items() if not name.startswith({unset})}}
-    environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    subprocess.run({command}, check=True, env=environment)
+    subprocess.run({command}, check=True, env=environment | {OPEN_MPI})
 strategy.reduce("sum", 1.0)
 """
     ended = job(program, ranks=2)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi_session import clean_environment
+from mpi_session import OPEN_MPI, clean_environment
 from mpi_session.launch import Launcher
 from support.everywhere import raises_everywhere
 
@@ -442,14 +442,13 @@ def run_where_it_is_small(tmp_path: Path, **variables: str) -> str:
         subprocess.run([*unshare, SMALL], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs a mount namespace, and cannot have one: {error}")
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     program = [*Launcher.find(None).command, "-n", "2", sys.executable, "-c", PROGRAM]
     done = subprocess.run(
         [*unshare, f'{SMALL} && exec "$@"', "sh", *program],
         capture_output=True,
         text=True,
         check=False,
-        env=clean_environment() | as_root | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
+        env=clean_environment() | OPEN_MPI | {"PYTHONPATH": PROJECT, "MPIDIST_TUNE_DIR": str(tmp_path)} | variables,
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
