@@ -176,7 +176,7 @@ def test_each_replica_has_contexts_of_its_own() -> None:
 def test_replicas_inherit_context_variables() -> None:
     """NumPy's error state, for example, and that of `decimal`."""
     turns = turns_of(0, 1)
-    with np.errstate(over="raise"), decimal.localcontext(prec=5):
+    with np.errstate(over="raise"), decimal.localcontext(decimal.Context(prec=5)):
         seen = turns.run([lambda: (np.geterr()["over"], decimal.getcontext().prec)] * 2)
     assert seen == [("raise", 5)] * 2
 
