@@ -212,7 +212,7 @@ class CheckpointManager:
             self._has_removed_leftovers = True
         if self._max_to_keep is not None:
             kept = [number for number in self._numbers(directory) if number != newest]
-            for number in kept[: len(kept) + 1 - self._max_to_keep]:
+            for number in kept[: max(len(kept) + 1 - self._max_to_keep, 0)]:
                 withdraw(directory / self._place(number).name)
 
 

@@ -95,6 +95,18 @@ def test_numbers(comm: Intracomm, folder: Path) -> None:
         comm.Barrier()
 
 
+@pytest.mark.parametrize("max_to_keep", [1, 2, 5])
+def test_as_many_are_kept_as_was_said(comm: Intracomm, folder: Path, max_to_keep: int) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy:
+        manager = CheckpointManager(made(strategy, 0), folder, max_to_keep)
+        for newest in range(1, max_to_keep + 3):
+            manager.save()
+            comm.Barrier()
+            kept = range(max(1, newest + 1 - max_to_keep), newest + 1)
+            assert [Path(path).name for path in manager.checkpoints] == [f"ckpt-{number}" for number in kept]
+            comm.Barrier()
+
+
 def test_wrong_arguments(comm: Intracomm, folder: Path) -> None:
     with MultiWorkerMirroredStrategy(comm=comm) as strategy:
         checkpoint: Any = made(strategy, 0)

@@ -65,15 +65,25 @@ def test_requeue_when_the_program_says_try_again_or_a_node_is_lost(
     tmp_path: Path, code: int, answer: int, attempt: str, is_requeued: bool
 ) -> None:
     srun = f'case "$*" in *python*) exit {code};; *"--nodes=2 --ntasks=2"*true) exit {answer};; esac'
-    stand_ins = {"srun": srun, "scontrol": 'echo "scontrol $*"', "sleep": ""}
-    for name, body in stand_ins.items():
-        stand_in(tmp_path, name, body)
-    variables = {"SLURM_RESTART_COUNT": attempt, "SLURM_NTASKS": "4"}
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **JOB, **variables}
-    command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = requeue(tmp_path, srun, {"SLURM_RESTART_COUNT": attempt})
     assert done.returncode == (75 if is_requeued else code), done.stderr
-    assert ("scontrol requeue 7" in done.stdout) == is_requeued
+    assert ("scontrol requeue 7\n" in done.stdout) == is_requeued
+
+
+def test_requeue_of_an_array_is_of_one_task(tmp_path: Path) -> None:
+    """The last task has the job ID of the array, with which `scontrol requeue` would end the others, too."""
+    done = requeue(tmp_path, "exit 75", {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
+    assert done.returncode == 75, done.stderr
+    assert "scontrol requeue 7_3\n" in done.stdout
+
+
+def requeue(folder: Path, srun: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run requeue.sbatch, with a stand-in for srun, and others that say how they were called."""
+    for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"', "sleep": ""}.items():
+        stand_in(folder, name, body)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", **JOB, "SLURM_NTASKS": "4", **variables}
+    command = ["bash", str(SCRIPT.with_name("requeue.sbatch")), "train.py"]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.s*")), ids=lambda script: script.name)
