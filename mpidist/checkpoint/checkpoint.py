@@ -112,6 +112,7 @@ class Checkpoint:
         Raises:
             FileNotFoundError: If there is no such folder. On every rank.
             DataLossError: If a file is missing or damaged, or of another program. On every rank.
+            OSError: If the system refuses to read a file. On every rank.
             ValueError: If names, shapes or dtypes differ, or what differed by rank is restored to another number of
                 ranks; or if the rest of a pass over data would be another one. On every rank.
         """

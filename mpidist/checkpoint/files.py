@@ -94,9 +94,10 @@ def write_part(folder: Path, name: str, part: Part) -> None:
     Thread(target=add, name="mpidist.checksums").start()
     try:
         save_file({key: one if one.dtype.name in _KNOWN else bytes_of(one) for key, one in plain.items()}, file)
+        file.chmod(folder.stat().st_mode & 0o666)  # `save_file` makes it for its owner alone
         _sync(file)
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
     finally:
         wait([checksums])
     about = {
@@ -227,6 +228,7 @@ class PartFile:
 
     Raises:
         DataLossError: If a file is missing, or is not the one that was written.
+        OSError: If a file cannot be read for another reason.
     """
 
     def __init__(self, place: Path, name: str, manifest: Mapping[str, Any]) -> None:
@@ -237,6 +239,7 @@ class PartFile:
         self.values: dict[str, Any] = about["values"]
         self._about: dict[str, Any] = about["arrays"]
         self._path = place / f"{name}.safetensors"
+        _require_readable(self._path)
         try:
             self._file = safe_open(self._path, framework="numpy")
         except (OSError, SafetensorError) as error:
@@ -282,6 +285,14 @@ def _write_json(path: Path, item: Any) -> None:
     new.write_text(json.dumps(item))
     _sync(new)
     new.rename(path)
+
+
+def _require_readable(path: Path) -> None:
+    """Raise what the system says of a file: `safe_open` calls one missing that it may not read."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        raise DataLossError(f"{str(path)!r} is missing or damaged: {error}") from None
 
 
 def _read_file(path: Path) -> bytes:

@@ -1,0 +1,72 @@
+"""Who may read the files of a checkpoint, and what is said if the system refuses one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from support.everywhere import raises_everywhere
+
+from mpidist import MultiWorkerMirroredStrategy
+from mpidist.checkpoint import Checkpoint, CheckpointManager
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def folder(comm: Intracomm, tmp_path: Path) -> Path:
+    return Path(comm.bcast(str(tmp_path)))
+
+
+def test_files_may_be_read_by_whom_the_umask_allows(comm: Intracomm, folder: Path) -> None:
+    """The library that writes arrays makes its files for their owner alone."""
+    before = os.umask(0o027)
+    try:
+        with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+            path = Path(Checkpoint(weights=np.zeros(3), own=np.full(3, comm.rank)).write(folder / "one"))
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
+        os.listdir(path), oct(0o640)
+    )
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("name", ["all.safetensors", "all.json"])
+def test_file_that_may_not_be_read_is_not_passed_over_as_damaged(comm: Intracomm, folder: Path, name: str) -> None:
+    """A link to itself, which root may not read either."""
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        manager = CheckpointManager(Checkpoint(weights=np.zeros(3)), folder)
+        for number in (1, 2):
+            path = Path(manager.save(number))
+        if comm.rank == 0:
+            (path / name).unlink()
+            (path / name).symlink_to(name)
+        comm.Barrier()
+        with raises_everywhere(comm, OSError, f"{os.strerror(errno.ELOOP)}.*{name}"):
+            manager.restore_or_initialize(skip_broken=True)
+
+
+def test_error_of_a_full_disk_names_the_file(comm: Intracomm, folder: Path) -> None:
+    with MultiWorkerMirroredStrategy(comm=comm) as strategy, strategy.scope():
+        checkpoint = Checkpoint(weights=np.zeros(3))
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            raises_everywhere(comm, OSError, r"one\.new/all\.safetensors' cannot be written: .*No space left"),
+        ):
+            if comm.rank == 0:
+                patch.setattr("mpidist.checkpoint.files.save_file", refuse)
+            checkpoint.write(folder / "one")
+        comm.Barrier()
+
+
+def refuse(*_: object) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
