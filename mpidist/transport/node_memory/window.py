@@ -15,6 +15,7 @@ import numpy as np
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.mpi import Intracomm
+from mpidist.transport.text import size_text
 
 __all__ = [
     "LINE_BYTES",
@@ -96,14 +97,14 @@ def map_file(comm: Intracomm, nbytes: int, start: int, taken: int) -> tuple[int,
                 os.posix_fallocate(file, start, taken)
             memory = _Mapping(file, nbytes)
     except OSError as error:
-        problem = f"{(taken or nbytes) >> 10} KiB cannot be had in {_DIRECTORY} ({error.strerror})"
+        problem = f"{size_text(taken or nbytes)} cannot be had in {_DIRECTORY} ({error.strerror})"
     problems = [text for text in comm.allgather(problem) if text is not None]
     if is_first and file >= 0:
         os.unlink(path)
     if problems:
         if file >= 0:
             os.close(file)
-        raise UnavailableError(f"{problems[0]}; give containers more of it, docker run --shm-size=1g")
+        raise UnavailableError(f"{problems[0]}; ask for less, or give containers more of it, docker run --shm-size=1g")
     return file, np.asarray(memory)
 
 
@@ -180,7 +181,7 @@ def _own_memory(nbytes: int) -> Any:
     except (OSError, OverflowError) as error:
         why = error.strerror if isinstance(error, OSError) else "more than a process can address"
         raise UnavailableError(
-            f"{nbytes >> 10} KiB of memory cannot be had ({why}); ask for less, or give the rank more (ulimit -v, the "
+            f"{size_text(nbytes)} of memory cannot be had ({why}); ask for less, or give the rank more (ulimit -v, the "
             "limits of the container or of the batch job)"
         ) from error
 
@@ -205,7 +206,7 @@ class PrivateCopy:
         self._copy = _libc().mmap(None, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if self._copy == _MAP_FAILED:
             sys.stderr.write(
-                f"mpidist: too little memory to copy {self._nbytes >> 10} KiB of results for a process that is forked: "
+                f"mpidist: too little memory to copy {size_text(self._nbytes)} of results for a forked process: "
                 "it ends if it reads them. Let these results go before, or start it in another way\n"
             )
             return
